@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from moiety_engine.distribution.collectives import RankCollectives, Ranks, RowExchange
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.model.adapter_stacks import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
 from moiety_engine.model.batch import Batch
@@ -79,16 +79,16 @@ def whole_weights(skew: float) -> dict[str, Tensor]:
 
 def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the layer's result and the chosen experts."""
-    seat = Seat(Layout(dp=NUM_RANKS, ep=NUM_RANKS), rank)
-    held = seat.slots_of(NUM_EXPERTS)
+    rank_position = RankPosition(Layout(dp=NUM_RANKS, ep=NUM_RANKS), rank)
+    held = rank_position.slots_of(NUM_EXPERTS)
     part = slice(held[0], held[-1] + 1)
     weights = MoeWeights(whole["router"], whole["gate_up"][part], whole["down"][part], None, None, None, None, None)
     spec = MoeSpec(HIDDEN, RoutingSpec(NUM_EXPERTS, TOP_K, renormalize=True), held=held)
     chosen: list[Tensor] = []
     assert dist.group.WORLD is not None
-    in_order = seat.layout.slots(NUM_EXPERTS)
+    in_order = rank_position.layout.slots(NUM_EXPERTS)
     slots = ExpertSlots(in_order, NUM_EXPERTS, num_parts=NUM_RANKS, own_part=rank, device=x_TD.device)
-    dispatch = Dispatch(seat, RowExchange(dist.group.WORLD), slots)
+    dispatch = Dispatch(rank_position, RowExchange(dist.group.WORLD), slots)
     layer = MixtureOfExperts(spec, weights, MoeContext(chosen, Arithmetic(), LayerFactors(), slots, dispatch))
     return layer(x_TD, None), chosen[0]
 
@@ -120,7 +120,7 @@ def write_dense(folder: Path) -> None:
 def our_logits(rank: int, folder: Path, ids_T: Tensor) -> Tensor:
     """Return the logits of all tokens, on the first rank."""
     group = RankCollectives(dist.group.WORLD)
-    ranks = Ranks(Seat(Layout(tp=NUM_RANKS), rank), tensor=group, everyone=group)
+    ranks = Ranks(RankPosition(Layout(tp=NUM_RANKS), rank), tensor=group, everyone=group)
     model = load_model(folder, device="cpu", dtype="float32", ranks=ranks)
     count = len(ids_T)
     each_T = torch.arange(count)

@@ -99,7 +99,9 @@ def assemble(
     heartbeat.guard()
     if rank_group.masked:
         _log_excluded_ranks(rank_group, layout, model)
-    return Assembled(model, rank_group, min(rendezvous.local_num_ranks, rank_group.ranks.seat.layout.attention_ranks))
+    return Assembled(
+        model, rank_group, min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
+    )
 
 
 def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
@@ -121,7 +123,7 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
 
 
 def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -> WorkerBase:
-    if rank_group.ranks.seat.expert_rank is not None:
+    if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts()
         return ExpertWorker(experts, rank_group, overlaps=steps_overlap(experts, config))
     model = share.transformer()
@@ -148,7 +150,7 @@ def abandon_on_error(rank_group: RankGroup | None) -> Iterator[None]:
 
 def _log_excluded_ranks(rank_group: RankGroup, before: Layout, model: Transformer) -> None:
     """Log the effect of running without the excluded ranks."""
-    now, costs = rank_group.ranks.seat.layout, {}
+    now, costs = rank_group.ranks.rank_position.layout, {}
     if model.experts is not None and now.masked:
         num_experts = model.experts.num_placed
         costs = {"experts_a_rank": now.slots_each(num_experts), "experts_a_rank_before": before.slots_each(num_experts)}

@@ -93,11 +93,11 @@ class ModelExecutor:
         Raises OutOfMemory if the host has too little memory; the weights then stay where they are.
         """
         kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.sizes.block_size)
-        return self._weights.leave_or_stay(on_progress) + kv_bytes
+        return self._weights.offload_or_restore(on_progress) + kv_bytes
 
     def release_device_state(self) -> None:
         """Release the KV cache and the runner on all ranks. The caller holds no reference to them."""
-        self.controls.give(Release())
+        self.controls.send(Release())
         self._options.kv_connector.serve(None)  # it references the cache too
         self.device_state = None
         if self.draft is not None:
@@ -112,7 +112,7 @@ class ModelExecutor:
     def undo_restore(self, on_progress: Callable[[], None]) -> None:
         """Release what a failed `restore` has allocated."""
         self.release_device_state()
-        self._weights.leave(on_progress)
+        self._weights.offload_weights(on_progress)
         free_cached_memory(self.model.device)
 
     def _allocate(self) -> DeviceState:

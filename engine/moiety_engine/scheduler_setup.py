@@ -38,7 +38,7 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
         sizes.max_running,
         config.static_batch_size,
         config.batch_timeout_ms,
-        encoder_cost=encoder_cost(model.spec, model.ranks.seat.layout),
+        encoder_cost=encoder_cost(model.spec, model.ranks.rank_position.layout),
     )
     policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
     draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import free_port
 
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.distribution.layout import Seat, layout_of
+from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
@@ -233,7 +233,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
     config = EngineConfig(**given)
     spec = read_spec(folder)
-    own = own_spec(spec, Seat(layout_of(config)))
+    own = own_spec(spec, RankPosition(layout_of(config)))
     num_blocks = NUM_WINDOWED_BLOCKS if len(cache_groups(spec)) > 1 else NUM_BLOCKS
     attentions = [layer.attention for layer in own.layers]
     states = [part for one in attentions if isinstance(one, RecurrentSpec) for part in one.state_parts]

@@ -94,10 +94,10 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     cache = weakref.ref(draft._kv.layers[0].parts[0])
     loop.sleep()
     gc.collect()
-    assert loop.executor.model.away and draft.model.away
+    assert loop.executor.model.is_offloaded and draft.model.away
     assert cache() is None, "somebody still holds the draft's cache"
     loop.wake()
-    assert not draft.model.away
+    assert not draft.model.is_offloaded
     draft.proposer.passes.measured([])  # by this clock each step takes the same time
     drafted = loop.load().drafted_tokens_total
     assert tokens_of(run_all(loop, [make_submit(0)])) == before

@@ -338,7 +338,7 @@ def test_all_memory_is_given_back_asleep_and_it_drafts_on_when_woken(of_what_was
     before = told(run_all(loop, [make_submit(0)]))
     assert loop.executor.draft is not None
     loop.sleep()
-    assert loop.executor.model.away and loop.executor.draft.model.away
+    assert loop.executor.model.is_offloaded and loop.executor.draft.model.away
     assert loop.executor.draft._made_NPD is None
     loop.wake()
     loop.executor.draft.proposer.passes.measured([])  # by this clock each step takes the same time

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.distribution.layout import Layout, Seat, layout_of, leaving, without
+from moiety_engine.distribution.layout import Layout, RankPosition, layout_of, leaving, without
 from moiety_engine.distribution.rendezvous_address import rendezvous_from, require_hosts_apart
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
@@ -81,30 +81,32 @@ def test_parallel_settings_that_cannot_be_are_refused(settings: dict[str, Any], 
 )
 def test_a_model_that_parallel_ranks_cannot_divide_is_refused(checkpoint: Path, layout: Layout, words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
-        own_spec(read_spec(checkpoint), Seat(layout))
+        own_spec(read_spec(checkpoint), RankPosition(layout))
 
 
 def test_every_layer_and_expert_is_on_some_parallel_rank_and_the_first_stage_has_the_most_layers() -> None:
     layout = Layout(tp=4, ep=2, pp=3)
-    seats = [Seat(layout, rank) for rank in range(layout.num_ranks)]
-    layers = [seat.layers_of(7) for seat in seats[:: layout.stage_size]]
+    rank_positions = [RankPosition(layout, rank) for rank in range(layout.num_ranks)]
+    layers = [rank_position.layers_of(7) for rank_position in rank_positions[:: layout.stage_size]]
     assert [index for some in layers for index in some] == list(range(7))
     assert max(map(len, layers)) == len(layers[0])
-    pieces = {(seat.pp_rank, seat.ep_rank, seat.cut_rank) for seat in seats}
+    pieces = {
+        (rank_position.pp_rank, rank_position.ep_rank, rank_position.cut_rank) for rank_position in rank_positions
+    }
     assert pieces == {(stage, part, piece) for stage in range(3) for part in range(2) for piece in range(2)}
 
 
 def test_redundant_slots_hold_experts_of_other_parts_until_they_are_rebalanced() -> None:
     layout = Layout(dp=2, tp=2, ep=4, redundant_experts=8)
     assert layout.slots(8) == (0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1)
-    assert [Seat(layout, rank).slots_of(8) for rank in range(4)] == [
+    assert [RankPosition(layout, rank).slots_of(8) for rank in range(4)] == [
         (0, 1, 2, 3),
         (2, 3, 4, 5),
         (4, 5, 6, 7),
         (6, 7, 0, 1),
     ]
     pieces = Layout(tp=4, ep=2)
-    assert [Seat(pieces, rank).peer(1) for rank in range(4)] == [2, 3, 2, 3]
+    assert [RankPosition(pieces, rank).peer(1) for rank in range(4)] == [2, 3, 2, 3]
 
 
 GROUPS = Layout(dp=3, tp=2, ep=3)
@@ -128,7 +130,7 @@ def test_parallel_ranks_that_are_done_without_take_those_along_that_share_heads_
     found = without(layout, leaving(layout, away))
     assert found == left
     num_experts = 12
-    held = [Seat(found, rank).slots_of(num_experts) for rank in range(found.num_ranks)]
+    held = [RankPosition(found, rank).slots_of(num_experts) for rank in range(found.num_ranks)]
     held = held[found.attention_ranks :] or held
     assert {expert for slots in held for expert in slots} == set(range(num_experts))
     if found.masked:

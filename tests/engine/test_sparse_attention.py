@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.tensor_shards import own_spec
@@ -88,7 +88,7 @@ def test_a_block_holds_a_row_for_each_layer_and_a_key_for_each_indexer(sparse_lo
 
 def test_a_stage_that_begins_with_a_layer_without_indexer_is_refused(sparse_loops: Any) -> None:
     spec = read_spec(sparse_loops.folder)
-    assert len(own_spec(spec, Seat(Layout(pp=2), 0)).layers) == 2
+    assert len(own_spec(spec, RankPosition(Layout(pp=2), 0)).layers) == 2
     for rank in range(3):
         with pytest.raises(InvalidConfig, match="begins a stage with layer 1, which attends to the tokens"):
-            own_spec(spec, Seat(Layout(pp=3), rank))
+            own_spec(spec, RankPosition(Layout(pp=3), rank))

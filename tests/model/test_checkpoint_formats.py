@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from tests import packed_checkpoints as written
 
 from moiety_engine.config import Offload, OffloadConfig
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import WeightsError
 from moiety_engine.model.families import read_spec
@@ -204,8 +204,12 @@ def test_ranks_read_their_parts_of_numbers_scales_and_offsets(folders: Any) -> N
             both = []
             for folder, form in ((narrow, OFFSETS), (plain, None)):
                 spec = read_spec(folder)
-                seat = Seat(layout, rank)
-                both.append(products_of(load(folder, spec, device=cpu, dtype=torch.float32, form=form, seat=seat)))
+                rank_position = RankPosition(layout, rank)
+                both.append(
+                    products_of(
+                        load(folder, spec, device=cpu, dtype=torch.float32, form=form, rank_position=rank_position)
+                    )
+                )
             for kept, wide in zip(*both, strict=True):
                 torch.testing.assert_close(dequantize(kept), wide, rtol=1e-5, atol=1e-6)
 

@@ -15,7 +15,7 @@ from tests import gguf_checkpoints
 from tests.gguf_checkpoints import Type, write_gguf
 
 from moiety_engine.checkpoint import fingerprint, resolve_checkpoint
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import CheckpointError
 from moiety_engine.gguf.header import read_header
 from moiety_engine.model.checkpoint import load
@@ -90,7 +90,7 @@ def test_a_type_that_a_kernel_reads_is_kept_and_others_are_widened(
     assert spec.weight_format == KEPT[kind]
     for layout in (Layout(), Layout(tp=2)):
         for rank in range(layout.num_ranks):
-            how: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "seat": Seat(layout, rank)}
+            how: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "rank_position": RankPosition(layout, rank)}
             wide = list(products_of(load(folder, spec, **how)))
             kept = list(products_of(load(folder, spec, form=KEPT[kind], **how)))
             for one, plain in zip(kept, wide, strict=True):
@@ -108,7 +108,14 @@ def test_experts_in_mxfp4_are_kept_and_ranks_read_their_own(make_checkpoint: Any
     array = tensors["blk.1.ffn_down_exps.weight"].contiguous().numpy()
     expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(array, Type.MXFP4), Type.MXFP4))
     for rank in range(2):
-        weights = load(made, spec, device=CPU, dtype=torch.bfloat16, form=MXFP4, seat=Seat(Layout(tp=2, ep=2), rank))
+        weights = load(
+            made,
+            spec,
+            device=CPU,
+            dtype=torch.bfloat16,
+            form=MXFP4,
+            rank_position=RankPosition(Layout(tp=2, ep=2), rank),
+        )
         down = weights.layers[1].ffn.down_EDF
         assert torch.equal(dequantize(down), expected[2 * rank : 2 * rank + 2])
 

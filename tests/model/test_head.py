@@ -12,7 +12,7 @@ import torch
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.head import narrow_head_bytes
 from moiety_engine.model.loading import load_model, load_share
@@ -100,8 +100,8 @@ def test_ranks_have_the_rows_of_the_head_that_one_alone_has(make_checkpoint: Any
     folder = make_checkpoint("mixtral, sliding window").folder
     how: Any = {"device": "cpu", "dtype": "bfloat16", "quantization": "int8"}
     alone = load_share(folder, **how).weights.head_VD
-    seats = [replace(SINGLE_RANK_GROUPS, seat=Seat(Layout(tp=2), rank)) for rank in range(2)]
-    parts = [load_share(folder, ranks=seat, **how).weights.head_VD for seat in seats]
+    rank_positions = [replace(SINGLE_RANK_GROUPS, rank_position=RankPosition(Layout(tp=2), rank)) for rank in range(2)]
+    parts = [load_share(folder, ranks=rank_position, **how).weights.head_VD for rank_position in rank_positions]
     assert all(isinstance(part, QuantizedWeight) for part in (alone, *parts))
     assert torch.equal(torch.cat([dequantize(part) for part in parts]), dequantize(alone))
 

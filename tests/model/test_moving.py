@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moiety_engine.distribution.layout import Seat
+from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import MoeWeights
@@ -28,7 +28,7 @@ def draw_weights(form: WeightFormat | None, dtype: torch.dtype) -> MoeWeights:
 @pytest.mark.parametrize("form", KEPT, ids=lambda form: "wide" if form is None else form.name)
 def test_slots_exchange_all_that_they_hold_in_one_go(form: WeightFormat | None) -> None:
     weights, before = (draw_weights(form, torch.bfloat16) for _ in range(2))
-    sent = SlotWeights(weights, EXPERTS).write([Write(0, 2, 2), Write(2, 0, 0), Write(3, 2, 2)], Seat())
+    sent = SlotWeights(weights, EXPERTS).write([Write(0, 2, 2), Write(2, 0, 0), Write(3, 2, 2)], RankPosition())
     assert sent == 0  # all are on one rank
     for (name, now), (_, then) in zip(named_tensors(weights), named_tensors(before), strict=True):
         if name == "router_ED":

@@ -187,7 +187,7 @@ def test_a_model_takes_the_memory_of_its_slots_and_not_of_its_experts(make_check
     folder = make_checkpoint("mixtral").folder
     model = make_driver(folder, offload=offloaded(folder, 450_000)).model
     plain = make_driver(folder).model
-    ours, theirs = (sum(storage.nbytes() for storage in one._residence._storages) for one in (model, plain))
+    ours, theirs = (sum(storage.nbytes() for storage in one._weight_offload._storages) for one in (model, plain))
     cache = model.expert_cache
     assert theirs - ours == expert_bytes(cache) - cache.num_bytes
     assert cache.num_bytes <= 450_000 < expert_bytes(cache) / 2

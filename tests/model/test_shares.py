@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
-from moiety_engine.distribution.layout import Layout, Seat, without
+from moiety_engine.distribution.layout import Layout, RankPosition, without
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
@@ -29,8 +29,8 @@ LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(tp=4, ep=2), Layout(dp=2, tp
 LAYOUTS += [Layout(dp=2, ep=2, ffn_ranks=2), Layout(tp=2, ffn_ranks=2)]
 
 
-def weights_of(folder: Path, seat: Seat | None = None) -> list[tuple[str, Tensor]]:
-    given = {} if seat is None else {"seat": seat}
+def weights_of(folder: Path, rank_position: RankPosition | None = None) -> list[tuple[str, Tensor]]:
+    given = {} if rank_position is None else {"rank_position": rank_position}
     weights = load(folder, read_spec(folder), device=CPU, dtype=torch.float32, **given)
     return list(named_tensors(weights))
 
@@ -45,7 +45,7 @@ def total(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_parts_of_all_ranks_are_the_whole(checkpoint: Any, layout: Layout) -> None:
     try:
-        ranks = [weights_of(checkpoint.folder, Seat(layout, rank)) for rank in range(layout.num_ranks)]
+        ranks = [weights_of(checkpoint.folder, RankPosition(layout, rank)) for rank in range(layout.num_ranks)]
     except InvalidConfig as exc:
         assert any(option in str(exc) for option in ("--tp", "--ep", "dp-attention", "ffn-ranks"))
         pytest.skip(f"this model cannot be divided so: {exc}")
@@ -72,16 +72,18 @@ def test_products_in_few_bits_are_cut_with_their_scales_or_not_at_all(make_check
     folder = tmp_path / "narrow"
     write_quantized(make_checkpoint("mixtral").folder, folder, INT4, lambda *_: None)
 
-    def products(seat: Seat, form: WeightFormat | None) -> list[Any]:
-        weights = load(folder, read_spec(folder), device=CPU, dtype=torch.float32, form=form, seat=seat)
+    def products(rank_position: RankPosition, form: WeightFormat | None) -> list[Any]:
+        weights = load(
+            folder, read_spec(folder), device=CPU, dtype=torch.float32, form=form, rank_position=rank_position
+        )
         return list(products_of(weights))
 
     for layout in (Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, tp=2, ep=2)):
         for rank in range(layout.num_ranks):
-            seat = Seat(layout, rank)
-            for kept, wide in zip(products(seat, INT4), products(seat, None), strict=True):
+            rank_position = RankPosition(layout, rank)
+            for kept, wide in zip(products(rank_position, INT4), products(rank_position, None), strict=True):
                 assert torch.equal(dequantize(kept), wide), "the very numbers and scales of the checkpoint"
-    four = replace(SINGLE_RANK_GROUPS, seat=Seat(Layout(tp=4, ep=4)))
+    four = replace(SINGLE_RANK_GROUPS, rank_position=RankPosition(Layout(tp=4, ep=4)))
     with pytest.raises(InvalidConfig, match="--tp 4 cuts the model's 64 columns of all heads into pieces of 16"):
         load_share(folder, device="cpu", dtype="bfloat16", ranks=four)
 
@@ -135,7 +137,7 @@ def test_slots_of_several_experts_and_stacks_of_them_are_read_from_where_they_ar
     layout = Layout(tp=4, ep=2, redundant_experts=8)  # each rank has all, the second one's half first
     for variant in ("qwen3_moe", "gpt_oss"):
         folder = make_checkpoint(variant).folder
-        first, second = (dict(weights_of(folder, Seat(layout, rank))) for rank in (0, 2))
+        first, second = (dict(weights_of(folder, RankPosition(layout, rank))) for rank in (0, 2))
         of_experts = [name for name in first if name.endswith(("E2FD", "_EDF", "E2F", "_ED")) and "router" not in name]
         assert len(of_experts) >= 2
         for name in of_experts:
@@ -147,20 +149,20 @@ def test_each_slot_of_ranks_that_do_without_another_is_filled_and_none_would_sta
     folder = make_checkpoint("deepseek_v3").folder
     whole = dict(weights_of(folder))
     layout = without(Layout(dp=4, ep=4, redundant_experts=16), (3,))
-    seats = [Seat(layout, rank) for rank in range(3)]
-    for seat in seats:
-        held = list(seat.slots_of(16))
-        for name, tensor in weights_of(folder, seat):
+    rank_positions = [RankPosition(layout, rank) for rank in range(3)]
+    for rank_position in rank_positions:
+        held = list(rank_position.slots_of(16))
+        for name, tensor in weights_of(folder, rank_position):
             if name.endswith(OF_EXPERTS):
                 assert torch.equal(tensor, whole[name][held]), name
     spec = read_spec(folder)
-    own = own_spec(spec, seats[0])
+    own = own_spec(spec, rank_positions[0])
     *layers, last = own.layers
     assert isinstance(last.ffn, MoeSpec) and last.ffn.held is not None
     twice = replace(own, layers=(*layers, replace(last, ffn=replace(last.ffn, held=(5,) * len(last.ffn.held)))))
     weights = allocate(twice, device=CPU, dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"experts\.5\..* must be cut like its counterpart"):
-        own_places(twice, weights, seats[0], 0, whole_places(spec, set()))
+        own_places(twice, weights, rank_positions[0], 0, whole_places(spec, set()))
 
 
 OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")
@@ -170,12 +172,12 @@ OF_EXPERTS = ("gate_up_E2FD", "down_EDF", "gate_up_bias_E2F", "down_bias_ED")
 def test_a_rank_has_either_its_share_of_the_experts_and_nothing_else_or_none_of_them(
     make_checkpoint: Any, family: str
 ) -> None:
-    def sizes_of(seat: Seat | None = None) -> tuple[int, int]:
+    def sizes_of(rank_position: RankPosition | None = None) -> tuple[int, int]:
         """Return the bytes of experts and of everything else."""
-        named = weights_of(make_checkpoint(family).folder, seat)
+        named = weights_of(make_checkpoint(family).folder, rank_position)
         experts = sum(tensor.nbytes for name, tensor in named if name.endswith(OF_EXPERTS))
         return experts, sum(tensor.nbytes for _, tensor in named) - experts
 
     layout = Layout(dp=2, ep=2, ffn_ranks=2)
     experts, rest = sizes_of()
-    assert [sizes_of(Seat(layout, rank)) for rank in range(4)] == [(0, rest)] * 2 + [(experts // 2, 0)] * 2
+    assert [sizes_of(RankPosition(layout, rank)) for rank in range(4)] == [(0, rest)] * 2 + [(experts // 2, 0)] * 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.distribution.collectives import RankCollectives, Ranks
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
@@ -84,9 +84,11 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
     def run(rank: int) -> Tensor:
         with turns.computing:
             try:
-                spec, seat, group = read_spec(folder), Seat(layout, rank), RankInTurns(turns, rank)
-                weights = load(folder, spec, device=torch.device("cpu"), dtype=torch.float32, seat=seat)
-                ranks = Ranks(seat=seat, tensor=group, everyone=group)
+                spec, rank_position, group = read_spec(folder), RankPosition(layout, rank), RankInTurns(turns, rank)
+                weights = load(
+                    folder, spec, device=torch.device("cpu"), dtype=torch.float32, rank_position=rank_position
+                )
+                ranks = Ranks(rank_position=rank_position, tensor=group, everyone=group)
                 model = Transformer(spec, weights, TransformerOptions(ranks=ranks))
                 return Driver(model).prefill(Sequence(PROMPT), 64).log_softmax(-1)
             except BaseException:
@@ -138,17 +140,17 @@ def test_layouts_that_part_experts_from_their_place_are_refused(
 ) -> None:
     spec = read_spec(make_checkpoint("longcat_flash").folder)
     with pytest.raises(InvalidConfig, match=match):
-        own_spec(spec, Seat(layout))
+        own_spec(spec, RankPosition(layout))
 
 
 def test_remote_experts_in_a_width_of_their_own_are_refused(make_checkpoint: Any) -> None:
     spec = read_spec(make_checkpoint("nemotron_h, latent experts").folder)
     with pytest.raises(InvalidConfig, match="--ffn-ranks is not available for this nemotron_h model"):
-        own_spec(spec, Seat(Layout(ffn_ranks=1)))
+        own_spec(spec, RankPosition(Layout(ffn_ranks=1)))
 
 
 def test_a_stage_that_begins_with_attention_beside_mamba_is_refused(make_checkpoint: Any) -> None:
     spec = read_spec(make_checkpoint("falcon_h1").folder)
-    own_spec(spec, Seat(Layout(pp=2)))
+    own_spec(spec, RankPosition(Layout(pp=2)))
     with pytest.raises(InvalidConfig, match="--pp 4 begins a stage with layer 1, which reads the input of a layer of"):
-        own_spec(spec, Seat(Layout(pp=4)))
+        own_spec(spec, RankPosition(Layout(pp=4)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.distribution.layout import Seat, layout_of
+from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.attention_ffn import AttentionFfnLayout, Sides, compare, divide, one_way_s, pipelined_s
 from moiety_engine.planning.cli import options_apart
@@ -61,7 +61,10 @@ def test_planned_attention_ffn_layouts_are_valid_layouts_of_the_engine() -> None
     config = EngineConfig(model="m", name="n", **{name: int(value) for name, value in given.items()})
     layout = layout_of(config)
     assert layout.num_ranks == advised.attention_gpus + advised.expert_gpus
-    assert own_spec(served.spec, Seat(layout, layout.num_ranks - 1)).layers[0].ffn.num_held == 32 // layout.ffn_ranks
+    assert (
+        own_spec(served.spec, RankPosition(layout, layout.num_ranks - 1)).layers[0].ffn.num_held
+        == 32 // layout.ffn_ranks
+    )
 
 
 def test_cheaper_gpus_for_experts_buy_as_many_tokens_for_less_and_have_a_slower_link() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moiety_engine.distribution.layout import SINGLE_RANK, Seat
+from moiety_engine.distribution.layout import SINGLE_RANK, RankPosition
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class RankCollectives:
         dist.gather(x_LC, parts, group=self._handle, group_dst=0)
         return x_LC if parts is None else torch.cat(parts, dim=1)
 
-    def copy_first(self, x: Tensor) -> Tensor:
+    def broadcast_first(self, x: Tensor) -> Tensor:
         """Broadcast the first rank's tensor; on the other ranks x, of the same shape, is overwritten."""
         if self._handle is not None:
             dist.broadcast(x, group=self._handle, group_src=0)
@@ -80,12 +80,12 @@ class Pipeline:
             dist.recv(x, self._ranks[self._stage - 1])
         return x
 
-    def pass_on(self, x: Tensor) -> None:
+    def send_to_next_stage(self, x: Tensor) -> None:
         """Send x to the next stage, if there is one."""
         if not self._is_last and x.numel():
             dist.send(x.contiguous(), self._ranks[self._stage + 1])
 
-    def bring_columns_home(self, x_TC: Tensor, num_columns: Sequence[int]) -> Tensor:
+    def gather_columns_of_stages(self, x_TC: Tensor, num_columns: Sequence[int]) -> Tensor:
         """Return all stages' columns side by side on the first stage; x itself on the others.
 
         `num_columns` are the numbers of columns of the stages.
@@ -102,7 +102,7 @@ class Pipeline:
             parts.append(part)
         return torch.cat(parts, dim=1)
 
-    def bring_home(self, x: Tensor) -> Tensor:
+    def receive_from_last_stage(self, x: Tensor) -> Tensor:
         """Return the last stage's tensor on the first stage; x has the same shape everywhere."""
         if len(self._ranks) > 1 and x.numel():
             if self._is_last:
@@ -123,7 +123,7 @@ class DataParallelGroup:
         self._ranks, self.rank = ranks, rank
         self.size = len(ranks)
 
-    def bring_first(self, x_LC: Tensor, num_rows: Sequence[int]) -> Tensor:
+    def gather_rows(self, x_LC: Tensor, num_rows: Sequence[int]) -> Tensor:
         """Return the concatenated rows of all ranks on the first rank; x itself on the others.
 
         `num_rows` are the numbers of rows of the ranks.
@@ -179,15 +179,15 @@ class RowExchange:
         dist.all_gather(all_RE, x_E, group=self._handle)
         return torch.stack(all_RE)
 
-    def hand_out(self, rows_NB: Tensor, num_sent: list[int], num_received: list[int]) -> PendingRows:
+    def exchange_rows(self, rows_NB: Tensor, num_sent: list[int], num_received: list[int]) -> PendingRows:
         """Send rows, which are in the order of the receiving ranks. Returns at once."""
         rows_MB = rows_NB.new_empty(sum(num_received), rows_NB.shape[1])
         work = dist.all_to_all_single(rows_MB, rows_NB, num_received, num_sent, group=self._handle, async_op=True)
         assert work is not None, "this rank is none of the group"
         return PendingRows(rows_NB, rows_MB, work)
 
-    def announce(self, num_sent: list[int]) -> PendingRowCounts:
-        """Send each rank the number of rows that follow. Returns at once. All ranks announce before each `hand_out`."""
+    def send_row_counts(self, num_sent: list[int]) -> PendingRowCounts:
+        """Send each rank the number of rows that follow. Return at once. All ranks call it before `exchange_rows`."""
         num_sent_R = torch.tensor(num_sent)  # on the CPU network: the hosts need the counts, not the devices
         num_received_R = torch.empty_like(num_sent_R)
         work = dist.all_to_all_single(num_received_R, num_sent_R, group=self._handle, async_op=True)
@@ -236,7 +236,7 @@ class ExpertExchange:
     num_attention: int
 
 
-def hand_over(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+def exchange_tensors(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
     """Send tensors to other ranks, and receive theirs into tensors of the same size. Returns when all have arrived.
 
     Each tensor is paired with the number of the other rank. Two ranks must list their common tensors in the same order.
@@ -249,9 +249,9 @@ def hand_over(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A rank's seat on the mesh, and the groups that it computes with."""
+    """A rank's position on the mesh, and the groups that it computes with."""
 
-    seat: Seat = SINGLE_RANK
+    rank_position: RankPosition = SINGLE_RANK
     tensor: RankCollectives = field(
         default_factory=RankCollectives
     )  # ranks that share attention and dense feed-forwards

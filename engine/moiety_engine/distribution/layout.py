@@ -105,7 +105,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPosition:
     """One rank's position on the mesh.
 
     For an expert rank `expert_rank` is the position, and only the expert properties are meaningful.
@@ -174,7 +174,7 @@ class Seat:
         return first + part * self.expert_cuts + self.cut_rank
 
 
-SINGLE_RANK = Seat()
+SINGLE_RANK = RankPosition()
 
 
 def layout_of(config: EngineConfig) -> Layout:

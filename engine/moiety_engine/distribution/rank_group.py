@@ -22,7 +22,7 @@ from moiety_engine.distribution.collectives import (
     Ranks,
     RowExchange,
 )
-from moiety_engine.distribution.layout import Layout, Seat, without
+from moiety_engine.distribution.layout import Layout, RankPosition, without
 from moiety_engine.distribution.rank_heartbeat import explaining
 from moiety_engine.distribution.rendezvous import LONGEST_WAIT, ConnectedRanks, RankExclusion, meet, open_store
 from moiety_engine.loopback import keep_collectives_on_loopback
@@ -55,9 +55,9 @@ class RankGroup:
         if self.children is not None:
             self.children.wait()
 
-    def all_did(self, did: bool) -> bool:
+    def all_succeeded(self, succeeded: bool) -> bool:
         """Return whether the operation succeeded on every rank. All ranks must call this at the same point."""
-        return not self.ranks.everyone.sum(torch.tensor([int(not did)])).item()
+        return not self.ranks.everyone.sum(torch.tensor([int(not succeeded)])).item()
 
     def waited_s(self) -> tuple[float, float]:
         """Return the seconds that rank 0 waited for the expert ranks, and the mean that these waited for attention.
@@ -65,7 +65,7 @@ class RankGroup:
         Only valid on rank 0. The values of the expert ranks are up to half a second old.
         """
         of_experts = sum(self.heartbeat.waited_s.values())  # the other ranks report 0
-        return self.ranks.waited.seconds, of_experts / max(1, self.ranks.seat.layout.ffn_ranks)
+        return self.ranks.waited.seconds, of_experts / max(1, self.ranks.rank_position.layout.ffn_ranks)
 
     def abandon(self, reason: str, *, own: bool = False) -> None:
         """Leave the group because this rank cannot continue, and send the others the reason.
@@ -126,23 +126,27 @@ def _rank_group_of(
     )
     everyone = dist.group.WORLD
     assert everyone is not None
-    seat = Seat(layout, rank)
-    crossings = _crossings(seat)
-    if seat.expert_rank is not None:
-        ranks = Ranks(seat, everyone=RankCollectives(everyone), crossings=crossings)
+    rank_position = RankPosition(layout, rank)
+    crossings = _crossings(rank_position)
+    if rank_position.expert_rank is not None:
+        ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
         heartbeat.report_waited(ranks.waited)
         return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
     tensor = RankCollectives(mesh.get_group("tp")) if layout.tp > 1 else RankCollectives()
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
-    pipeline = Pipeline(column, seat.pp_rank)
+    pipeline = Pipeline(column, rank_position.pp_rank)
     exchange = _exchange(layout, device_type)
-    ranks = Ranks(seat, tensor, pipeline, RankCollectives(everyone), _across(seat), exchange, crossings)
+    ranks = Ranks(
+        rank_position, tensor, pipeline, RankCollectives(everyone), _across(rank_position), exchange, crossings
+    )
     return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
 
 
-def _across(seat: Seat) -> DataParallelGroup:
-    first = seat.rank - seat.dp_rank * seat.layout.tp
-    return DataParallelGroup([first + group * seat.layout.tp for group in range(seat.layout.dp)], seat.dp_rank)
+def _across(rank_position: RankPosition) -> DataParallelGroup:
+    first = rank_position.rank - rank_position.dp_rank * rank_position.layout.tp
+    return DataParallelGroup(
+        [first + group * rank_position.layout.tp for group in range(rank_position.layout.dp)], rank_position.dp_rank
+    )
 
 
 def _exchange(layout: Layout, device_type: str) -> RowExchange | None:
@@ -152,13 +156,13 @@ def _exchange(layout: Layout, device_type: str) -> RowExchange | None:
     return RowExchange(DeviceMesh(device_type, stages, mesh_dim_names=("pp", "stage")).get_group("stage"))
 
 
-def _crossings(seat: Seat) -> tuple[ExpertExchange, ...]:
+def _crossings(rank_position: RankPosition) -> tuple[ExpertExchange, ...]:
     """Return the expert exchanges that this rank takes part in, by stage. All ranks create all groups together."""
-    layout, found = seat.layout, []
+    layout, found = rank_position.layout, []
     experts = range(layout.attention_ranks, layout.num_ranks)
     for stage in range(layout.pp) if layout.ffn_ranks else ():
         ranks = [*range(stage * layout.stage_size, (stage + 1) * layout.stage_size), *experts]
         there, back = dist.new_group(ranks), dist.new_group(ranks)
-        if seat.rank in ranks:
+        if rank_position.rank in ranks:
             found.append(ExpertExchange(RowExchange(there), RowExchange(back), layout.stage_size))
     return tuple(found)

@@ -14,7 +14,7 @@ import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moiety_engine.distribution.layout import SINGLE_RANK, Seat
+from moiety_engine.distribution.layout import SINGLE_RANK, RankPosition
 from moiety_engine.model.checkpoint_formats.gguf_file import GgufTensorFile
 from moiety_engine.model.checkpoint_formats.tensor_source import as_it_is, sources
 from moiety_engine.model.direct_read import DirectRead
@@ -54,15 +54,15 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     form: WeightFormat | None = None,
-    seat: Seat = SINGLE_RANK,
+    rank_position: RankPosition = SINGLE_RANK,
     offloading: Offloading | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Read the checkpoint's safetensors files into newly allocated weights.
 
     `form`: quantization format of the products, if any. Files are memory-mapped, except tensors that go to host memory
-    unchanged. Of a model over several ranks, only the part of the rank in this `seat` is read. With `offloading` the
-    products of experts go to its store; if the store is complete already, they are not read.
+    unchanged. Of a model over several ranks, only the part of the rank at `rank_position` is read. With `offloading`
+    the products of experts go to its store; if the store is complete already, they are not read.
 
     `progress` is called with (bytes read, bytes in all). Raises WeightsError, naming the tensors, if one is missing,
     unexpected or of another shape.
@@ -73,7 +73,7 @@ def load(
     as_stored = form is not None and form.is_stored_as(spec.weight_format)
     # bfloat16 represents mxfp4 exactly, and other formats that are kept as stored are not filled in here
     exactly = dtype if form is None or as_stored else torch.float32
-    own = own_spec(spec, seat)
+    own = own_spec(spec, rank_position)
     filling = offloading if offloading is not None and not offloading.is_whole else None
     experts_in = filling.store.empty if filling is not None and form is None else None
     weights = allocate(own, device=filled_on, dtype=dtype, product_dtype=exactly, experts_in=experts_in)
@@ -83,14 +83,18 @@ def load(
     refuse_by_tensors(folder, found.keys() & shard_of.keys())
     wholes = placements(spec, weights, set(found)) if own is spec else whole_places(spec, set(found))
     zeros = _check_names(wholes, found, shard_of, spec, folder)
-    wanted = wholes if own is spec else own_places(own, weights, seat, seat.layers_of(len(spec.layers)).start, wholes)
+    wanted = (
+        wholes
+        if own is spec
+        else own_places(own, weights, rank_position, rank_position.layers_of(len(spec.layers)).start, wholes)
+    )
     wanted = _filled_with_zeros(wanted, zeros)
     if offloading is not None and offloading.is_whole:
         stored = expert_names(weights, wanted)
         wanted = {name: place for name, place in wanted.items() if name not in stored}
     fewer_bits = None
     if form is not None:
-        fewer_bits = _fewer_bits((spec, own, seat, form), weights, wanted, found, device, offloading)
+        fewer_bits = _fewer_bits((spec, own, rank_position, form), weights, wanted, found, device, offloading)
     _note_widened(wanted.keys(), found, dtype)
     starting_at = {found[name].names[0]: name for name in wanted}
     done, straight = 0, DirectRead()
@@ -172,7 +176,7 @@ def product_names(folder: Path, spec: ModelSpec) -> set[str]:
 
 
 def _fewer_bits(
-    model: tuple[ModelSpec, ModelSpec, Seat, WeightFormat],
+    model: tuple[ModelSpec, ModelSpec, RankPosition, WeightFormat],
     weights: ModelWeights,
     wanted: dict[str, TensorMapping | Shares],
     found: dict[str, TensorSource],
@@ -182,15 +186,15 @@ def _fewer_bits(
     """Return the quantizer of the products.
 
     It quantizes all products, or, if the format is the stored one, those that are entirely quantized on disk.
-    `model`: spec of the whole model, spec of the rank's part, seat of the rank, and format of its weights.
+    `model`: spec of the whole model, spec of the rank's part, position of the rank, and format of its weights.
     """
-    spec, own, seat, form = model
+    spec, own, rank_position, form = model
     if not form.is_stored_as(spec.weight_format):
         return WeightQuantizer(weights, wanted, form, device, set(), offloading=offloading)
     wide = {name for name in wanted if not found[name].is_narrow}
     if form.of_experts_only:  # rounding reproduces mxfp4 exactly
         return WeightQuantizer(weights, wanted, form, device, wide, offloading=offloading)
-    kept = StoredPrecision(spec, own, seat, weights, form, set(found))
+    kept = StoredPrecision(spec, own, rank_position, weights, form, set(found))
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
     if names := sorted(others & products_among(weights, wanted)):
         log.info(

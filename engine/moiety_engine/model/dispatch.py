@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import RowExchange
-    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.moe.expert_slots import ExpertSlots
 
 
 class Dispatch:
     """Dispatch of one MoE layer. All ranks of the stage call it in the same order, including ranks without tokens."""
 
-    def __init__(self, seat: Seat, exchange: RowExchange, slots: ExpertSlots) -> None:
-        self._seat, self._exchange, self._slots = seat, exchange, slots
+    def __init__(self, rank_position: RankPosition, exchange: RowExchange, slots: ExpertSlots) -> None:
+        self._rank_position, self._exchange, self._slots = rank_position, exchange, slots
 
     def __call__(
         self,
@@ -42,34 +42,34 @@ class Dispatch:
 
         `beside` is computed while rows are in flight. `experts` computes the slots of this rank.
         """
-        share = share_of(self._seat, len(x_TD))
+        share = share_of(self._rank_position, len(x_TD))
         x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], self._slots.of(expert_TK[share], self._exchange)
-        goes_RS = destinations(self._seat, self._slots.num_held, slot_SK)
+        goes_RS = destinations(self._rank_position, self._slots.num_held, slot_SK)
         num_sent, num_received = self._exchange.exchange_counts(goes_RS.sum(1))
         row_N = goes_RS.nonzero()[:, 1]
         packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
-        handover = self._exchange.hand_out(packed_NB, num_sent, num_received)
+        handover = self._exchange.exchange_rows(packed_NB, num_sent, num_received)
         out_TD = beside()
         x_MD, weight_MK, slot_MK = unpack(handover.wait(), x_TD, weight_TK)
         given_MD = experts(x_MD, weight_MK, slot_MK) if len(x_MD) else x_MD
-        given_ND = self._exchange.hand_out(given_MD.contiguous(), num_received, num_sent).wait()
+        given_ND = self._exchange.exchange_rows(given_MD.contiguous(), num_received, num_sent).wait()
         add_given(out_TD[share], row_N, given_ND, num_sent)
         return out_TD
 
 
-def share_of(seat: Seat, num_tokens: int) -> slice:
+def share_of(rank_position: RankPosition, num_tokens: int) -> slice:
     """Return the tokens of the group that the rank dispatches."""
-    tp, rank = seat.layout.tp, seat.tp_rank
+    tp, rank = rank_position.layout.tp, rank_position.tp_rank
     return slice(num_tokens * rank // tp, num_tokens * (rank + 1) // tp)
 
 
-def destinations(seat: Seat, num_held: int, slot_SK: Tensor) -> Tensor:
+def destinations(rank_position: RankPosition, num_held: int, slot_SK: Tensor) -> Tensor:
     """Return whether each token goes to each rank, bool [R, S]; a rank has `num_held` slots. Slot -1 is on no rank."""
-    nowhere = seat.layout.ep
+    nowhere = rank_position.layout.ep
     goes_SP = torch.zeros(len(slot_SK), nowhere + 1, dtype=torch.bool, device=slot_SK.device)
     part_SK = torch.where(slot_SK < 0, nowhere, slot_SK // num_held)
     goes_SP.scatter_(1, part_SK.long(), value=True)
-    return goes_SP[:, :nowhere].t().repeat_interleave(seat.expert_cuts, dim=0)
+    return goes_SP[:, :nowhere].t().repeat_interleave(rank_position.expert_cuts, dim=0)
 
 
 def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.collectives import hand_over
+from moiety_engine.distribution.collectives import exchange_tensors
 from moiety_engine.model.weight_offload import named_tensors
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.model.weights import MoeWeights
     from moiety_placement.transition import Write
 
@@ -31,12 +31,12 @@ class SlotWeights:
         self._tensors = sorted(tensors, key=lambda one: -one.itemsize)  # so that each part of a row is aligned
         self._num_held = num_held
 
-    def write(self, writes: Sequence[Write], seat: Seat) -> int:
+    def write(self, writes: Sequence[Write], rank_position: RankPosition) -> int:
         """Copy all source slots, on any rank, to the target slots on this rank.
 
         All ranks of the stage call it together. Returns the bytes that this rank has sent and received.
         """
-        own = seat.ep_rank
+        own = rank_position.ep_rank
         sends, receives, rows_B = [], [], {}
         for write in writes:
             (source, place), (target, _) = divmod(write.source, self._num_held), divmod(write.slot, self._num_held)
@@ -45,11 +45,11 @@ class SlotWeights:
                 if target == own:
                     rows_B[write.slot] = row_B
                 else:
-                    sends.append((seat.peer(target), row_B))
+                    sends.append((rank_position.peer(target), row_B))
             elif target == own:
                 rows_B[write.slot] = self._empty()
-                receives.append((seat.peer(source), rows_B[write.slot]))
-        hand_over(sends, receives)
+                receives.append((rank_position.peer(source), rows_B[write.slot]))
+        exchange_tensors(sends, receives)
         for slot, row_B in rows_B.items():
             self._fill(slot % self._num_held, row_B)
         return sum(row_B.nbytes for _, row_B in (*sends, *receives))

@@ -15,28 +15,30 @@ if TYPE_CHECKING:
     import torch
 
     from moiety_engine.distribution.collectives import Ranks
-    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.model.spec import DenseSpec, ModelSpec
     from moiety_engine.model.weights import ModelWeights
 
 
 def expert_slots(spec: DenseSpec | MoeSpec | None, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
     """Return the expert slots of a layer; None if the layer has no experts or all of them are on this rank."""
-    layout = ranks.seat.layout
+    layout = ranks.rank_position.layout
     if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
         return None
     num_experts = spec.num_experts
     slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # remote: no device sync
-    own = {"num_parts": layout.ep, "own_part": ranks.seat.ep_rank}
+    own = {"num_parts": layout.ep, "own_part": ranks.rank_position.ep_rank}
     return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
 
 
 def expert_dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
     """Return the dispatch of a layer with these slots; None if its tokens are not exchanged between ranks."""
-    return None if ranks.experts is None or slots is None else Dispatch(ranks.seat, ranks.experts, slots)
+    return None if ranks.experts is None or slots is None else Dispatch(ranks.rank_position, ranks.experts, slots)
 
 
-def expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_bytes: int | None) -> ExpertShape | None:
+def expert_shape(
+    spec: ModelSpec, weights: ModelWeights, rank_position: RankPosition, expert_bytes: int | None
+) -> ExpertShape | None:
     """Return the dimensions of the model's experts for load counting; None if no layer has experts.
 
     Covers all layers on all ranks; all MoE layers have the same dimensions. `expert_bytes`: given if the rank may have
@@ -53,7 +55,7 @@ def expert_shape(spec: ModelSpec, weights: ModelWeights, seat: Seat, expert_byte
         assert isinstance(tensors, MoeWeights)
         num_held = tensors.down_EDF.shape[0]  # for offloaded experts: the slots
         held_bytes = sum(tensor.nbytes for _, tensor in named_tensors((tensors.gate_up_E2FD, tensors.down_EDF)))
-        expert_bytes = held_bytes // num_held * seat.expert_cuts
+        expert_bytes = held_bytes // num_held * rank_position.expert_cuts
     return ExpertShape(
         layers=spec.moe_layers,
         num_experts=routing.num_experts,

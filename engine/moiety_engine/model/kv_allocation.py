@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.layout import Seat
+from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.model.batch import Cache, CompressedCache, KvCache, LatentCache, LayerCache, RecurrentStateCache
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
@@ -211,10 +211,11 @@ class LargestAllocation:
         hidden_width: int | None,
     ) -> None:
         """Create the layouts of all stages; see KvAllocation. `spec`: that of the whole model."""
-        seats = [Seat(layout, stage * layout.stage_size) for stage in range(layout.pp)]
+        rank_positions = [RankPosition(layout, stage * layout.stage_size) for stage in range(layout.pp)]
         form = groups, dtype, activation_dtype, hidden_width
         self._stages = [
-            KvAllocation(own_spec(spec, seat).layers, seat.layers_of(len(spec.layers)).start, *form) for seat in seats
+            KvAllocation(own_spec(spec, rank_position).layers, rank_position.layers_of(len(spec.layers)).start, *form)
+            for rank_position in rank_positions
         ]
 
     def block_bytes(self, block_size: int) -> int:

@@ -161,11 +161,11 @@ def load_share(
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
     dtype = _dtype_name(dtype, spec)
-    own = own_spec(spec, ranks.seat)
+    own = own_spec(spec, ranks.rank_position)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     if form is not None:
         kept = stored if stored is not None and form.is_stored_as(stored) else form
-        check_cuts(replace(form, group=kept.group), spec, ranks.seat.layout)
+        check_cuts(replace(form, group=kept.group), spec, ranks.rank_position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
     num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
@@ -186,13 +186,18 @@ def load_share(
         if load_format is LoadFormat.DUMMY:
             weights = draw_weights(own, device=where, dtype=DTYPES[dtype], form=form)
         else:
-            to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "seat": ranks.seat}
+            to: dict[str, Any] = {
+                "device": where,
+                "dtype": DTYPES[dtype],
+                "form": form,
+                "rank_position": ranks.rank_position,
+            }
             weights = load(folder, spec, **to, offloading=offloading, progress=progress)
         arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
-        far = ranks.seat.layout.ffn_ranks and ranks.seat.expert_rank is None
-        staged = ranks.seat.layout.pp > 1 and spec.moe_layers
+        far = ranks.rank_position.layout.ffn_ranks and ranks.rank_position.expert_rank is None
+        staged = ranks.rank_position.layout.pp > 1 and spec.moe_layers
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
     if compiler is not None:

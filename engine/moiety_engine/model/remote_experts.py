@@ -60,7 +60,7 @@ class RemoteExperts(MixtureOfExperts):
         super().__init__(spec, weights, MoeContext(chosen, arithmetic, LayerFactors(), slots))
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
-        self._seat = ranks.seat
+        self._rank_position = ranks.rank_position
         self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
     def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
@@ -71,18 +71,18 @@ class RemoteExperts(MixtureOfExperts):
         weight_TK, expert_TK = self._route(x_TD)
         self._chosen.append(expert_TK)
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
-        share, crossing = share_of(self._seat, len(x_TD)), self._crossing
+        share, crossing = share_of(self._rank_position, len(x_TD)), self._crossing
         x_SD, weight_SK, slot_SK = input_TD[share], weight_TK[share], expert_TK[share]
         if self._slots is not None:
             slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
-        goes_RS = destinations(self._seat, self._num_held, slot_SK)
+        goes_RS = destinations(self._rank_position, self._num_held, slot_SK)
         num_sent, row_N = goes_RS.sum(1).tolist(), goes_RS.nonzero()[:, 1]
         packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
         none = [0] * crossing.there.size
         to_experts = none[: crossing.num_attention] + num_sent
-        crossing.there.announce(to_experts)
-        gone = crossing.there.hand_out(packed_NB, to_experts, none)
-        coming = crossing.back.hand_out(x_SD[:0], none, to_experts)
+        crossing.there.send_row_counts(to_experts)
+        gone = crossing.there.exchange_rows(packed_NB, to_experts, none)
+        coming = crossing.back.exchange_rows(x_SD[:0], none, to_experts)
         out_TD = self._add_shared(torch.zeros_like(x_TD), x_TD)
 
         def end() -> Tensor:
@@ -101,10 +101,10 @@ class ExpertServer:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, *, arithmetic: Arithmetic, ranks: Ranks) -> None:
         """Create the server. `weights`: the rank's part of the model's weights."""
-        own, self._ranks = own_spec(spec, ranks.seat), ranks
+        own, self._ranks = own_spec(spec, ranks.rank_position), ranks
         self.device, dtype = weights.embedding_VD.device, weights.embedding_VD.dtype
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self._residence = WeightOffload(weights)
+        self._weight_offload = WeightOffload(weights)
         self._layers: list[_Answering] = []
         self._movable: dict[int, tuple[MoeWeights, ExpertSlots]] = {}
         for index in own.moe_layers:
@@ -115,12 +115,12 @@ class ExpertServer:
             mixture = MixtureOfExperts(ffn, of_layer, MoeContext([], arithmetic, LayerFactors(), slots))
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
-            crossing = ranks.crossings[ranks.seat.layout.stage_of(index, len(spec.layers))]
+            crossing = ranks.crossings[ranks.rank_position.layout.stage_of(index, len(spec.layers))]
             self._layers.append(_Answering(mixture.routed, crossing, ranks.waited, like_TD, like_TK))
 
     def _slots(self, spec: MoeSpec) -> ExpertSlots:
-        layout, num_experts = self._ranks.seat.layout, spec.routing.num_experts
-        own_part = self._ranks.seat.ep_rank
+        layout, num_experts = self._ranks.rank_position.layout, spec.routing.num_experts
+        own_part = self._ranks.rank_position.ep_rank
         slots = layout.slots(num_experts)
         return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=own_part, device=self.device)
 
@@ -144,21 +144,21 @@ class ExpertServer:
     def move_experts(self, layer: int, writes: Sequence[Write]) -> None:
         """Write other experts into some slots of a layer; all ranks call this between the same two steps."""
         weights, slots = self._movable[layer]
-        SlotWeights(weights, slots.num_held).write(writes, self._ranks.seat)
+        SlotWeights(weights, slots.num_held).write(writes, self._ranks.rank_position)
         slots.write(writes)
 
     @property
-    def away(self) -> bool:
-        """Return whether `leave` has moved the weights to host memory."""
-        return self._residence.away
+    def is_offloaded(self) -> bool:
+        """Return whether `offload_weights` has moved the weights to host memory."""
+        return self._weight_offload.is_offloaded
 
-    def leave(self, on_progress: Callable[[], None]) -> int:
+    def offload_weights(self, on_progress: Callable[[], None]) -> int:
         """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
-        return self._residence.leave(on_progress)
+        return self._weight_offload.offload_weights(on_progress)
 
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
         """Move the weights back to the device. Raises OutOfMemory."""
-        self._residence.reload_weights(on_progress)
+        self._weight_offload.reload_weights(on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +172,19 @@ class _Answering:
     _like_TK: Tensor
 
     def listen(self) -> PendingRowCounts:
-        return self._crossing.there.announce(self._none)
+        return self._crossing.there.send_row_counts(self._none)
 
     def receive(self, announced: PendingRowCounts) -> tuple[Tensor, list[int]]:
         """Return the received rows, packed, and the number of rows from each rank."""
         num_received = self._waited.on(announced)
         nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int())
-        return self._crossing.there.hand_out(nothing_NB, self._none, num_received).wait(), num_received
+        return self._crossing.there.exchange_rows(nothing_NB, self._none, num_received).wait(), num_received
 
     def give(self, coming: tuple[Tensor, list[int]]) -> PendingRows:
         packed_NB, num_received = coming
         x_ND, weight_NK, expert_NK = unpack(packed_NB, self._like_TD, self._like_TK)
         given_ND = self._routed(x_ND, weight_NK, expert_NK) if len(x_ND) else x_ND
-        return self._crossing.back.hand_out(given_ND.contiguous(), num_received, self._none)
+        return self._crossing.back.exchange_rows(given_ND.contiguous(), num_received, self._none)
 
     @property
     def _none(self) -> list[int]:

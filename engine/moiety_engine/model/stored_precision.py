@@ -17,7 +17,7 @@ from moiety_kernels.quantization.reference import pack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_engine.distribution.layout import Seat
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
@@ -38,7 +38,7 @@ class StoredPrecision:
         self,
         spec: ModelSpec,
         own: ModelSpec,
-        seat: Seat,
+        rank_position: RankPosition,
         weights: ModelWeights,
         form: WeightFormat,
         names: set[str],
@@ -48,8 +48,8 @@ class StoredPrecision:
         values = allocate(own, device=on_cpu, dtype=torch.float32, product_dtype=torch.uint8)
         scales = allocate(own, device=on_cpu, dtype=torch.float32, groups=stored.num_scales)
         self._form, self._stored = form, stored
-        self._values = places_on_rank(spec, own, values, seat, names)
-        self._scales = places_on_rank(spec, own, scales, seat, names, stored.num_scales)
+        self._values = places_on_rank(spec, own, values, rank_position, names)
+        self._scales = places_on_rank(spec, own, scales, rank_position, names, stored.num_scales)
         three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
         self._of_product = {id(wide): parts for wide, *parts in three}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.layout import Seat, divide
+from moiety_engine.distribution.layout import RankPosition, divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.names import placements
@@ -50,50 +50,56 @@ _ADDED_ONCE = (
 )  # biases of sums over ranks: only one rank adds them
 
 
-def own_spec(spec: ModelSpec, seat: Seat) -> ModelSpec:
+def own_spec(spec: ModelSpec, rank_position: RankPosition) -> ModelSpec:
     """Return the spec of the rank's part of the model. Raises InvalidConfig if the model cannot be divided that way."""
-    if seat.layout.num_ranks == 1:
+    if rank_position.layout.num_ranks == 1:
         return spec
     if spec.streams is not None:
         raise InvalidConfig(
             f"a {spec.family} model, which has hyper-connections and compressed attention, is served on one rank only: "
             "leave out --tp, --ep, --pp, --dp-attention and --ffn-ranks"
         )
-    tp = seat.layout.tp
+    tp = rank_position.layout.tp
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
-    if max(seat.layout.ep - 1, seat.layout.ffn_ranks) and not (spec.moe_layers or seat.layout.masked):
-        option = "--ffn-ranks could have" if seat.layout.ffn_ranks else "--ep could divide"
+    if max(rank_position.layout.ep - 1, rank_position.layout.ffn_ranks) and not (
+        spec.moe_layers or rank_position.layout.masked
+    ):
+        option = "--ffn-ranks could have" if rank_position.layout.ffn_ranks else "--ep could divide"
         raise InvalidConfig(f"a {spec.family} model has no experts, which {option} needs: leave it out")
-    if seat.layout.ffn_ranks and spec.has_normed_experts:
+    if rank_position.layout.ffn_ranks and spec.has_normed_experts:
         raise InvalidConfig(
             f"--ffn-ranks is not available for {spec.family}, which normalizes the output of experts before anything "
             "is added to it: use --ep or --tp"
         )
-    if seat.layout.ffn_ranks and spec.has_latent_experts:
+    if rank_position.layout.ffn_ranks and spec.has_latent_experts:
         raise InvalidConfig(
             f"--ffn-ranks is not available for this {spec.family} model, whose experts compute in a width of their "
             "own: use --ep or --tp"
         )
-    if seat.layout.ffn_ranks and spec.defers_experts:
+    if rank_position.layout.ffn_ranks and spec.defers_experts:
         raise InvalidConfig(
             f"--ffn-ranks is not available for {spec.family}, which adds the output of experts one layer later: use "
             "--ep or --tp"
         )
-    if seat.layout.pp > len(spec.layers):
-        raise InvalidConfig(f"--pp {seat.layout.pp} is more than the model's {len(spec.layers)} layers")
-    _check_stages(spec, seat.layout)
-    held = seat.layers_of(len(spec.layers))
-    layers = tuple(_own_layer(spec.layers[index], seat) for index in held)
+    if rank_position.layout.pp > len(spec.layers):
+        raise InvalidConfig(f"--pp {rank_position.layout.pp} is more than the model's {len(spec.layers)} layers")
+    _check_stages(spec, rank_position.layout)
+    held = rank_position.layers_of(len(spec.layers))
+    layers = tuple(_own_layer(spec.layers[index], rank_position) for index in held)
     starts = tuple(spec.block_starts[index] for index in held) if spec.block_starts else ()
-    elsewhere = seat.pp_rank or seat.expert_rank is not None
-    vision = None if seat.expert_rank is not None else spec.vision
+    elsewhere = rank_position.pp_rank or rank_position.expert_rank is not None
+    vision = None if rank_position.expert_rank is not None else spec.vision
     rows = 0 if elsewhere else -(-spec.vocab_size // tp)
     return replace(spec, vocab_size=rows, layers=layers, vision=vision, block_starts=starts)
 
 
 def own_places(
-    own: ModelSpec, weights: ModelWeights, seat: Seat, first_layer: int, wholes: Mapping[str, TensorMapping | Shares]
+    own: ModelSpec,
+    weights: ModelWeights,
+    rank_position: RankPosition,
+    first_layer: int,
+    wholes: Mapping[str, TensorMapping | Shares],
 ) -> dict[str, TensorMapping | Shares]:
     """Return the mapping of the rank's part of each tensor, by name on disk; tensors without a part here are absent.
 
@@ -108,7 +114,7 @@ def own_places(
             continue
         name = _of_layer(_of_expert(own, own_name), first_layer)
         assert name not in cut, f"{name} must be cut like its counterpart on the rank"
-        cut[name] = _cut(name, place, wholes[name], seat)
+        cut[name] = _cut(name, place, wholes[name], rank_position)
     return cut
 
 
@@ -116,7 +122,7 @@ def places_on_rank(
     spec: ModelSpec,
     own: ModelSpec,
     weights: ModelWeights,
-    seat: Seat,
+    rank_position: RankPosition,
     present: set[str],
     groups: Callable[[int], int] | None = None,
 ) -> dict[str, TensorMapping | Shares]:
@@ -126,8 +132,8 @@ def places_on_rank(
     """
     if own is spec:
         return placements(spec, weights, present)
-    first_layer = seat.layers_of(len(spec.layers)).start
-    return own_places(own, weights, seat, first_layer, whole_places(spec, present, groups))
+    first_layer = rank_position.layers_of(len(spec.layers)).start
+    return own_places(own, weights, rank_position, first_layer, whole_places(spec, present, groups))
 
 
 def whole_places(
@@ -189,7 +195,7 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
         if not isinstance(ffn, MoeSpec):
             yield _Cut("columns of a feed-forward", ffn.width, "--tp", layout.tp)
             continue
-        yield _Cut(*_cut_experts(ffn, Seat(layout)), of_experts=True)
+        yield _Cut(*_cut_experts(ffn, RankPosition(layout)), of_experts=True)
         if ffn.shared is not None:
             yield _Cut("columns of shared experts", ffn.shared.dense.width, "--tp", layout.tp)
 
@@ -216,20 +222,20 @@ def _check_stages(spec: ModelSpec, layout: Layout) -> None:
             )
 
 
-def _cut_experts(mixture: MoeSpec, seat: Seat) -> tuple[str, int, str, int]:
+def _cut_experts(mixture: MoeSpec, rank_position: RankPosition) -> tuple[str, int, str, int]:
     """Return the cut of experts: the dimension's name, its width, the option, and the number of pieces."""
-    option = "ffn-ranks ÷ ep =" if seat.layout.ffn_ranks else "dp-attention × tp ÷ ep ="
-    return "columns of an expert", mixture.width, option, seat.expert_cuts
+    option = "ffn-ranks ÷ ep =" if rank_position.layout.ffn_ranks else "dp-attention × tp ÷ ep ="
+    return "columns of an expert", mixture.width, option, rank_position.expert_cuts
 
 
 # ── the rank's own spec ──
 
 
-def _own_layer(layer: LayerSpec, seat: Seat) -> LayerSpec:
-    attention = _own_attention(layer.attention, seat.layout.tp)
-    dense = None if layer.ffn is None or isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, seat)
-    ffn = _own_mixture(layer.ffn, seat) if isinstance(layer.ffn, MoeSpec) else dense
-    return replace(layer, attention=attention, ffn=ffn, only_experts=seat.expert_rank is not None)
+def _own_layer(layer: LayerSpec, rank_position: RankPosition) -> LayerSpec:
+    attention = _own_attention(layer.attention, rank_position.layout.tp)
+    dense = None if layer.ffn is None or isinstance(layer.ffn, MoeSpec) else _own_dense(layer.ffn, rank_position)
+    ffn = _own_mixture(layer.ffn, rank_position) if isinstance(layer.ffn, MoeSpec) else dense
+    return replace(layer, attention=attention, ffn=ffn, only_experts=rank_position.expert_rank is not None)
 
 
 def _own_attention(
@@ -250,19 +256,19 @@ def _own_attention(
     return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp), divided_norm=divided)
 
 
-def _own_dense(dense: DenseSpec, seat: Seat) -> DenseSpec:
-    return replace(dense, width=divide(dense.width, seat.layout.tp, "columns of a feed-forward", "--tp"))
+def _own_dense(dense: DenseSpec, rank_position: RankPosition) -> DenseSpec:
+    return replace(dense, width=divide(dense.width, rank_position.layout.tp, "columns of a feed-forward", "--tp"))
 
 
-def _own_mixture(mixture: MoeSpec, seat: Seat) -> MoeSpec:
+def _own_mixture(mixture: MoeSpec, rank_position: RankPosition) -> MoeSpec:
     shared = mixture.shared
-    held = seat.slots_of(mixture.num_experts)
-    what, width, option, num_pieces = _cut_experts(mixture, seat)
+    held = rank_position.slots_of(mixture.num_experts)
+    what, width, option, num_pieces = _cut_experts(mixture, rank_position)
     return replace(
         mixture,
         width=divide(width, num_pieces, what, option),
-        held=() if seat.layout.ffn_ranks and seat.expert_rank is None else held,
-        shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, seat)),
+        held=() if rank_position.layout.ffn_ranks and rank_position.expert_rank is None else held,
+        shared=None if shared is None else replace(shared, dense=_own_dense(shared.dense, rank_position)),
     )
 
 
@@ -289,26 +295,26 @@ def _of_expert(own: ModelSpec, name: str) -> str:
 
 
 def _cut(
-    name: str, place: TensorMapping | Shares, of_whole: TensorMapping | Shares, seat: Seat
+    name: str, place: TensorMapping | Shares, of_whole: TensorMapping | Shares, rank_position: RankPosition
 ) -> TensorMapping | Shares:
     """Return the mapping of the rank's part of a tensor with the mapping `of_whole`."""
     whole = of_whole.shape
     of_experts = _EXPERT_TENSOR.search(name) is not None
-    index = seat.cut_rank if of_experts else seat.tp_rank
+    index = rank_position.cut_rank if of_experts else rank_position.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
         return _taking(place, whole, lambda source: torch.zeros(place.shape))
     stacked = of_experts and _EXPERT.search(name) is None
     if place.shape == whole and not stacked:
         return place
-    parts = seat.expert_cuts if of_experts else seat.layout.tp
+    parts = rank_position.expert_cuts if of_experts else rank_position.layout.tp
     if isinstance(place, TensorMapping) and isinstance(of_whole, TensorMapping) and place.sections:
         return _of_sections(place, of_whole, index, parts)
     ranges = [_range(full, own, index, parts) for own, full in zip(place.shape, whole, strict=True)]
     if isinstance(place, TensorMapping) and isinstance(of_whole, TensorMapping) and place.rows_of_expert:
-        return _of_joined_experts(place, of_whole, seat)
+        return _of_joined_experts(place, of_whole, rank_position)
     if stacked:
         assert isinstance(place, TensorMapping)
-        return _of_stack(name, place, whole, ranges[1:], seat)
+        return _of_stack(name, place, whole, ranges[1:], rank_position)
     if (
         isinstance(place, TensorMapping) and ranges[0].stop > whole[0]
     ):  # the last ranks' parts of a vocabulary are smaller
@@ -338,13 +344,13 @@ def _range(full: int, own: int, index: int, parts: int) -> slice:
 
 
 def _of_stack(
-    name: str, place: TensorMapping, whole: tuple[int, ...], ranges: list[slice], seat: Seat
+    name: str, place: TensorMapping, whole: tuple[int, ...], ranges: list[slice], rank_position: RankPosition
 ) -> TensorMapping:
     """Return the mapping of the rank's part of a tensor that stacks all experts: those that its slots hold."""
-    held = seat.slots_of(whole[0])
+    held = rank_position.slots_of(whole[0])
     in_order = held == tuple(range(held[0], held[0] + len(held)))
     chosen = Chosen(slice(held[0], held[0] + len(held)) if in_order else list(held), whole[0])
-    width, index = place.shape[1] // 2, seat.cut_rank
+    width, index = place.shape[1] // 2, rank_position.cut_rank
     columns = slice(index * width, (index + 1) * width)
 
     def both_halves(source: Tensor) -> Tensor:
@@ -359,11 +365,11 @@ def _of_stack(
     return replace(part, chosen=chosen, takes_transposed=place.takes_transposed)
 
 
-def _of_joined_experts(place: TensorMapping, of_whole: TensorMapping, seat: Seat) -> TensorMapping:
+def _of_joined_experts(place: TensorMapping, of_whole: TensorMapping, rank_position: RankPosition) -> TensorMapping:
     """Return the mapping of the rank's part of a tensor that joins the rows of all experts."""
     num_rows, full, own = of_whole.shape[0], of_whole.rows_of_expert, place.rows_of_expert
-    first = seat.cut_rank * own
-    held = seat.slots_of(num_rows // full)
+    first = rank_position.cut_rank * own
+    held = rank_position.slots_of(num_rows // full)
     rows = [expert * full + first + row for expert in held for row in range(own)]
     in_order = rows == list(range(rows[0], rows[0] + len(rows)))
     return replace(place, chosen=Chosen(slice(rows[0], rows[-1] + 1) if in_order else rows, num_rows))

@@ -77,13 +77,13 @@ class Transformer:
         self.spec = spec
         self.ranks = ranks
         self.arithmetic = arithmetic
-        self._own = own = own_spec(spec, ranks.seat)
+        self._own = own = own_spec(spec, ranks.rank_position)
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = options.kv_dtype or self.activation_dtype
-        self._first_layer = ranks.seat.layers_of(len(spec.layers)).start
-        self.experts = expert_shape(spec, weights, ranks.seat, options.expert_bytes)
+        self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
+        self.experts = expert_shape(spec, weights, ranks.rank_position, options.expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
@@ -95,13 +95,13 @@ class Transformer:
         )
         kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
-        self._largest = LargestAllocation(spec, ranks.seat.layout, self.cache_groups, *kv_form)
+        self._largest = LargestAllocation(spec, ranks.rank_position.layout, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
         self.vision: VisionEncoder | None = None
         if spec.vision is not None and weights.vision is not None:
             self.vision = VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
-        self._residence = WeightOffload(weights)
+        self._weight_offload = WeightOffload(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype in (torch.float32, torch.bfloat16)  # without torch
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
@@ -170,21 +170,21 @@ class Transformer:
         return self.expert_cache is not None
 
     @property
-    def away(self) -> bool:
-        """Return whether `leave` has moved the weights to host memory."""
-        return self._residence.away
+    def is_offloaded(self) -> bool:
+        """Return whether `offload_weights` has moved the weights to host memory."""
+        return self._weight_offload.is_offloaded
 
-    def leave(self, on_progress: Callable[[], None]) -> int:
+    def offload_weights(self, on_progress: Callable[[], None]) -> int:
         """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
         if self._programs is not None:
             self._programs.forget()
         if self.expert_cache is not None:
             self.expert_cache.settle()
-        return self._residence.leave(on_progress)
+        return self._weight_offload.offload_weights(on_progress)
 
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
         """Move the weights back to the device. Raises OutOfMemory."""
-        self._residence.reload_weights(on_progress)
+        self._weight_offload.reload_weights(on_progress)
 
     def close(self) -> None:
         """Close files and threads of the expert cache; nothing may be computed afterwards."""
@@ -193,7 +193,7 @@ class Transformer:
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights are in large pages, for at most `timeout_s`."""
-        self._residence.settle(timeout_s)
+        self._weight_offload.settle(timeout_s)
 
     def lay_out_adapters(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
         """Call `AdapterStacks.lay_out`, and discard recorded programs, which hold the factors' old addresses."""
@@ -221,7 +221,7 @@ class Transformer:
         weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
         assert isinstance(weights, MoeWeights)
         if not self.ranks.crossings:  # otherwise other ranks have the weights
-            num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.seat)
+            num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.rank_position)
         slots.write(writes)
         return num_bytes
 
@@ -262,17 +262,17 @@ class Transformer:
             normed_TD = programs.run(x_TD, batch, kv)
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
-            pipeline.pass_on(x_TD)
+            pipeline.send_to_next_stage(x_TD)
         if kv.hidden is not None:
             kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, normed_TD)
             if on_stored is not None:
                 on_stored(len(kv.layers))
-        hidden_LD = pipeline.bring_home(normed_TD.index_select(0, batch.wanted_rows_L))
+        hidden_LD = pipeline.receive_from_last_stage(normed_TD.index_select(0, batch.wanted_rows_L))
         if pipeline.size > 1:
             self._count_experts(batch)
         if spread is None or not pipeline.is_first:
             return hidden_LD
-        hidden_LD = self.ranks.across.bring_first(hidden_LD, spread.num_wanted)
+        hidden_LD = self.ranks.across.gather_rows(hidden_LD, spread.num_wanted)
         return hidden_LD if self.ranks.across.rank else hidden_LD.index_select(0, spread.order_L)
 
     def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
@@ -394,10 +394,10 @@ class Transformer:
             return
         chosen, ranks = self._chosen, self.ranks
         if batch.spread is not None or ranks.pipeline.size > 1:
-            if ranks.seat.tp_rank:
+            if ranks.rank_position.tp_rank:
                 return
             all_TC = self._bring_choices(batch)
-            if ranks.seat.rank:
+            if ranks.rank_position.rank:
                 return
             chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
         if batch.owner_T is not None:
@@ -410,12 +410,12 @@ class Transformer:
         none_TC = torch.empty(len(batch.token_ids_T), 0, dtype=torch.int32, device=self.device)
         all_TC = torch.cat([none_TC, *self._chosen], dim=1)
         if batch.spread is not None:
-            all_TC = ranks.across.bring_first(all_TC, batch.spread.num_tokens)
+            all_TC = ranks.across.gather_rows(all_TC, batch.spread.num_tokens)
         if ranks.across.rank:
             return all_TC
-        layout, num_layers = ranks.seat.layout, len(self.spec.layers)
+        layout, num_layers = ranks.rank_position.layout, len(self.spec.layers)
         layers_of = Counter(layout.stage_of(layer, num_layers) for layer in experts.layers)
-        return ranks.pipeline.bring_columns_home(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])
+        return ranks.pipeline.gather_columns_of_stages(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])
 
 
 class _Pass:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.images.encoder_cost import NO_ENCODER, EncoderCost
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -23,7 +23,7 @@ def encoder_cost(spec: ModelSpec, layout: Layout) -> EncoderCost:
     size, patches = vision.hidden_size, vision.merge_size**2
     layer = 4 * size**2 + 2 * size * vision.ffn_width
     mergers = (1 + len(vision.deepstack_layers)) * vision.merged_width * (vision.merged_width + spec.hidden_size)
-    own = own_spec(spec, Seat(replace(layout, pp=1)))
+    own = own_spec(spec, RankPosition(replace(layout, pp=1)))
     of_a_token = sum(
         _multiplications(*layers, spec.hidden_size, layout) for layers in zip(spec.layers, own.layers, strict=True)
     )

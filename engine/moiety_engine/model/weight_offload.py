@@ -59,7 +59,7 @@ class WeightOffload:
     def __init__(self, weights: ModelWeights) -> None:
         storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
         self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
-        self._away: list[Tensor] | None = None
+        self._host_copies: list[Tensor] | None = None
         self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
 
     def settle(self, timeout_s: float) -> None:
@@ -68,26 +68,26 @@ class WeightOffload:
             self._gathering.join(timeout_s)
 
     @property
-    def away(self) -> bool:
-        return self._away is not None
+    def is_offloaded(self) -> bool:
+        return self._host_copies is not None
 
     @torch.inference_mode()
-    def leave(self, on_progress: Callable[[], None]) -> int:
+    def offload_weights(self, on_progress: Callable[[], None]) -> int:
         """Move the weights to host memory and return the bytes released on the device.
 
         `on_progress` is called after each tensor. Raises OutOfMemory, without moving anything, if the host has too
         little memory.
         """
-        assert self._away is None, "the weights are offloaded already"
+        assert self._host_copies is None, "the weights are offloaded already"
         num_bytes = sum(storage.nbytes() for storage in self._storages)
         if num_bytes >= available_bytes():
             wanted, free = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, available_bytes()))
             raise OutOfMemory(
                 f"the weights need {wanted}, but {free} of the host's memory are free: they stay on the device"
             )
-        self._away = []
+        self._host_copies = []
         for storage in self._storages:  # one at a time: on a CPU both are the same memory
-            self._away.append(_bytes_of(storage).to("cpu", copy=True))
+            self._host_copies.append(_bytes_of(storage).to("cpu", copy=True))
             storage.resize_(0)
             on_progress()
         return num_bytes
@@ -98,9 +98,9 @@ class WeightOffload:
 
         Raises OutOfMemory, and leaves the weights in host memory, if the device has too little memory.
         """
-        assert self._away is not None, "the weights are on the device already"
+        assert self._host_copies is not None, "the weights are on the device already"
         try:
-            for storage, copy in zip(self._storages, self._away, strict=True):
+            for storage, copy in zip(self._storages, self._host_copies, strict=True):
                 storage.resize_(copy.nbytes)
                 _bytes_of(storage).copy_(copy)
                 on_progress()
@@ -110,7 +110,7 @@ class WeightOffload:
             raise OutOfMemory(
                 "the device has too little free memory for the weights: end other processes on it"
             ) from exc
-        self._away = None
+        self._host_copies = None
         self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory
 from moiety_engine.model.spec import MoeSpec
@@ -141,7 +141,7 @@ def divide(
     """Evaluate one split into attention and expert ranks; None if it does not fit or misses the TPOT target."""
     layout = Layout(dp=attention, ep=experts, ffn_ranks=experts)
     spec = with_replicated_experts(served.spec, experts)
-    ours, theirs = own_spec(spec, Seat(layout)), own_spec(spec, Seat(layout, attention))
+    ours, theirs = own_spec(spec, RankPosition(layout)), own_spec(spec, RankPosition(layout, attention))
     capacity = _kv_capacity(served, ours, theirs, sides, demand)
 
     def step_s(each: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
 from moiety_engine.model.spec import MoeSpec
@@ -192,8 +192,8 @@ def _own(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, ModelSpec]:
     """Return the share of the first rank, which holds the most, and the shares of one rank of each stage together."""
     if layout.dp > 1:
         spec = with_replicated_experts(spec, layout.ep)
-    own = own_spec(spec, Seat(layout))
-    return own, own if layout.pp == 1 else own_spec(spec, Seat(replace(layout, pp=1)))
+    own = own_spec(spec, RankPosition(layout))
+    return own, own if layout.pp == 1 else own_spec(spec, RankPosition(replace(layout, pp=1)))
 
 
 def _as_read(form: WeightFormat, machine: Machine) -> WeightFormat:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.cache_setup import can_send_kv, can_undo_drafts
 from moiety_engine.checkpoint import resolve_checkpoint
-from moiety_engine.distribution.layout import Layout, Seat
+from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.encoder.config import is_encoder
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import check_tensor_names
@@ -92,7 +92,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
 
 def _divides(spec: ModelSpec, layout: Layout) -> str:
     try:
-        own_spec(spec, Seat(layout, 0))
+        own_spec(spec, RankPosition(layout, 0))
     except InvalidConfig as exc:
         return f"{NO}: {exc}"
     return YES

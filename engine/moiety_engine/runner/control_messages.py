@@ -232,7 +232,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the group."""
 
 
-Order = (
+ControlMessage = (
     Allocate
     | Release
     | RunStep
@@ -257,47 +257,47 @@ class ControlSender:
         receive them from the device.
         """
         self._rank_group = rank_group
-        self._tells_tokens = rank_group is not None and overlaps
+        self._sends_tokens = rank_group is not None and overlaps
         self._encoder = msgspec.msgpack.Encoder()
 
-    def give(self, order: Order) -> None:
+    def send(self, message: ControlMessage) -> None:
         if self._rank_group is not None:
-            self._rank_group.channel.send(self._encoder.encode(order))
+            self._rank_group.channel.send(self._encoder.encode(message))
 
     @contextmanager
-    def together(self, order: Allocate | OffloadWeights | ReloadWeights) -> Iterator[None]:
+    def run_on_all_ranks(self, message: Allocate | OffloadWeights | ReloadWeights) -> Iterator[None]:
         """Run this rank's own part of an operation that may run out of memory on any rank.
 
         Raises OutOfMemory if it failed on another rank, so that no rank continues as if all had succeeded.
         """
-        self.give(order)
-        did = False
+        self.send(message)
+        succeeded = False
         try:
             yield
-            did = True
+            succeeded = True
         finally:
-            all_did = self._rank_group is None or self._rank_group.all_did(did)
-        if not all_did:
+            all_succeeded = self._rank_group is None or self._rank_group.all_succeeded(succeeded)
+        if not all_succeeded:
             raise OutOfMemory("another rank is out of memory; see its log")
 
     def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int, num_micro_batches: int) -> None:
         if self._rank_group is not None:
-            self.give(
+            self.send(
                 RunStep([GroupStep.of(host) for host in hosts], order_L.tobytes(), num_sampled, num_micro_batches)
             )
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:
-            self.give(Swap(outs, ins))
+            self.send(Swap(outs, ins))
 
     def move_states(self, replays: list[tuple[int, int]], copies: list[tuple[int, int]]) -> None:
         if replays or copies:
-            self.give(MoveStates(replays, copies))
+            self.send(MoveStates(replays, copies))
 
     def send_tokens(self, token_L: Tensor) -> None:
         """Send the other ranks the tokens that the launched step samples."""
-        if self._tells_tokens and self._rank_group is not None and token_L.numel():
-            self._rank_group.ranks.everyone.copy_first(token_L)
+        if self._sends_tokens and self._rank_group is not None and token_L.numel():
+            self._rank_group.ranks.everyone.broadcast_first(token_L)
 
     @property
     def excluded_ranks(self) -> int:
@@ -315,7 +315,7 @@ class ControlSender:
     def close(self) -> None:
         """End the other ranks, and close the connections to them."""
         if self._rank_group is not None:
-            self.give(Stop())
+            self.send(Stop())
             self._rank_group.close()
             self._rank_group = None
 

@@ -50,7 +50,7 @@ class DeviceState:
         self,
         model: Transformer,
         sizes: Sizes,
-        orders: ControlSender,
+        controls: ControlSender,
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
@@ -59,15 +59,15 @@ class DeviceState:
         cutting: MicroBatchSplit = WHOLE,
     ) -> None:
         """Allocate the state. `kv_connector` connects to other engines' KV; see Runner for the other options."""
-        self._model, self._sizes, self._orders = model, sizes, orders
+        self._model, self._sizes, self._controls = model, sizes, controls
         self._arrivals = kv_connector.arrivals
         scratch = int(sizes.graphs)  # one block that no sequence gets
-        with orders.together(_allocation(sizes, scratch)):
+        with controls.run_on_all_ranks(_allocation(sizes, scratch)):
             self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots, sizes.num_record_tokens)
         self.runner = Runner(
             model,
             self.kv,
-            orders,
+            controls,
             tenants,
             num_mask_words=num_mask_words,
             kv_sender=kv_connector.kv_sender,
@@ -103,7 +103,7 @@ class DeviceState:
         Call it before the plan runs.
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
-        self._orders.move_states(plan.state_replays, plan.state_copies)
+        self._controls.move_states(plan.state_replays, plan.state_copies)
         self._state_copier.replay(0, plan.state_replays)
         self._state_copier.run(0, plan.state_copies)
         for kv_load in plan.kv_loads:
@@ -113,7 +113,7 @@ class DeviceState:
     def move(self, copies: Copies) -> None:
         """Copy blocks between the cache and the host tier now."""
         if self.host_kv is not None:
-            self._orders.swap(copies.outs, copies.ins)
+            self._controls.swap(copies.outs, copies.ins)
             self.host_kv.run_own(0, copies.outs, copies.ins)
 
     def warm_up(self) -> SwapCost:

@@ -28,18 +28,18 @@ class StepBounds(NamedTuple):
     max_context: int
 
 
-def measure(model: Transformer, orders: ControlSender, bounds: StepBounds) -> tuple[Memory, int]:
+def measure(model: Transformer, controls: ControlSender, bounds: StepBounds) -> tuple[Memory, int]:
     """Return the free memory beside the weights, and the bytes that a step takes at its peak. CUDA only."""
     free = device_memory(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    kv_bytes = largest_step(model, orders, bounds)
+    kv_bytes = largest_step(model, controls, bounds)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device)
     return free, max(0, peak - before - kv_bytes)
 
 
-def largest_step(model: Transformer, orders: ControlSender, bounds: StepBounds) -> int:
+def largest_step(model: Transformer, controls: ControlSender, bounds: StepBounds) -> int:
     """Run the largest prefill step and the largest decode step, and return the bytes of their KV cache.
 
     The prefill has as many prompt tokens as a step may have, divided among the rank groups. All rows use the most
@@ -61,16 +61,16 @@ def largest_step(model: Transformer, orders: ControlSender, bounds: StepBounds) 
         sequences.append(sequence)
     num_blocks = max(blocks_of)
     num_states = len(sequences) if model.state_bytes else 0
-    with orders.together(Allocate(num_blocks, block_size, 0, num_state_slots=num_states)):
+    with controls.run_on_all_ranks(Allocate(num_blocks, block_size, 0, num_state_slots=num_states)):
         kv = model.allocate_kv(num_blocks, block_size, num_states)
-    runner = Runner(model, kv, orders)
+    runner = Runner(model, kv, controls)
     runner.collect(runner.launch(Plan([Chunk(s, len(s.tokens), samples=True) for s in sequences], 0, sum(lengths), [])))
     many = [sequences[i % len(sequences)] for i in range(max_running)]  # the values that they compute do not matter
     for sequence in sequences:
         sequence.kv.num_computed = len(sequence.tokens)
         sequence.tokens.append(0)
     runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
-    orders.give(Release())
+    controls.send(Release())
     return num_blocks * model.kv_bytes_per_block(block_size) + num_states * model.state_bytes
 
 

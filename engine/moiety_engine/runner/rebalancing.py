@@ -38,16 +38,16 @@ class Rebalancing:
     """Expert rebalancing on rank 0. Used by the step loop's thread only."""
 
     def __init__(
-        self, model: Transformer, orders: ControlSender, shape: ExpertShape, every_s: float, now_s: float
+        self, model: Transformer, controls: ControlSender, shape: ExpertShape, every_s: float, now_s: float
     ) -> None:
-        self._model, self._orders, self._shape = model, orders, shape
-        layout = model.ranks.seat.layout
+        self._model, self._controls, self._shape = model, controls, shape
+        layout = model.ranks.rank_position.layout
         at_start = layout.slots(shape.num_placed)  # initial slots, assumed for layers of other stages
         tables = map(model.slots_of, shape.layers)
         slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
         placement = Placement.of(slots_LR, num_experts=shape.num_placed, num_ranks=layout.ep)
         self._slots_of_part = len(at_start) // layout.ep
-        self._piece_bytes = max(1, shape.expert_bytes // model.ranks.seat.expert_cuts)
+        self._piece_bytes = max(1, shape.expert_bytes // model.ranks.rank_position.expert_cuts)
         most_writes = max(1, MOVE_BYTES // self._piece_bytes)
         self.balancer = Balancer(placement, every_s=every_s, most_writes=most_writes, now_s=now_s)
         self.moved_bytes_total = 0  # moved from rank to rank
@@ -93,7 +93,7 @@ class Rebalancing:
 
     def _make(self, layer: int, writes: list[Write]) -> None:
         of_all = self._shape.layers[layer]
-        self._orders.give(MoveExperts(of_all, writes))
+        self._controls.send(MoveExperts(of_all, writes))
         begin_s = time.perf_counter()
         own_bytes = self._model.move_experts(of_all, writes)
         if own_bytes:  # a rank that takes no part returns at once
@@ -117,9 +117,12 @@ class Rebalancing:
         log.info("experts_rebalanced", **metrics)
 
 
-def rebalancing_of(model: Transformer, config: EngineConfig, orders: ControlSender, now_s: float) -> Rebalancing | None:
+def rebalancing_of(
+    model: Transformer, config: EngineConfig, controls: ControlSender, now_s: float
+) -> Rebalancing | None:
     """Return the rebalancing of this replica; None where experts do not move."""
     every_s, shape = config.rebalanced_every_s, model.experts
-    if not every_s or shape is None or model.ranks.seat.layout.ep == 1:  # a single rank may remain after rank exclusion
+    # a single rank may remain after rank exclusion
+    if not every_s or shape is None or model.ranks.rank_position.layout.ep == 1:
         return None
-    return Rebalancing(model, orders, shape, every_s, now_s)
+    return Rebalancing(model, controls, shape, every_s, now_s)

@@ -82,7 +82,7 @@ class Runner:
         self,
         model: Transformer,
         kv: KvCache,
-        orders: ControlSender,
+        controls: ControlSender,
         tenants: TenantSlots | None = None,
         *,
         num_mask_words: int = 0,
@@ -99,7 +99,7 @@ class Runner:
         micro-batches. `image_cache_bytes` is the budget of the cache of encoded images.
         """
         self._kv_sender, self._cutting = kv_sender, cutting
-        self._model, self._kv, self._orders = model, kv, orders
+        self._model, self._kv, self._controls = model, kv, controls
         self.staging = Staging(model.device)
         apart = model.arithmetic.invariant
         self.features = features_of(model, image_cache_bytes)
@@ -146,7 +146,7 @@ class Runner:
             images, first = chunk.sequence.request.images, chunk.sequence.kv.num_computed
             for part in () if images is None else images.parts(first, first + chunk.num_tokens):
                 if features.lacks(part.key):
-                    self._orders.give(EncodeImage(part.key, part.image))
+                    self._controls.send(EncodeImage(part.key, part.image))
                     features.encode(part.key, part.image)
                 elif not part.first:
                     features.hits_total += 1
@@ -155,7 +155,7 @@ class Runner:
         """Drop the encoded images of the tenants with these marks, on all ranks; return how many they were."""
         if self.features is None or not marks:
             return 0
-        self._orders.give(ForgetImages(sorted(marks)))
+        self._controls.send(ForgetImages(sorted(marks)))
         return self.features.forget(marks)
 
     def _best(self, hosts: list[HostBatch], rows: list[Row]) -> Best | None:
@@ -188,7 +188,7 @@ class Runner:
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         num_micro_batches = self._cutting.count(hosts)
-        self._orders.step(hosts, order_L, len(rows), num_micro_batches)
+        self._controls.step(hosts, order_L, len(rows), num_micro_batches)
         leaving = None if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
         made = None if leaving is not None else self._decode(hosts, with_logits=False)
         logits_LV: Tensor | None = None
@@ -206,7 +206,7 @@ class Runner:
             logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled = drawn
-        self._orders.send_tokens(drawn.token_L)
+        self._controls.send_tokens(drawn.token_L)
         num_scored = sum(host.num_scored for host in hosts)
         unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
         if end > len(rows):

@@ -47,7 +47,7 @@ class Sizes:
 def sizes_for(
     model: Transformer,
     config: EngineConfig,
-    orders: ControlSender,
+    controls: ControlSender,
     local_ranks: int = 1,
     *,
     draft_model: Transformer | None = None,
@@ -75,7 +75,7 @@ def sizes_for(
     budget = config.kv_memory_bytes
     if budget is None and on_cuda:
         budget = kv_budget_bytes(
-            *measure(model, orders, StepBounds(block_size, max_batch_tokens, max_running, context)),
+            *measure(model, controls, StepBounds(block_size, max_batch_tokens, max_running, context)),
             adapter_bytes,
             image_cache_bytes + encoder_bytes,
         )

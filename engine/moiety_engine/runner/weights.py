@@ -14,8 +14,8 @@ Progress = Callable[[], None]
 class Weights:
     """Weights of a replica's models. Used by the step loop's thread only."""
 
-    def __init__(self, models: list[Transformer], orders: ControlSender) -> None:
-        self._models, self._orders = models, orders
+    def __init__(self, models: list[Transformer], controls: ControlSender) -> None:
+        self._models, self._controls = models, controls
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block in the caches of all models."""
@@ -26,18 +26,18 @@ class Weights:
         for model in self._models:
             model.settle(timeout_s)
 
-    def leave(self, on_progress: Progress) -> int:
+    def offload_weights(self, on_progress: Progress) -> int:
         """Offload the loaded weights to host memory, on all ranks, and return the bytes freed. Raises OutOfMemory."""
-        with self._orders.together(OffloadWeights()):
-            return sum(model.leave(on_progress) for model in self._models if not model.away)
+        with self._controls.run_on_all_ranks(OffloadWeights()):
+            return sum(model.offload_weights(on_progress) for model in self._models if not model.is_offloaded)
 
-    def leave_or_stay(self, on_progress: Progress) -> int:
+    def offload_or_restore(self, on_progress: Progress) -> int:
         """Offload the weights of all ranks, or of none, and return the bytes freed.
 
         Raises OutOfMemory if nothing was offloaded, and RanksError if some ranks cannot reload their weights.
         """
         try:
-            return self.leave(on_progress)
+            return self.offload_weights(on_progress)
         except OutOfMemory:
             try:
                 self.reload_weights(on_progress)
@@ -47,7 +47,7 @@ class Weights:
 
     def reload_weights(self, on_progress: Progress) -> None:
         """Reload the offloaded weights. Raises OutOfMemory."""
-        with self._orders.together(ReloadWeights()):
+        with self._controls.run_on_all_ranks(ReloadWeights()):
             for model in self._models:
-                if model.away:
+                if model.is_offloaded:
                     model.reload_weights(on_progress)

@@ -15,12 +15,12 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.runner.control_messages import (
     Allocate,
+    ControlMessage,
     EncodeImage,
     ForgetImages,
     MoveExperts,
     MoveStates,
     OffloadWeights,
-    Order,
     Release,
     ReloadWeights,
     RunStep,
@@ -54,76 +54,76 @@ class WorkerBase:
     def __init__(self, share: Transformer | ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
         """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop."""
         self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
-        self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+        self._decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
     def run(self) -> None:
         """Execute control messages until rank 0 sends Stop."""
         while True:
-            order = self._decoder.decode(self._rank_group.channel.receive())
-            if isinstance(order, Stop):
+            message = self._decoder.decode(self._rank_group.channel.receive())
+            if isinstance(message, Stop):
                 return
-            self._obey(order)
+            self._execute(message)
 
-    def _obey(self, order: Order) -> None:
-        match order:
+    def _execute(self, message: ControlMessage) -> None:
+        match message:
             case RunStep():
-                self._step(order)
+                self._step(message)
             case Swap():
-                self._swap(order)
+                self._swap(message)
             case MoveStates():
-                self._move_states(order)
+                self._move_states(message)
             case MoveExperts():
-                self._move_experts(order)
+                self._move_experts(message)
             case EncodeImage():
-                self._encode_image(order)
+                self._encode_image(message)
             case ForgetImages():
-                self._forget_images(order)
+                self._forget_images(message)
             case Allocate():
                 self._release()
-                self._together(lambda: self._allocate(order))
+                self._run_on_all_ranks(lambda: self._allocate(message))
             case Release():
                 self._release()
             case OffloadWeights():
-                self._together(self._leave)
+                self._run_on_all_ranks(self._offload_weights)
             case ReloadWeights():
-                self._together(self._come_back)
+                self._run_on_all_ranks(self._reload_weights)
 
     def _step(self, step: RunStep) -> None:
         raise NotImplementedError
 
     def _swap(self, swap: Swap) -> None: ...
-    def _move_states(self, order: MoveStates) -> None: ...
-    def _move_experts(self, order: MoveExperts) -> None: ...
-    def _encode_image(self, order: EncodeImage) -> None: ...
-    def _forget_images(self, order: ForgetImages) -> None: ...
-    def _allocate(self, order: Allocate) -> None: ...
+    def _move_states(self, message: MoveStates) -> None: ...
+    def _move_experts(self, message: MoveExperts) -> None: ...
+    def _encode_image(self, message: EncodeImage) -> None: ...
+    def _forget_images(self, message: ForgetImages) -> None: ...
+    def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
 
-    def _together(self, do: Callable[[], None]) -> None:
+    def _run_on_all_ranks(self, do: Callable[[], None]) -> None:
         """Run an operation that may run out of memory, and report to all ranks whether it succeeded here."""
-        did = False
+        succeeded = False
         try:
             do()
-            did = True
+            succeeded = True
         except (OutOfMemory, RuntimeError) as exc:  # torch raises RuntimeError
             log.warning("rank_out_of_memory", rank=self._rank_group.heartbeat.rank, reason=str(exc))
-        self._rank_group.all_did(did)
+        self._rank_group.all_succeeded(succeeded)
 
-    def _leave(self) -> None:
-        if not self._share.away:
-            self._share.leave(lambda: None)
+    def _offload_weights(self) -> None:
+        if not self._share.is_offloaded:
+            self._share.offload_weights(lambda: None)
             free_cached_memory(self._share.device)
 
-    def _come_back(self) -> None:
-        if self._share.away:
+    def _reload_weights(self) -> None:
+        if self._share.is_offloaded:
             self._share.reload_weights(lambda: None)
 
-    def _hear_tokens(self, step: RunStep) -> Tensor | None:
+    def _receive_tokens(self, step: RunStep) -> Tensor | None:
         """Return the tokens that the step samples, received from rank 0; None if rank 0 does not send them."""
         if not self._overlaps or not step.num_sampled:
             return None
         token_L = torch.empty(step.num_sampled, dtype=torch.int64, device=self._share.device)
-        return self._rank_group.ranks.everyone.copy_first(token_L)
+        return self._rank_group.ranks.everyone.broadcast_first(token_L)
 
 
 class Worker(WorkerBase):
@@ -132,7 +132,7 @@ class Worker(WorkerBase):
     def __init__(self, model: Transformer, rank_group: RankGroup, *, overlaps: bool) -> None:
         super().__init__(model, rank_group, overlaps=overlaps)
         self._model = model
-        self._group = rank_group.ranks.seat.dp_rank
+        self._group = rank_group.ranks.rank_position.dp_rank
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
         self._state_copier: StateCopier | None = None
@@ -140,33 +140,33 @@ class Worker(WorkerBase):
         self._features: FeatureCache | None = None
         self._staging = Staging(model.device)
 
-    def _allocate(self, order: Allocate) -> None:
-        slots = order.num_state_slots, order.num_record_tokens
-        self._kv = self._model.allocate_kv(order.num_blocks, order.block_size, *slots)
-        self._host_kv = HostKv(self._kv, order.num_host_blocks) if order.num_host_blocks else None
-        self._state_copier = StateCopier(self._kv, order.num_host_state_slots, self._model.recurrent)
-        self._features = features_of(self._model, order.image_cache_bytes)
-        self._builder = BatchBuilder(order.block_size, self._model.device, self._staging, features=self._features)
+    def _allocate(self, message: Allocate) -> None:
+        slots = message.num_state_slots, message.num_record_tokens
+        self._kv = self._model.allocate_kv(message.num_blocks, message.block_size, *slots)
+        self._host_kv = HostKv(self._kv, message.num_host_blocks) if message.num_host_blocks else None
+        self._state_copier = StateCopier(self._kv, message.num_host_state_slots, self._model.recurrent)
+        self._features = features_of(self._model, message.image_cache_bytes)
+        self._builder = BatchBuilder(message.block_size, self._model.device, self._staging, features=self._features)
 
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped without a host tier"
         self._host_kv.run_own(self._group, swap.outs, swap.ins)
 
-    def _move_states(self, order: MoveStates) -> None:
+    def _move_states(self, message: MoveStates) -> None:
         assert self._state_copier is not None, "states are moved without a cache"
-        self._state_copier.replay(self._group, order.replays)
-        self._state_copier.run(self._group, order.copies)
+        self._state_copier.replay(self._group, message.replays)
+        self._state_copier.run(self._group, message.copies)
 
-    def _move_experts(self, order: MoveExperts) -> None:
-        self._model.move_experts(order.layer, order.writes)
+    def _move_experts(self, message: MoveExperts) -> None:
+        self._model.move_experts(message.layer, message.writes)
 
-    def _encode_image(self, order: EncodeImage) -> None:
+    def _encode_image(self, message: EncodeImage) -> None:
         assert self._features is not None, "an image is encoded without an encoder"
-        self._features.encode(order.key, order.image)
+        self._features.encode(message.key, message.image)
 
-    def _forget_images(self, order: ForgetImages) -> None:
+    def _forget_images(self, message: ForgetImages) -> None:
         if self._features is not None:
-            self._features.forget(frozenset(order.marks))
+            self._features.forget(frozenset(message.marks))
 
     @torch.inference_mode()
     def _step(self, step: RunStep) -> None:
@@ -178,7 +178,7 @@ class Worker(WorkerBase):
             self._features.end_step(step.image_parts)
         hidden_LD = self._model.hidden(batch, self._kv)
         self._model.logits(hidden_LD[: step.num_sampled])
-        self._sampled_L = self._hear_tokens(step)
+        self._sampled_L = self._receive_tokens(step)
         for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
             self._model.logits(rows_LD)
 
@@ -199,7 +199,7 @@ class ExpertWorker(WorkerBase):
 
     def _step(self, step: RunStep) -> None:
         self._experts.answer(step.num_micro_batches)
-        self._hear_tokens(step)
+        self._receive_tokens(step)
 
-    def _move_experts(self, order: MoveExperts) -> None:
-        self._experts.move_experts(order.layer, order.writes)
+    def _move_experts(self, message: MoveExperts) -> None:
+        self._experts.move_experts(message.layer, message.writes)
