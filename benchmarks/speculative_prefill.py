@@ -9,8 +9,8 @@ and the answer some 200. Between two turns a client waits for a second. The outp
 first, cached tokens, and the tokens that were prefilled, used and wasted.
 
 With a trace in Mooncake's form, it also reports how often a predicted next turn arrives: every prompt is a turn,
-identified by the hash of its last whole block; conversations of the same number of turns count as one habit, since the
-trace names no tenants.
+identified by the hash of its last whole block; conversations of the same number of turns share a pattern, since the trace
+names no tenants.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
 
 def replay(trace: Path) -> dict[str, Any]:
     """Return the numbers of turns that arrived, of predicted turns, and of predicted turns that arrived."""
-    habits = ReturnPatterns()
+    patterns = ReturnPatterns()
     watch: ConversationWatch[tuple[int, bool]] = ConversationWatch(
-        habits
+        patterns
     )  # how many turns it had, and whether it was likely to go on
     seen: set[int] = set()
     counts: dict[str, Counter[str]] = {str(depth): Counter() for depth in range(MAX_DEPTH + 1)}
@@ -129,10 +129,10 @@ def replay(trace: Path) -> dict[str, Any]:
             if found is not None and found.wanted is not None:
                 before, was_likely = found.wanted
                 depth = min(MAX_DEPTH, before + 1)
-                counts[found.habit].update(came=1, came_likely=was_likely)
+                counts[found.pattern].update(came=1, came_likely=was_likely)
         tip = blocks[-2] if len(blocks) > 1 else None  # the last is not whole
         if tip is not None and tip not in seen:  # else many prompts begin so, and it tells no conversation
-            is_likely = habits.likelihood(str(depth), 0.0) >= LIKELY
+            is_likely = patterns.likelihood(str(depth), 0.0) >= LIKELY
             watch.open(b"%d" % tip, str(depth), now_s).wanted = depth, is_likely
             counts[str(depth)].update(turns=1, likely=is_likely)
         seen.update(blocks)

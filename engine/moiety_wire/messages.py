@@ -144,7 +144,7 @@ class SpeculativePrefillRequest(msgspec.Struct, frozen=True):
     `num_asked` of all these tokens were its own prompt. Its cached tokens beyond the shared ones are evicted first.
     """
 
-    habit: str  # key of conversations that continue alike; the likelihood is learned per key
+    pattern: str  # key of conversations that continue alike; the likelihood is learned per key
     num_shared: int = 0
     other_ids: list[int] = []
     num_asked: int = 0

@@ -39,8 +39,8 @@ def ask(key: int, prompt: list[int], *, tenant: str = "a", max_tokens: int = 4) 
     return core_submit(key, prompt, max_tokens, tenant_id=tenant, cache_salt=tenant.encode())
 
 
-def prefetch(key: int, prompt: list[int], *, tenant: str = "a", habit: str = "h", **before: Any) -> CoreSubmit:
-    wanted = SpeculativePrefillRequest(habit, **before)
+def prefetch(key: int, prompt: list[int], *, tenant: str = "a", pattern: str = "h", **before: Any) -> CoreSubmit:
+    wanted = SpeculativePrefillRequest(pattern, **before)
     return msgspec.structs.replace(ask(key, prompt, tenant=tenant, max_tokens=0), speculative_prefill=wanted)
 
 
@@ -182,7 +182,7 @@ def test_unused_speculative_prefill_counts_as_wasted_and_is_not_repeated() -> No
         driver.run()
         driver.now_ns += int(HORIZON_S * 1e9)
     driver.add(prefetch(99, [99] * 8))
-    driver.add(prefetch(100, [100] * 8, habit="another"))
+    driver.add(prefetch(100, [100] * 8, pattern="another"))
     driver.run()
     account = driver.scheduler.speculative_prefill.account
     assert driver.ends[0].detail == driver.ends[100].detail == "computed"
@@ -206,8 +206,8 @@ def test_a_tenant_that_foresees_much_crowds_out_itself() -> None:
     driver = Driver(make_scheduler(num_blocks=3000))
     driver.add(ask(0, [1, 2, 3], max_tokens=2))
     for key in range(1, MAX_WANTED + 1):
-        driver.add(prefetch(key, [key] * 8, habit=str(key)))
-    driver.add(prefetch(9999, [7] * 8, tenant="b", habit="b"))
+        driver.add(prefetch(key, [key] * 8, pattern=str(key)))
+    driver.add(prefetch(9999, [7] * 8, tenant="b", pattern="b"))
     assert [key for key, end in driver.ends.items() if end.detail == "crowded"] == [1]
     driver.run()
     order = [key for key, end in driver.ends.items() if end.detail == "computed"]
@@ -235,23 +235,23 @@ def test_a_tenant_cannot_detect_another_tenants_speculative_prefill() -> None:
 
 
 def test_a_habit_is_likely_by_how_often_and_how_soon_its_conversations_came_back() -> None:
-    habits, now_s = ReturnPatterns(), 0.0
-    watch = ConversationWatch[None](habits)
-    assert habits.likelihood("new", 0.0) == pytest.approx(0.5)
+    patterns, now_s = ReturnPatterns(), 0.0
+    watch = ConversationWatch[None](patterns)
+    assert patterns.likelihood("new", 0.0) == pytest.approx(0.5)
     for number in range(120):
         watch.open(b"chat%d" % number, "chat", now_s)
         watch.open(b"script%d" % number, "script", now_s)
         watch.advance(now_s := now_s + 20.0)
         assert watch.found(b"chat%d" % number, now_s) is not None
-    assert habits.likelihood("chat", 0.0) > 0.9
-    assert habits.likelihood("chat", 600.0) < LIKELY, "all came back sooner"
-    assert habits.likelihood("script", 0.0) < LIKELY
+    assert patterns.likelihood("chat", 0.0) > 0.9
+    assert patterns.likelihood("chat", 600.0) < LIKELY, "all came back sooner"
+    assert patterns.likelihood("script", 0.0) < LIKELY
     for number in range(300):  # most of which is still open
         watch.open(b"busy%d" % number, "busy", now_s)
         watch.advance(now_s := now_s + 1.0)
         if number % 10 and number >= 16:
             watch.found(b"busy%d" % (number - 15), now_s)
-    assert habits.likelihood("busy", 0.0) > 0.8, "one that may yet come back is not taken for one that does not"
+    assert patterns.likelihood("busy", 0.0) > 0.8, "one that may yet come back is not taken for one that does not"
 
 
 _ARRIVALS = st.lists(
@@ -273,7 +273,7 @@ def _served(arrivals: list[Any], foreseen: list[Any], num_blocks: int) -> tuple[
                 driver.add(ask(key, prompt, tenant=tenant, max_tokens=output))
         for key, (at, length, first) in enumerate(foreseen, 1000):
             if at == number:
-                driver.add(prefetch(key, [first] * length, tenant="c", habit=str(key)))
+                driver.add(prefetch(key, [first] * length, tenant="c", pattern=str(key)))
         driver.plans = []
         driver.step()
         steps.append(driver.plans[0] if driver.plans else [])

@@ -182,7 +182,7 @@ async def test_speculative_prefill_covers_the_turn_with_a_tools_result(
         said = (await ask(gateway, tools=OPENAI_TOOLS)).choices[0].message
         await gateway.told()
         (foreseen,) = gateway.prompts(foreseen=True)
-        assert [one.speculative_prefill.habit[-7:] for one in gateway.engine.submits if one.speculative_prefill] == [
+        assert [one.speculative_prefill.pattern[-7:] for one in gateway.engine.submits if one.speculative_prefill] == [
             ":call:0"
         ]
         result: dict[str, Any] = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "noon"}

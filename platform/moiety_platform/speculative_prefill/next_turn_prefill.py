@@ -144,7 +144,7 @@ class NextTurnPrefill:
             arrival_unix_ns=self._clock.unix_ns(),
             tenant_weight=principal.weight,
             speculative_prefill=SpeculativePrefillRequest(
-                _habit_of(turn, answer), shared, before[shared:], len(asked_ids)
+                _pattern_key(turn, answer), shared, before[shared:], len(asked_ids)
             ),
         )
 
@@ -227,7 +227,7 @@ def _prefills_ahead(card: ModelCard | None) -> bool:
     return card is not None and card.speculative_prefill and card.role is not EngineRole.DECODE
 
 
-def _habit_of(turn: _Turn, answer: Parts) -> str:
+def _pattern_key(turn: _Turn, answer: Parts) -> str:
     """Return the key for next-turn statistics.
 
     It combines API key, number of turns so far, and whether the answer has tool calls.

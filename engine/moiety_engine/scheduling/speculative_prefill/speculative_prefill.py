@@ -74,7 +74,7 @@ class SpeculativePrefill:
 
     def __init__(self, groups: KvGroups, step_time: StepTimeModel, *, is_possible: bool = True) -> None:
         self.account = SpeculativePrefillAccount(groups.first.block_size, HORIZON_S)
-        self.habits = ReturnPatterns()
+        self.patterns = ReturnPatterns()
         self._groups = groups
         self._step_time = step_time
         self._block_size = groups.first.block_size
@@ -82,7 +82,7 @@ class SpeculativePrefill:
         keeps_everything = ledger.num_tables == 1 and not ledger.layout.has_windows and ledger.states is None
         self.is_possible = is_possible and ledger.caches_prefixes and keeps_everything
         self._wanted: dict[int, _Wanted] = {}  # by key
-        self._watch = ConversationWatch[_Wanted](self.habits)  # by the hash of the prompt's last full block
+        self._watch = ConversationWatch[_Wanted](self.patterns)  # by the hash of the prompt's last full block
         self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
         self._planned: _Wanted | None = None
         self._ended: list[CoreOutput] = []
@@ -102,12 +102,12 @@ class SpeculativePrefill:
         hashes = sequence.block_hashes.between(0, len(sequence.tokens) // self._block_size, self._block_size)
         sequence.tokens.append(0)  # placeholder of the next token, so that no step samples after the prompt
         wanted = _Wanted(sequence, list(hashes), self._stale(submit), now_s)
-        watched = self._watch.open(hashes[-1], submit.speculative_prefill.habit, now_s) if hashes else None
+        watched = self._watch.open(hashes[-1], submit.speculative_prefill.pattern, now_s) if hashes else None
         if not self._groups.first.caches(sequence):
             self._end(wanted, SpeculativePrefillOutcome.NO_ROOM, now_ns)
         elif watched is None or max(kv.num_on_device(wanted.hashes) for kv in self._groups) == len(wanted.hashes):
             self._end(wanted, SpeculativePrefillOutcome.KNOWN, now_ns)
-        elif self.habits.likelihood(submit.speculative_prefill.habit, 0.0) < LIKELY:
+        elif self.patterns.likelihood(submit.speculative_prefill.pattern, 0.0) < LIKELY:
             self._end(wanted, SpeculativePrefillOutcome.UNLIKELY, now_ns)
         else:
             if len(self._wanted) >= MAX_WANTED:
@@ -153,7 +153,7 @@ class SpeculativePrefill:
             wanted = self._next()
             submit = wanted.sequence.request.submit
             assert submit.speculative_prefill is not None, "only speculative prefills are submitted here"
-            if self.habits.likelihood(submit.speculative_prefill.habit, now_ns / 1e9 - wanted.asked_s) < LIKELY:
+            if self.patterns.likelihood(submit.speculative_prefill.pattern, now_ns / 1e9 - wanted.asked_s) < LIKELY:
                 self._end(wanted, SpeculativePrefillOutcome.UNLIKELY, now_ns)
                 continue
             outcome = (
