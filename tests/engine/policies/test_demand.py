@@ -14,27 +14,27 @@ WORSE = ServiceClass("worse", 1, completion_s=100.0)
 
 def test_waiting_work_is_due_by_its_deadline_and_partly_before() -> None:
     demand = DeadlineDemand()
-    demand.came(SOON, 6_000, 0.0)
-    demand.came(LATER, 20_000, 0.0)
+    demand.add_tokens(SOON, 6_000, 0.0)
+    demand.add_tokens(LATER, 20_000, 0.0)
     forgotten_s = 10_000.0  # so late that the rates have decayed to zero
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx((6_000 + 2_000) / 10_000)
-    demand.left(SOON, 6_000)
+    demand.remove_tokens(SOON, 6_000)
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(20_000 / 100_000)
-    demand.left(LATER, 20_000)
+    demand.remove_tokens(LATER, 20_000)
     assert demand.overload(0, 100.0, forgotten_s) == pytest.approx(0.0)
 
 
 def test_steady_arrivals_are_due_one_deadline_after_they_arrive() -> None:
     demand = DeadlineDemand()
     for second in range(600):
-        demand.came(SOON, 150, float(second))
-        demand.left(SOON, 150)
+        demand.add_tokens(SOON, 150, float(second))
+        demand.remove_tokens(SOON, 150)
     assert demand.overload(0, 100.0, 600.0) == pytest.approx(1.5 * 300 / 400, rel=0.02), "in four times the promise"
 
 
 def test_worse_ranks_do_not_count() -> None:
     demand = DeadlineDemand()
-    demand.came(WORSE, 6_000, 0.0)
+    demand.add_tokens(WORSE, 6_000, 0.0)
     assert demand.overload(0, 100.0, 10_000.0) == 0.0
-    demand.came(SOON, 1_000, 10_000.0)
+    demand.add_tokens(SOON, 1_000, 10_000.0)
     assert demand.overload(1, 100.0, 20_000.0) == pytest.approx(7_000 / 10_000)

@@ -25,12 +25,12 @@ class PromptInflow:
     pending_tokens: int = 0
     arriving_per_s: float = 0.0  # running mean, as of `seen_s`
 
-    def came(self, num_tokens: int, now_s: float) -> None:
-        self.fade(now_s)
+    def add_tokens(self, num_tokens: int, now_s: float) -> None:
+        self.decay(now_s)
         self.pending_tokens += num_tokens
         self.arriving_per_s += num_tokens / self.mean_s
 
-    def fade(self, now_s: float) -> None:
+    def decay(self, now_s: float) -> None:
         self.arriving_per_s *= math.exp(-max(0.0, now_s - self.seen_s) / self.mean_s)
         self.seen_s = now_s
 
@@ -44,15 +44,15 @@ class PromptFlow:
         self._ranks: dict[int, PromptInflow] = {}
         self._served_per_s: float | None = None
 
-    def came(self, rank: int, num_tokens: int, now_s: float) -> None:
+    def add_request(self, rank: int, num_tokens: int, now_s: float) -> None:
         """Record an admitted request with `num_tokens` prompt tokens to compute."""
-        self._ranks.setdefault(rank, PromptInflow(now_s)).came(num_tokens, now_s)
+        self._ranks.setdefault(rank, PromptInflow(now_s)).add_tokens(num_tokens, now_s)
 
-    def left(self, rank: int, num_tokens: int) -> None:
+    def remove_tokens(self, rank: int, num_tokens: int) -> None:
         """Record that the tokens no longer wait: their request has started or ended."""
         self._ranks[rank].pending_tokens -= num_tokens
 
-    def stepped(self, seconds: float, prefill_tokens: int, *, backlogged: bool) -> None:
+    def record_step(self, seconds: float, prefill_tokens: int, *, backlogged: bool) -> None:
         """Record a step and its prompt tokens. `backlogged` says whether other prompts waited."""
         if not backlogged:
             return

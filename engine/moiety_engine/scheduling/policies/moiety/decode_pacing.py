@@ -23,7 +23,7 @@ class DecodePacing:
 
     def __init__(self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel) -> None:
         self._tuning = tuning
-        self._pace = pace
+        self._slo = pace
         self._step_time = step_time
         self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
         self.leaves_floor = True  # whether prompts of worse ranks get their minimum of tokens in the newest step
@@ -36,7 +36,7 @@ class DecodePacing:
         the step is predicted to be short enough, or if only the best rank decodes. Otherwise O(n log n) in the number
         of chunks.
         """
-        pace, self.limit_s, self.leaves_floor = self._pace, math.inf, True
+        pace, self.limit_s, self.leaves_floor = self._slo, math.inf, True
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
@@ -74,10 +74,10 @@ class DecodePacing:
         The limit is a part of the best rank's TPOT target while any of it is in the step, else a part of its TTFT
         target, since a request that arrives meanwhile waits for the step to end.
         """
-        to_first_token_s = self._tuning.tight_ttft_part * self._pace.best_ttft_s
+        to_first_token_s = self._tuning.tight_ttft_part * self._slo.best_ttft_s
         if not best_is_there:
             return to_first_token_s
-        return min(self._tuning.decode_part * self._pace.best_tpot_s, to_first_token_s)
+        return min(self._tuning.decode_part * self._slo.best_tpot_s, to_first_token_s)
 
     def _num_that_fit(self, best: list[Chunk], worse: list[Chunk], limit_s: float) -> int:
         num_best, best_context = len(best), sum([chunk.sequence.kv.num_computed for chunk in best])

@@ -23,14 +23,14 @@ class DeadlineDemand:
     def __init__(self) -> None:
         self._classes: dict[str, tuple[ServiceClass, PromptInflow]] = {}
 
-    def came(self, service: ServiceClass, num_tokens: int, now_s: float) -> None:
+    def add_tokens(self, service: ServiceClass, num_tokens: int, now_s: float) -> None:
         _, inflow = self._classes.get(service.name, (service, None))
         if inflow is None:
             inflow = PromptInflow(now_s, _MEAN_S)
         self._classes[service.name] = service, inflow
-        inflow.came(num_tokens, now_s)
+        inflow.add_tokens(num_tokens, now_s)
 
-    def left(self, service: ServiceClass, num_tokens: int) -> None:
+    def remove_tokens(self, service: ServiceClass, num_tokens: int) -> None:
         """Record tokens that no longer wait or were demoted."""
         self._classes[service.name][1].pending_tokens -= num_tokens
 
@@ -40,7 +40,7 @@ class DeadlineDemand:
         It is the largest ratio, over all times, of the tokens that are due by then to the tokens that are served until
         then.
         """
-        self._fade(_NEGLIGIBLE * served_per_s, now_s)
+        self._decay(_NEGLIGIBLE * served_per_s, now_s)
         flows = [
             (max(_SHORTEST_S, service.ttft_s or service.completion_s or 0.0), inflow)
             for service, inflow in self._classes.values()
@@ -50,10 +50,10 @@ class DeadlineDemand:
         times_s = [*(within_s for within_s, _ in flows), _HORIZON_FACTOR * longest_s]
         return max(_due(flows, until_s) / (served_per_s * until_s) for until_s in times_s)
 
-    def _fade(self, negligible_per_s: float, now_s: float) -> None:
+    def _decay(self, negligible_per_s: float, now_s: float) -> None:
         """Decay the rates, and drop classes without pending tokens and with a negligible arrival rate."""
         for _, inflow in self._classes.values():
-            inflow.fade(now_s)
+            inflow.decay(now_s)
         self._classes = {
             name: (service, inflow)
             for name, (service, inflow) in self._classes.items()

@@ -44,12 +44,12 @@ class Moiety(Policy):
         self.tuning = tuning or Tuning()
         self._accounts: dict[int, TenantCounters] = {}  # by rank
         self._records: RequestRecords = {}  # of requests that have not ended
-        self._unreckoned_s = 0.0  # time that is not yet passed to the accounts
+        self._unaccounted_s = 0.0  # time that is not yet passed to the accounts
         self._flow = PromptFlow(context.step_time, context.max_batch_tokens)
-        self._pace = SloTracker(self.tuning, self._flow)
-        self._queue = UrgencyQueue(self.tuning, self._pace, self._accounts, self._records, context.tally)
+        self._slo = SloTracker(self.tuning, self._flow)
+        self._queue = UrgencyQueue(self.tuning, self._slo, self._accounts, self._records, context.tally)
         self._kv_admission = KvAdmission(context, self.tuning, self._accounts, self._records)
-        self._pacing = DecodePacing(self.tuning, self._pace, context.step_time)
+        self._pacing = DecodePacing(self.tuning, self._slo, context.step_time)
 
     # ── prefill queue ──
 
@@ -74,9 +74,9 @@ class Moiety(Policy):
         account = accounts.arrived(self._name_of(sequence), sequence, now_s)
         self._records[sequence] = RequestRecord(account)
         account.pending_tokens += sequence.kv.num_uncached
-        self._flow.came(service.rank, sequence.kv.num_uncached, now_s)
-        self._pace.demand.came(service, sequence.kv.num_uncached, now_s)
-        self._pace.saw(service, now_s)
+        self._flow.add_request(service.rank, sequence.kv.num_uncached, now_s)
+        self._slo.demand.add_tokens(service, sequence.kv.num_uncached, now_s)
+        self._slo.record_class(service, now_s)
         sequence.predicted_output = self.context.lengths.expected(
             sequence.request.tenant,
             longer_than=sequence.request.num_resumed,
@@ -114,16 +114,16 @@ class Moiety(Policy):
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
         self._queue.time_passed(seconds)
         self._kv_admission.time_passed(seconds)
-        self._pace.stepped(seconds)
-        self._flow.stepped(seconds, shape.prefill_rows, backlogged=self._queue.num_queued > 0)
-        self._pace.refresh(now_s)
-        self._unreckoned_s += seconds
-        if self._unreckoned_s >= 1.0:
+        self._slo.record_step(seconds)
+        self._flow.record_step(seconds, shape.prefill_rows, backlogged=self._queue.num_queued > 0)
+        self._slo.refresh(now_s)
+        self._unaccounted_s += seconds
+        if self._unaccounted_s >= 1.0:
             layout = self.context.layout
             kv_tokens = self.context.num_blocks * layout.block_size // layout.slots_per_token
             for accounts in self._accounts.values():
-                accounts.time_passed(self._unreckoned_s, self.tuning.burst_s, kv_tokens / 2)
-            self._unreckoned_s = 0.0
+                accounts.time_passed(self._unaccounted_s, self.tuning.burst_s, kv_tokens / 2)
+            self._unaccounted_s = 0.0
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
         self._kv_admission.preempted(sequence, beneficiary, cost_s)
@@ -145,14 +145,14 @@ class Moiety(Policy):
     def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
         record.tenant.pending_tokens -= sequence.kv.num_uncached
-        self._flow.left(sequence.service.rank, sequence.kv.num_uncached)
+        self._flow.remove_tokens(sequence.service.rank, sequence.kv.num_uncached)
         if not record.demoted:
-            self._pace.demand.left(sequence.service, sequence.kv.num_uncached)
+            self._slo.demand.remove_tokens(sequence.service, sequence.kv.num_uncached)
 
     # ── admission ──
 
     def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
-        self._pace.refresh(now_s)
+        self._slo.refresh(now_s)
         verdict = self._judge(sequence, sequence.service)
         fallback = sequence.request.submit.fallback
         if verdict.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
@@ -166,7 +166,7 @@ class Moiety(Policy):
         return AdmissionDecision(None, Reason.QUEUE_FULL, retry_after_s=max(1.0, wait_s / 2))
 
     def predicted_ttft_s(self) -> dict[str, float]:
-        return {c.name: self._flow.wait_s(c.rank, math.inf) + self._pace.step_s for c in self._pace.classes}
+        return {c.name: self._flow.wait_s(c.rank, math.inf) + self._slo.step_s for c in self._slo.classes}
 
     def _judge(self, sequence: Sequence, service: ServiceClass) -> AdmissionDecision:
         accounts = self._accounts.get(service.rank)
@@ -178,12 +178,12 @@ class Moiety(Policy):
         ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
         waited_s = sequence.request.waited_s
-        predicted_s = waited_s + wait_s + sequence.kv.num_uncached * self._pace.token_s + self._pace.step_s
+        predicted_s = waited_s + wait_s + sequence.kv.num_uncached * self._slo.token_s + self._slo.step_s
         if service.ttft_s is None or not self.tuning.admission:
             return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
         num_allowed = sequence.kv.num_uncached + sequence.request.submit.sibling_tokens
         target_s = service.ttft_s + service.ttft_per_1k_s * num_allowed / 1000
-        best = service.rank <= self._pace.best_rank
+        best = service.rank <= self._slo.best_rank
         if predicted_s <= (self.tuning.ttft_margin_of_best if best else self.tuning.ttft_margin) * target_s:
             return AdmissionDecision(service, Reason.IN_TIME, predicted_s)
         if service.on_overload is OverloadAction.QUEUE or wait_s <= self.tuning.wait_unasked * target_s:
@@ -195,7 +195,7 @@ class Moiety(Policy):
     def decodes_of_step(self, decoding: list[Chunk], now_s: float) -> list[Chunk]:
         if not self.tuning.chunk_sizing:
             return decoding
-        best = self._accounts.get(self._pace.best_rank)
+        best = self._accounts.get(self._slo.best_rank)
         return self._pacing.select(decoding, now_s, best_waits=best is not None and best.num_queued > 0)
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
@@ -203,15 +203,15 @@ class Moiety(Policy):
         self._kv_admission.victims.slots_changed()
         if not self.tuning.chunk_sizing:
             return None
-        urgent = self._queue.has_at_risk(self._pace.best_rank)
+        urgent = self._queue.has_at_risk(self._slo.best_rank)
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
         alone_s = self.context.step_time.predict_s(view.shape)
-        seconds = min(max(self._pace.longest_step_s, 2 * alone_s), part * view.slack_s)
+        seconds = min(max(self._slo.longest_step_s, 2 * alone_s), part * view.slack_s)
         floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
         if pacing.limit_s == math.inf and pacing.leaves_floor:
             return StepBudget(seconds, floor_tokens)
         of_worse = StepBudget(min(seconds, pacing.limit_s), floor_tokens if pacing.leaves_floor else 0)
-        return StepBudget(seconds, floor_tokens, self._pace.best_rank, of_worse)
+        return StepBudget(seconds, floor_tokens, self._slo.best_rank, of_worse)
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):
@@ -226,7 +226,7 @@ class Moiety(Policy):
         if self._kv_admission.far_over_share(blocked, view):
             return True  # it waits for other requests of its own tenant
         if self._records[blocked].boosted:  # it gets the blocks that become free, unless the best rank needs them
-            return blocked.service.rank > self._pace.best_rank and self._queue.has_at_risk(self._pace.best_rank)
+            return blocked.service.rank > self._slo.best_rank and self._queue.has_at_risk(self._slo.best_rank)
         return blocked.timeline.num_overtaken < self.tuning.max_overtaken
 
     def victims(
@@ -273,9 +273,9 @@ class Moiety(Policy):
 
         This never delays the best rank, boosted requests, or a request at risk in favour of worse ranks.
         """
-        tpot_s, rank = self._pace.tpot_s, sequence.service.rank
+        tpot_s, rank = self._slo.tpot_s, sequence.service.rank
         record = self._records[sequence]
-        if math.inf in (view.slack_s, tpot_s) or rank <= self._pace.best_rank or record.boosted:
+        if math.inf in (view.slack_s, tpot_s) or rank <= self._slo.best_rank or record.boosted:
             return False
         if not self.tuning.chunk_sizing or (
             record.bucket == AT_RISK

@@ -44,12 +44,12 @@ class SloTracker:
     def classes(self) -> list[ServiceClass]:
         return [service for _, service in self._seen.values()]
 
-    def saw(self, service: ServiceClass, now_s: float) -> None:
+    def record_class(self, service: ServiceClass, now_s: float) -> None:
         """Record a request of this class."""
         self._seen[service.name] = (now_s, service)
-        self._reckon_with(service)
+        self._include(service)
 
-    def stepped(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         self.step_s += 0.05 * (seconds - self.step_s)
 
     def refresh(self, now_s: float) -> None:
@@ -62,7 +62,7 @@ class SloTracker:
         self.tpot_s = self.ttft_s = self.best_tpot_s = self.best_ttft_s = math.inf
         self.best_rank = min((service.rank for service in self.classes), default=0)
         for service in self.classes:
-            self._reckon_with(service)
+            self._include(service)
         self.token_s = 1 / self._flow.best_per_s
         waits_s = {service.rank: self._flow.wait_s(service.rank, math.inf) for service in self.classes}
         self.blend = self._tuning.blend * min(1.0, max(waits_s.values(), default=0.0) / self._tuning.loaded_s)
@@ -71,7 +71,7 @@ class SloTracker:
         mixed = [rank for rank in paces & ends if waits_s[rank] >= self._tuning.loaded_s]
         self.by_work = {rank: self._blend_of_mixed(rank, now_s) for rank in mixed}
 
-    def _reckon_with(self, service: ServiceClass) -> None:
+    def _include(self, service: ServiceClass) -> None:
         self.tpot_s = min(self.tpot_s, service.tpot_s or math.inf)
         self.ttft_s = min(self.ttft_s, service.ttft_s or math.inf)
         if service.rank < self.best_rank:

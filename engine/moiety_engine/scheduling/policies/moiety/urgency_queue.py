@@ -44,7 +44,7 @@ class UrgencyQueue:
         tally: ClassCounters,
     ) -> None:
         self._tuning = tuning
-        self._pace = pace
+        self._slo = pace
         self._accounts = accounts  # by rank
         self._records = records
         self._tally = tally
@@ -112,7 +112,7 @@ class UrgencyQueue:
             min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.state is not SequenceState.ENDED
         )
         self._on_lane.clear()
-        self._lane_s += self._tuning.boost_part * seconds + unused * self._pace.token_s
+        self._lane_s += self._tuning.boost_part * seconds + unused * self._slo.token_s
         self._lane_s = min(self._tuning.lane_saved_s, self._lane_s)
 
     def has_at_risk(self, rank: int) -> bool:
@@ -131,7 +131,7 @@ class UrgencyQueue:
         if bucket == DEMOTED and not record.demoted:
             record.demoted = True
             if sequence.timeline.scheduled_unix_ns == 0:
-                self._pace.demand.left(sequence.service, sequence.kv.num_uncached)
+                self._slo.demand.remove_tokens(sequence.service, sequence.kv.num_uncached)
             sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.SLO_UNATTAINABLE)
             self._tally.of(sequence.service.name).demoted += 1
         record.bucket = bucket
@@ -158,7 +158,7 @@ class UrgencyQueue:
     def _bucket(self, sequence: Sequence, now_s: float) -> tuple[int, float]:
         """Return (bucket, time of the next move)."""
         bucket_if_late = DEMOTED if self._tuning.demotion else AT_RISK
-        need_s = sequence.num_uncomputed * self._pace.token_s
+        need_s = sequence.num_uncomputed * self._slo.token_s
         if sequence.service.ttft_s is not None:
             if not sequence.deadlines.on_time:
                 return bucket_if_late, math.inf
@@ -168,15 +168,15 @@ class UrgencyQueue:
         else:
             deadline_s = sequence.deadlines.completion_s
             longest = min(self._tuning.length_margin * sequence.predicted_output, sequence.request.submit.max_tokens)
-            need_s += max(1.0, longest - sequence.num_output) * self._pace.step_s
+            need_s += max(1.0, longest - sequence.num_output) * self._slo.step_s
         late_s = deadline_s - need_s
-        risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._pace.longest_step_s
+        risk_s = deadline_s - self._tuning.risk_factor * need_s - 2 * self._slo.longest_step_s
         if now_s >= late_s:
             return bucket_if_late, math.inf
         demotes_at_s = late_s if self._tuning.demotion else math.inf
         rank = sequence.service.rank
-        if rank in self._pace.by_work:  # no request of the rank goes first for being nearly late
-            return (AT_RISK if rank <= self._pace.best_rank else SAFE), (risk_s if now_s < risk_s else demotes_at_s)
+        if rank in self._slo.by_work:  # no request of the rank goes first for being nearly late
+            return (AT_RISK if rank <= self._slo.best_rank else SAFE), (risk_s if now_s < risk_s else demotes_at_s)
         if now_s >= risk_s or self._is_best_stream(sequence):
             return AT_RISK, demotes_at_s
         return SAFE, risk_s
@@ -190,31 +190,30 @@ class UrgencyQueue:
             return _LAST_KEY + sequence.request.arrival_s
         interactive = sequence.service.ttft_s is not None
         deadline_s = sequence.deadlines.first_s if interactive else sequence.deadlines.completion_s
-        blend = self._pace.by_work.get(sequence.service.rank)
+        blend = self._slo.by_work.get(sequence.service.rank)
         if blend is None:
-            blend = self._pace.blend * min(1.0, (deadline_s - sequence.request.arrival_s) / _PATIENT_S)
-        return deadline_s + blend * sequence.num_uncomputed * self._pace.token_s
+            blend = self._slo.blend * min(1.0, (deadline_s - sequence.request.arrival_s) / _PATIENT_S)
+        return deadline_s + blend * sequence.num_uncomputed * self._slo.token_s
 
     def _goes_on(self, sequence: Sequence) -> bool:
         """Return whether it has begun and precedes those that have not: it was preempted or is nearly complete."""
         if sequence.timeline.scheduled_unix_ns == 0:
             return False
-        need_s = sequence.num_uncomputed * self._pace.token_s
+        need_s = sequence.num_uncomputed * self._slo.token_s
         return (
-            sequence.timeline.num_preemptions > 0
-            or need_s <= self._tuning.nearly_done_steps * self._pace.longest_step_s
+            sequence.timeline.num_preemptions > 0 or need_s <= self._tuning.nearly_done_steps * self._slo.longest_step_s
         )
 
     def _is_best_stream(self, sequence: Sequence) -> bool:
         rank = sequence.service.rank
-        return sequence.service.ttft_s is not None and rank <= self._pace.best_rank and rank not in self._pace.by_work
+        return sequence.service.ttft_s is not None and rank <= self._slo.best_rank and rank not in self._slo.by_work
 
     # ── the boost lane ──
 
     def _pop_lane(self, now_s: float) -> Sequence | None:
         found = self._pop_starved(now_s) or self._pop_waited(now_s)
         if found is not None:
-            self._lane_s -= found.num_uncomputed * self._pace.token_s + 0.001
+            self._lane_s -= found.num_uncomputed * self._slo.token_s + 0.001
             self._on_lane[found] = found.num_uncomputed
         return found
 
