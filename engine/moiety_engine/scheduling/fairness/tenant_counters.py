@@ -63,7 +63,7 @@ class TenantCounters:
         self._queued: dict[TenantCounter, None] = {}  # accounts with waiting requests
         self._charge = 1.0  # charge per prompt token including the output that follows; running mean
 
-    def arrived(self, tenant: str, sequence: Sequence, now_s: float) -> TenantCounter:
+    def add_request(self, tenant: str, sequence: Sequence, now_s: float) -> TenantCounter:
         """Record a request of the tenant and return its account."""
         account = self._accounts.get(tenant)
         if account is None:
@@ -77,7 +77,7 @@ class TenantCounters:
             account.counter = max(account.counter, self.floor() - self.credit / account.weight)
         return account
 
-    def queued(self, account: TenantCounter) -> None:
+    def add_waiting(self, account: TenantCounter) -> None:
         """Record one more waiting request of the account."""
         account.num_queued += 1
         self.num_queued += 1
@@ -86,7 +86,7 @@ class TenantCounters:
         self._queued[account] = None
         heappush(self._waiting, (account.counter, account.tenant))
 
-    def unqueued(self, account: TenantCounter) -> None:
+    def remove_waiting(self, account: TenantCounter) -> None:
         """Record that one of the account's requests no longer waits."""
         account.num_queued -= 1
         self.num_queued -= 1
@@ -100,13 +100,13 @@ class TenantCounters:
         self._charged += cost
         self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
 
-    def time_passed(self, seconds: float, burst_s: float, most: float) -> None:
+    def update_credit(self, seconds: float, burst_s: float, most: float) -> None:
         """Update the credit for idleness: the rank's service in `burst_s` seconds, at most `most`."""
         self._rate += min(1.0, seconds / _RATE_MEAN_S) * (self._charged / seconds - self._rate)
         self._charged = 0.0
         self.credit = min(most, burst_s * self._rate)
 
-    def ahead_of(self, account: TenantCounter | None, weight: float) -> float:
+    def tokens_ahead(self, account: TenantCounter | None, weight: float) -> float:
         """Return the waiting prompt tokens that will be served before the account's next request, by the counters.
 
         These are its own, and those of each other account that raise its counter to the value that this account's
@@ -127,7 +127,7 @@ class TenantCounters:
     def get(self, tenant: str) -> TenantCounter | None:
         return self._accounts.get(tenant)
 
-    def ended(self, account: TenantCounter) -> None:
+    def remove_request(self, account: TenantCounter) -> None:
         account.active -= 1
         if account.active == 0:
             self.total_weight -= account.weight
@@ -182,7 +182,7 @@ class FairQueue:
             self._enter(account)
         heap.push(key, sequence)
 
-    def fell(self, account: TenantCounter) -> None:
+    def requeue(self, account: TenantCounter) -> None:
         """Enter the account anew in the order after its counter fell and its version was incremented."""
         if account in self._heaps:
             self._enter(account)
@@ -216,7 +216,7 @@ class FairQueue:
         """End all holds."""
         for account, version in self._passed.items():
             if version == account.version:  # else it is already entered anew
-                self.fell(account)
+                self.requeue(account)
         self._passed.clear()
         self._held.clear()
 

@@ -71,7 +71,7 @@ class Moiety(Policy):
     def arrived(self, sequence: Sequence, now_s: float) -> None:
         service = sequence.service
         accounts = self._accounts.setdefault(service.rank, TenantCounters())
-        account = accounts.arrived(self._name_of(sequence), sequence, now_s)
+        account = accounts.add_request(self._name_of(sequence), sequence, now_s)
         self._records[sequence] = RequestRecord(account)
         account.pending_tokens += sequence.kv.num_uncached
         self._flow.add_request(service.rank, sequence.kv.num_uncached, now_s)
@@ -112,7 +112,7 @@ class Moiety(Policy):
                     )
 
     def stepped(self, seconds: float, shape: StepShape, now_s: float) -> None:
-        self._queue.time_passed(seconds)
+        self._queue.update_boost_lane(seconds)
         self._kv_admission.time_passed(seconds)
         self._slo.record_step(seconds)
         self._flow.record_step(seconds, shape.prefill_rows, backlogged=self._queue.num_queued > 0)
@@ -122,7 +122,7 @@ class Moiety(Policy):
             layout = self.context.layout
             kv_tokens = self.context.num_blocks * layout.block_size // layout.slots_per_token
             for accounts in self._accounts.values():
-                accounts.time_passed(self._unaccounted_s, self.tuning.burst_s, kv_tokens / 2)
+                accounts.update_credit(self._unaccounted_s, self.tuning.burst_s, kv_tokens / 2)
             self._unaccounted_s = 0.0
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
@@ -138,8 +138,8 @@ class Moiety(Policy):
             unused = record.charged_tokens - sequence.num_output
             account.counter -= OUTPUT_WEIGHT * unused / account.weight
             if unused > 0:
-                self._queue.counter_fell(account, rank)
-        self._accounts[rank].ended(account)
+                self._queue.requeue_tenant(account, rank)
+        self._accounts[rank].remove_request(account)
         self._kv_admission.ended(sequence)
 
     def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
@@ -175,7 +175,7 @@ class Moiety(Policy):
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
             return AdmissionDecision(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
         weight = max(1e-6, sequence.request.submit.tenant_weight * service.weight)
-        ahead = 0.0 if accounts is None else accounts.ahead_of(account, weight)
+        ahead = 0.0 if accounts is None else accounts.tokens_ahead(account, weight)
         wait_s = self._flow.wait_s(service.rank, ahead)
         waited_s = sequence.request.waited_s
         predicted_s = waited_s + wait_s + sequence.kv.num_uncached * self._slo.token_s + self._slo.step_s

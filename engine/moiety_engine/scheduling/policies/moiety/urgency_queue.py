@@ -63,7 +63,7 @@ class UrgencyQueue:
         if sequence.enter_queue():
             account = self._records[sequence].tenant
             self.num_queued += 1
-            self._accounts[sequence.service.rank].queued(account)
+            self._accounts[sequence.service.rank].add_waiting(account)
             if account.num_queued == 1:
                 self._ties += 1
                 heappush(self._starved, (account.last_served_s + self._tuning.starved_s, self._ties, account))
@@ -86,12 +86,12 @@ class UrgencyQueue:
         if sequence.entry & 1:
             self._leave(sequence)
 
-    def counter_fell(self, account: TenantCounter, rank: int) -> None:
+    def requeue_tenant(self, account: TenantCounter, rank: int) -> None:
         """Renew the account's position in all queues of the rank after its counter was lowered."""
         account.version += 1
         for level, queue in self._levels:
             if level[1] == rank:
-                queue.fell(account)
+                queue.requeue(account)
 
     def hold(self, account: TenantCounter, rank: int) -> None:
         """Skip the account's requests until `release`, except on the boost lane."""
@@ -106,7 +106,7 @@ class UrgencyQueue:
             queue.release()
         self._holding.clear()
 
-    def time_passed(self, seconds: float) -> None:
+    def update_boost_lane(self, seconds: float) -> None:
         """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
         unused = sum(
             min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.state is not SequenceState.ENDED
@@ -122,7 +122,7 @@ class UrgencyQueue:
 
     def _leave(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
-        self._accounts[sequence.service.rank].unqueued(self._records[sequence].tenant)
+        self._accounts[sequence.service.rank].remove_waiting(self._records[sequence].tenant)
 
     def _enter(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
