@@ -179,13 +179,13 @@ class FairQueue:
         heap = self._heaps.get(account)
         if heap is None:
             heap = self._heaps[account] = EntryHeap()
-            self._enter(account)
+            self._enqueue(account)
         heap.push(key, sequence)
 
     def requeue(self, account: TenantCounter) -> None:
         """Enter the account anew in the order after its counter fell and its version was incremented."""
         if account in self._heaps:
-            self._enter(account)
+            self._enqueue(account)
 
     def pop(self) -> Sequence | None:
         """Remove and return the first sequence; None if there is none."""
@@ -225,6 +225,6 @@ class FairQueue:
         heap = self._heaps.get(account)
         return None if heap is None else heap.pop()
 
-    def _enter(self, account: TenantCounter) -> None:
+    def _enqueue(self, account: TenantCounter) -> None:
         self._ties += 1
         heappush(self._order, (account.counter, self._ties, account.version, account))

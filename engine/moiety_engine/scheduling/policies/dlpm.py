@@ -67,7 +67,7 @@ class Dlpm(OrderedPolicy):
             client.num_waiting += 1
             self._waiting[id(client)] = client
         self._num_queued += sequence.enter_queue()
-        self._enter(sequence)
+        self._enqueue(sequence)
 
     def pop(self, now_s: float) -> Sequence | None:
         sequence = super().pop(now_s)
@@ -83,7 +83,7 @@ class Dlpm(OrderedPolicy):
             self._forget_shortage(sequence)
             self._num_queued -= sequence.leave_queue()
 
-    def _enter(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         """Push the sequence to its tenant's heap, keyed by the prefix that the cache now holds."""
         cached = self.context.cached_tokens(sequence)
         self._note_shortage(sequence, cached)
@@ -162,7 +162,7 @@ class Dlpm(OrderedPolicy):
                 self._waiting_for.get(sequence.block_hashes.at(index, self.context.layout.block_size), {}).values()
             ):
                 other.entry += 2  # its old entry is void
-                self._enter(other)
+                self._enqueue(other)
 
     # ── events ──
 
@@ -177,7 +177,7 @@ class Dlpm(OrderedPolicy):
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         client = self._clients[sequence.request.tenant]
         client.deficit -= num_uncached
-        self._waits_no_more(client, sequence)
+        self._stop_waiting(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -190,11 +190,11 @@ class Dlpm(OrderedPolicy):
         client.active -= 1
         if sequence.state is SequenceState.WAITING:
             if sequence in self._counted:
-                self._waits_no_more(client, sequence)
+                self._stop_waiting(client, sequence)
         elif self._waiting_for:
             self._published(sequence)
 
-    def _waits_no_more(self, client: DlpmTenant, sequence: Sequence) -> None:
+    def _stop_waiting(self, client: DlpmTenant, sequence: Sequence) -> None:
         """Record that one of the client's requests no longer waits to start."""
         self._counted.remove(sequence)
         client.num_waiting -= 1

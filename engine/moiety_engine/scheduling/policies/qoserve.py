@@ -57,7 +57,7 @@ class QoserveDemotion(QoserveChunking):
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         self._num_queued += sequence.enter_queue()
-        self._enter(sequence, now_s)
+        self._enqueue(sequence, now_s)
 
     def pop(self, now_s: float) -> Sequence | None:
         sequence = self._choose(now_s) or _first(self._demoted)
@@ -65,7 +65,7 @@ class QoserveDemotion(QoserveChunking):
             self._num_queued -= sequence.leave_queue()
         return sequence
 
-    def _enter(self, sequence: Sequence, now_s: float) -> None:
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         heap = self._demoted if sequence in self._late else self._of_rank.setdefault(sequence.service.rank, EntryHeap())
         heap.push(self.key(sequence, now_s), sequence)
 
@@ -95,7 +95,7 @@ class QoserveDemotion(QoserveChunking):
         sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.SLO_UNATTAINABLE)
         self.context.tally.of(sequence.service.name).demoted += 1
         sequence.entry += 2  # its entry in the other heap is void
-        self._enter(sequence, now_s)
+        self._enqueue(sequence, now_s)
 
     # ── predictions ──
 
@@ -151,8 +151,8 @@ class Qoserve(QoserveDemotion):
             tokens += max(0.0, sequence.predicted_output - sequence.num_output)
         return deadline_s(sequence) + _ALPHA_S * tokens
 
-    def _enter(self, sequence: Sequence, now_s: float) -> None:
-        super()._enter(sequence, now_s)
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        super()._enqueue(sequence, now_s)
         if sequence.state is SequenceState.RUNNING and not sequence.num_output and sequence not in self._late:
             until_s = self._latest_start_s(sequence) - self._step_s
             self._begun.push(until_s, sequence)

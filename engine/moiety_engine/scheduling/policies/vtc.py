@@ -103,7 +103,7 @@ class Vtc(OrderedPolicy):
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         client = self._clients[sequence.request.tenant]
         client.counter += num_uncached / client.weight
-        self._left(client, sequence)
+        self._stop_waiting(client, sequence)
 
     def decoded(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -114,9 +114,9 @@ class Vtc(OrderedPolicy):
         client = self._clients[sequence.request.tenant]
         client.active -= 1
         if sequence in self._counted:
-            self._left(client, sequence)
+            self._stop_waiting(client, sequence)
 
-    def _left(self, client: VtcTenant, sequence: Sequence) -> None:
+    def _stop_waiting(self, client: VtcTenant, sequence: Sequence) -> None:
         """Record that one of the client's requests is no longer queued."""
         self._counted.remove(sequence)
         client.num_queued -= 1

@@ -95,7 +95,7 @@ class RequestQueues:
     def run(self, sequence: Sequence) -> None:
         """Move a waiting or returning sequence into the batch."""
         if sequence.state is SequenceState.WAITING:
-            self._wait_no_more(sequence)
+            self._remove_waiting(sequence)
         else:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=by_arrival)
@@ -139,14 +139,14 @@ class RequestQueues:
 
     def park(self, sequence: Sequence) -> None:
         """Move a sequence without credit out of the batch."""
-        self._run_no_more(sequence)
+        self._remove_running(sequence)
         insort(self.parked, sequence, key=by_arrival)
         sequence.state = SequenceState.PARKED
 
     def send_back(self, sequence: Sequence) -> None:
         """Move a running or parked sequence to those that return to the batch."""
         if sequence.state is SequenceState.RUNNING:
-            self._run_no_more(sequence)
+            self._remove_running(sequence)
         else:
             self.parked.remove(sequence)
         insort(self.returning, sequence, key=by_arrival)
@@ -154,7 +154,7 @@ class RequestQueues:
 
     def finish(self, sequence: Sequence) -> None:
         """Move a sequence whose last step is running out of the batch."""
-        self._run_no_more(sequence)
+        self._remove_running(sequence)
         sequence.state = SequenceState.FINISHING
 
     def end(self, sequence: Sequence) -> None:
@@ -162,9 +162,9 @@ class RequestQueues:
         del self.by_key[sequence.key]
         match sequence.state:
             case SequenceState.WAITING:
-                self._wait_no_more(sequence)
+                self._remove_waiting(sequence)
             case SequenceState.RUNNING:
-                self._run_no_more(sequence)
+                self._remove_running(sequence)
             case SequenceState.PARKED:
                 self.parked.remove(sequence)
             case SequenceState.RETURNING:
@@ -187,7 +187,7 @@ class RequestQueues:
             self._decode_sums = due_s, sum([sequence.kv.num_computed for sequence in self.decoding])
         return self._decode_sums
 
-    def _run_no_more(self, sequence: Sequence) -> None:
+    def _remove_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._decode_sums = self._predicted_output = None
         self.decoding.pop(sequence, None)
@@ -198,7 +198,7 @@ class RequestQueues:
         if not self._ranks[rank]:
             del self._ranks[rank]
 
-    def _wait_no_more(self, sequence: Sequence) -> None:
+    def _remove_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]
         del self._waiting_of[_queue_of(sequence)][sequence.key]
 

@@ -89,7 +89,7 @@ class Moiety(Policy):
         account.last_served_s = now_s
         account.num_begun += 1
         self._kv_admission.victims.slots_changed()
-        self._waits_no_more(sequence, record)
+        self._stop_waiting(sequence, record)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.request.num_resumed)
         record.charged_tokens = sequence.request.num_resumed + prepaid
         self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
@@ -132,7 +132,7 @@ class Moiety(Policy):
         record = self._records.pop(sequence)
         account, rank = record.tenant, sequence.service.rank
         if sequence.timeline.scheduled_unix_ns == 0:
-            self._waits_no_more(sequence, record)
+            self._stop_waiting(sequence, record)
         else:
             account.num_begun -= 1
             unused = record.charged_tokens - sequence.num_output
@@ -142,7 +142,7 @@ class Moiety(Policy):
         self._accounts[rank].remove_request(account)
         self._kv_admission.ended(sequence)
 
-    def _waits_no_more(self, sequence: Sequence, record: RequestRecord) -> None:
+    def _stop_waiting(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
         record.tenant.pending_tokens -= sequence.kv.num_uncached
         self._flow.remove_tokens(sequence.service.rank, sequence.kv.num_uncached)

@@ -67,24 +67,24 @@ class UrgencyQueue:
             if account.num_queued == 1:
                 self._ties += 1
                 heappush(self._starved, (account.last_served_s + self._tuning.starved_s, self._ties, account))
-        self._enter(sequence, now_s)
+        self._enqueue(sequence, now_s)
 
     def pop(self, now_s: float) -> Sequence | None:
         while (sequence := self._moves.pop_until(now_s)) is not None:
             sequence.enter_queue()  # its old entry is void
-            self._enter(sequence, now_s)
+            self._enqueue(sequence, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
             for _, queue in self._levels:
                 if queue and (found := queue.pop()) is not None:
                     break
         if found is not None:
-            self._leave(found)
+            self._dequeue(found)
         return found
 
     def discard(self, sequence: Sequence) -> None:
         if sequence.entry & 1:
-            self._leave(sequence)
+            self._dequeue(sequence)
 
     def requeue_tenant(self, account: TenantCounter, rank: int) -> None:
         """Renew the account's position in all queues of the rank after its counter was lowered."""
@@ -120,11 +120,11 @@ class UrgencyQueue:
         queues = self._queues
         return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _dequeue(self, sequence: Sequence) -> None:
         self.num_queued -= sequence.leave_queue()
         self._accounts[sequence.service.rank].remove_waiting(self._records[sequence].tenant)
 
-    def _enter(self, sequence: Sequence, now_s: float) -> None:
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
         record = self._records[sequence]
         bucket, moves_at_s = self._bucket(sequence, now_s)
