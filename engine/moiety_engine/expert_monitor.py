@@ -1,4 +1,4 @@
-"""Load of a model's experts and their rebalancing among the ranks, as the step loop looks after them."""
+"""Load of a model's experts and their rebalancing among the ranks, as the step loop updates them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ExpertMonitor:
     def is_active(self) -> bool:
         return self._watch is not None
 
-    def look(self, now_s: float, transfers: CountTransfers, *, worked: bool) -> None:
+    def update(self, now_s: float, transfers: CountTransfers, *, worked: bool) -> None:
         """Count the load of the steps so far, and move experts if that is due. `worked` means that a step ran."""
         if self._watch is None:
             return
-        self._watch.look(now_s, transfers)
+        self._watch.update(now_s, transfers)
         if self.rebalancing is not None:
-            self.rebalancing.look(now_s, self._watch.take_picks(), worked=worked)
+            self.rebalancing.update(now_s, self._watch.take_picks(), worked=worked)
 
     def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""

@@ -121,7 +121,7 @@ class EngineLoop:
             self._end_mispredicted(launched)
         if self.experts.is_active:
             now_s = self._clock_ns() / 1e9
-            self.experts.look(now_s, device_state.runner.staging, worked=launched is not None)
+            self.experts.update(now_s, device_state.runner.staging, worked=launched is not None)
         if not self.executor.overlaps:
             self._collect(device_state, launched)
             return launched is not None

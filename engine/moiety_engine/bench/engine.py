@@ -58,7 +58,7 @@ def _measure(
     waste = _KvWaste(loop)
 
     def on_step(num_done: int) -> None:
-        waste.look()
+        waste.sample()
         on_done(num_done)
 
     cache = loop.executor.model.expert_cache
@@ -147,19 +147,19 @@ class _KvWaste:
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
-        self._looks: list[tuple[int, int]] = []
+        self._samples: list[tuple[int, int]] = []
 
-    def look(self) -> None:
+    def sample(self) -> None:
         allocated, filled = self._loop.scheduler.kv_slots()
         if allocated:
-            self._looks.append((allocated, filled))
+            self._samples.append((allocated, filled))
 
     @property
     def fraction(self) -> float | None:
-        if not self._looks:
+        if not self._samples:
             return None
-        largest = max(allocated for allocated, _ in self._looks)
-        saturated = [(a, f) for a, f in self._looks if a >= largest / 2]
+        largest = max(allocated for allocated, _ in self._samples)
+        saturated = [(a, f) for a, f in self._samples if a >= largest / 2]
         return 1 - sum(f for _, f in saturated) / sum(a for a, _ in saturated)
 
 

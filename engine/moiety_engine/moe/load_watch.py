@@ -63,7 +63,7 @@ class ExpertLoadTracker:
         self.pace: ExpertPace | None = None  # of the counts read last
         self._picks_LE: np.ndarray | None = None  # of all tenants, since the last take_picks
 
-    def look(self, now_s: float, transfers: CountTransfers) -> None:
+    def update(self, now_s: float, transfers: CountTransfers) -> None:
         """Read counts that have arrived, and start the next download when it is due. Call it between steps."""
         if self._coming is not None and self._coming.arrival.is_passed:
             self._read(now_s)

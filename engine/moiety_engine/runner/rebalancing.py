@@ -53,19 +53,19 @@ class Rebalancing:
         self.moved_bytes_total = 0  # moved from rank to rank
         self._bytes_per_s = _BYTES_PER_S
         self._busy_s = 0.0  # spent on steps since the load was last evaluated
-        self._looked_s = now_s
+        self._updated_s = now_s
 
     def restart_clock(self, now_s: float) -> None:
         """Restart the clock after the engine slept, so that the sleep does not count as work."""
-        self._looked_s = now_s
+        self._updated_s = now_s
 
-    def look(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
+    def update(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
         """Process the expert counts since the last call and make the next move. Call it between steps.
 
         `worked` says whether a step ran since the last call.
         """
-        self._busy_s += max(0.0, now_s - self._looked_s) if worked else 0.0
-        self._looked_s = now_s
+        self._busy_s += max(0.0, now_s - self._updated_s) if worked else 0.0
+        self._updated_s = now_s
         if picks_LE is not None:
             self.balancer.count(picks_LE[:, : self._shape.num_placed])
         if self.balancer.judge(now_s, self._move_cost()):

@@ -140,11 +140,11 @@ class ScriptedEngine:
         if batch:
             kind = "decode" if all(request.num_output for request in batch) else "prefill"
             self._seconds[kind] += self.script.step_delay_s
-        traced = [self._look(batch)] if self._sampler.is_due(self._clock_ns()) else []
+        traced = [self._trace_step(batch)] if self._sampler.is_due(self._clock_ns()) else []
         outputs += [self._advance(request) for request in batch]
         return CoreStep(outputs, failures, self.load(), admissions, traced)
 
-    def _look(self, batch: list[ScriptedRequest]) -> TracedStep:
+    def _trace_step(self, batch: list[ScriptedRequest]) -> TracedStep:
         """Return the trace of a step that is about to end."""
         now_ns = self._clock_ns()
         begun = [request for request in batch if not request.num_output]

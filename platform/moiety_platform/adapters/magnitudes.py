@@ -61,9 +61,9 @@ class Magnitudes:
             size = _FLOATS.get(entry["dtype"], (0,))[0]
             first, end = (self.begin + offset for offset in entry["data_offsets"])
             if size and first < start + len(data) and end > start:
-                self._look(name, entry, data, size, first - start, end - start)
+                self._check_values(name, entry, data, size, first - start, end - start)
 
-    def _look(self, name: str, entry: Mapping[str, Any], data: bytes, size: int, first: int, end: int) -> None:
+    def _check_values(self, name: str, entry: Mapping[str, Any], data: bytes, size: int, first: int, end: int) -> None:
         place = first + size - 1  # offset in `data` of the first number's highest byte; negative: in an earlier part
         if place < 0:
             place += -(place // size) * size

@@ -75,7 +75,7 @@ class BatchWorker:
         self._batches: list[OpenBatch] = []  # as of the last look
         self._paces: dict[str, BatchPacing] = {}
         self._dry: set[str] = set()  # batches without lines to claim at the last look
-        self._looked_s = self._renewed_s = float("-inf")
+        self._polled_s = self._renewed_s = float("-inf")
         self._is_draining = False
 
     def use(self, concurrency: int, lease_s: float) -> None:
@@ -87,7 +87,7 @@ class BatchWorker:
 
     def wake(self) -> None:
         """Look for work at once, after a batch was created or changed in this process."""
-        self._looked_s = float("-inf")
+        self._polled_s = float("-inf")
         self._rounds.wake()
 
     async def start(self) -> None:
@@ -130,8 +130,8 @@ class BatchWorker:
         if now_s - self._renewed_s >= self.lease_s / 3:
             await self._renew()
             self._renewed_s = now_s
-        if now_s - self._looked_s >= self.poll_s:
-            self._looked_s = now_s
+        if now_s - self._polled_s >= self.poll_s:
+            self._polled_s = now_s
             await self._look()
         await self._claim()
 
@@ -146,7 +146,7 @@ class BatchWorker:
             raise
         running = {batch_id for batch_id, _ in self._running}
         if any(outcome.line.batch.id not in running for outcome in outcomes):
-            self._looked_s = float("-inf")  # its last line may have ended
+            self._polled_s = float("-inf")  # its last line may have ended
 
     async def _store_some(self, outcomes: Sequence[Outcome]) -> None:
         """Store outcomes in one transaction.

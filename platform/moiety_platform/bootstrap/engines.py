@@ -28,7 +28,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.metering import MeterReader
 from moiety_text.errors import TextError
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 LEAVE_S = 60.0  # longest time for which a removed engine waits for another one of its model
 
 log = structlog.get_logger(__name__)
@@ -66,7 +66,7 @@ class Engines:
             raise
         self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
         self._unwanted: dict[str, float] = {}  # identity → latest time until which it still gets requests
-        self._leaving = PeriodicTask("engines-left", self._let_go, LOOK_EVERY_S)
+        self._leaving = PeriodicTask("engines-left", self._let_go, POLL_INTERVAL_S)
 
     async def __aenter__(self) -> Self:
         await self.replicas.__aenter__()

@@ -24,7 +24,7 @@ from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.reloading.shown import shown
 from moiety_platform.reloading.source import BadSettings, SettingsSource, mark_of
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -84,7 +84,7 @@ class Reloader(Generic[S]):
         metrics: ReloadMetrics,
         *,
         beside: Callable[[S], Collection[Path]] = lambda _: (),
-        every_s: float = LOOK_EVERY_S,
+        every_s: float = POLL_INTERVAL_S,
     ) -> None:
         """`beside` returns files that the settings name and that are read again with them."""
         assert source.path is not None, "there is a file to watch"

@@ -24,7 +24,7 @@ from moiety_platform.retention.leases import Now, claim_job, delay_job, due
 
 LEASE_S = 60.0
 PAUSE_S = 0.05
-LOOKS_AN_INTERVAL = 4  # so that a job runs soon after it is due
+CHECKS_PER_INTERVAL = 4  # so that a job runs soon after it is due
 
 log = structlog.get_logger(__name__)
 
@@ -69,12 +69,12 @@ class RetentionService:
     now: Now = now_ms
 
     def __post_init__(self) -> None:
-        self._rounds = PeriodicTask("retention", self.round, self.interval_s / LOOKS_AN_INTERVAL)
+        self._rounds = PeriodicTask("retention", self.round, self.interval_s / CHECKS_PER_INTERVAL)
 
     def use(self, jobs: Sequence[RetentionJob | ObjectJob], interval_s: float) -> None:
         """Use these jobs and this interval from the next round on, which begins now."""
         self.jobs, self.interval_s = jobs, interval_s
-        self._rounds.every_s = interval_s / LOOKS_AN_INTERVAL
+        self._rounds.every_s = interval_s / CHECKS_PER_INTERVAL
         self._rounds.wake()
 
     async def start(self) -> None:

@@ -16,14 +16,14 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.tenants.models import TenantDeletion
 
-LOOK_EVERY_S = 2.5  # shorter than a deletion
+POLL_INTERVAL_S = 2.5  # shorter than a deletion
 
 
 class EngineNotice:
     """Periodic sender. Owned by the entry point; for one event loop. `engines` returns the current engines."""
 
     def __init__(
-        self, database: Database, engines: Callable[[], Sequence[EngineClient]], *, every_s: float = LOOK_EVERY_S
+        self, database: Database, engines: Callable[[], Sequence[EngineClient]], *, every_s: float = POLL_INTERVAL_S
     ) -> None:
         self._database, self._engines = database, engines
         self._tenant_ids: list[str] = []

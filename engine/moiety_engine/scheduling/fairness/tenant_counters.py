@@ -17,7 +17,7 @@ from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence
 
 _RATE_MEAN_S = 10.0
-_MAX_LOOKED_AT = 64  # tenants; of more, regularly chosen ones are a sample of all
+_MAX_EXAMINED = 64  # tenants; of more, regularly chosen ones are a sample of all
 OUTPUT_WEIGHT = 2.0  # cost of an output token relative to a prompt token, as in VTC
 
 
@@ -117,7 +117,7 @@ class TenantCounters:
         if account is not None:
             counter = max(counter, account.counter)
         until = counter + own * self._charge / weight
-        stride = 1 + len(self._queued) // _MAX_LOOKED_AT
+        stride = 1 + len(self._queued) // _MAX_EXAMINED
         ahead = 0.0
         for other in islice(self._queued, 0, None, stride):
             if other is not account:

@@ -18,7 +18,7 @@ from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.notes import EventKind, Reason
 
-MAX_LOOKS = 24  # sequences that one step may examine in vain
+MAX_EXAMINED = 24  # sequences that one step may examine in vain
 
 
 class _Given(Enum):
@@ -51,7 +51,7 @@ class PrefillPlanner:
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
-        while planner.rows_left > 0 and len(set_aside) < MAX_LOOKS:
+        while planner.rows_left > 0 and len(set_aside) < MAX_EXAMINED:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break

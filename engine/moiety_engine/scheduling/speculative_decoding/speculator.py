@@ -37,7 +37,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._proposer = proposer
         self.costs = RowCosts(step_time)
-        self._pause = self._num_in_vain = self._num_looks = 0  # steps
+        self._pause = self._num_in_vain = self._num_calls = 0  # steps
         self._last: tuple[int, StepShape, int] | None = None  # previous step: planning time, shape, draft tokens
 
     def extend(self, planner: StepPlanner, slack_s: float, now_ns: int, *, overlaps: bool) -> None:
@@ -83,10 +83,10 @@ class Speculator:
             most = self._lengths(planner, hoped, slack_s, missed)[attempt.place]
             lengths[attempt.place] = min(most, attempt.num_tokens)
         self._give(planner, proposals, lengths)
-        self._num_looks += 1
+        self._num_calls += 1
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
-            rest = self._num_looks % _REST_EVERY == 0
+            rest = self._num_calls % _REST_EVERY == 0
             self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
     def _give(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:

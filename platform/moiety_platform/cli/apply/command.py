@@ -33,8 +33,8 @@ from moiety_platform.reloading.source import mark_of
 from moiety_platform.resources.paths import path_of
 
 PAUSE_S = 0.5
-LOOK_EVERY_S = 1.0
-LOOKS_UNTIL_AGAIN = 10  # after an error that the gateway reported
+POLL_INTERVAL_S = 1.0
+POLLS_UNTIL_RETRY = 10  # after an error that the gateway reported
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
            "why": "why"}  # fmt: skip
 
@@ -93,22 +93,22 @@ def apply(
 def follow(file: Path, once: Callable[[], None]) -> None:
     """Call `once` now, and after each change of the file that lasts from one look to the next; endless."""
     taken = seen = mark_of([])
-    looks_until_again = -1  # -1: everything was done, or the file must change first
+    polls_until_retry = -1  # -1: everything was done, or the file must change first
     while True:
         mark = mark_of([file])
         rests, seen = mark == seen, mark
-        looks_until_again -= looks_until_again > 0
-        if rests and (mark != taken or not looks_until_again):
-            taken, looks_until_again = mark, -1
+        polls_until_retry -= polls_until_retry > 0
+        if rests and (mark != taken or not polls_until_retry):
+            taken, polls_until_retry = mark, -1
             try:
                 once()
             except FileError as exc:
                 say(f"Error: {exc}", err=True)
             except CommandError as exc:  # the file itself is valid
                 say(f"Error: {exc}", err=True)
-                looks_until_again = 1 if isinstance(exc, NotReachable) else LOOKS_UNTIL_AGAIN
+                polls_until_retry = 1 if isinstance(exc, NotReachable) else POLLS_UNTIL_RETRY
             sys.stdout.flush()
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _apply_once(

@@ -19,7 +19,7 @@ from moiety_platform.cli.top.keyboard import keys_of_terminal
 from moiety_platform.cli.top.reading import Reader, Report
 from moiety_platform.cli.top.view import ViewChoice, screen
 
-LOOK_S = 0.1  # how often the screen checks for reports and keys
+POLL_S = 0.1  # how often the screen checks for reports and keys
 BETWEEN_S = 1.0  # between the two readings of one report: engines' rates are their difference
 
 
@@ -65,7 +65,7 @@ def watch(reader: Reader, report: Report, interval_s: float) -> None:
                 if pressed or shown != (report, note, console.size):
                     shown = report, note, console.size
                     live.update(screen(report, choice, console.height, note), refresh=True)
-                pressed = read_keys(LOOK_S)
+                pressed = read_keys(POLL_S)
         except KeyboardInterrupt:
             pass
 
