@@ -14,7 +14,7 @@ from moiety_dashboard.web_server import create_web_app
 
 FOLDER = Path(__file__).parent
 SCRIPT = FOLDER / "app.py"
-LOOK = FOLDER / ".streamlit" / "config.toml"
+THEME_FILE = FOLDER / ".streamlit" / "config.toml"
 
 
 def dashboard(
@@ -55,7 +55,7 @@ def server_options(host: str, port: int, oidc: Path | None = None) -> dict[str, 
         "client_disableDataExport": True,  # it does not escape formulas, as a panel's own CSV does
         "client_showErrorDetails": "none",
         **secrets,
-        **dict(_flattened(tomllib.loads(LOOK.read_text(encoding="utf-8")))),
+        **dict(_flattened(tomllib.loads(THEME_FILE.read_text(encoding="utf-8")))),
     }
 
 

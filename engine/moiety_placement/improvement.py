@@ -15,7 +15,7 @@ def improve_by_swaps(board: PlacementState, layers_A: Ints, rounds: int) -> None
     for _ in range(rounds):
         if not len(layers_A):
             return
-        view = board.look_at(layers_A)
+        view = board.view_layers(layers_A)
         gain_A, slot_A, other_A = best_swap(view)
         gains_A = gain_A > _MIN_GAIN * view.load_AG.max(axis=1)
         layers_A = layers_A[gains_A]
@@ -35,7 +35,7 @@ def step(board: PlacementState, layers_A: Ints) -> Ints:
 
     An exchange moves two weights, an overwrite one.
     """
-    view = board.look_at(layers_A)
+    view = board.view_layers(layers_A)
     swap_gain_A, slot_A, other_A = best_swap(view)
     write_gain_A, written_A, expert_A = best_overwrite(view)
     least_A = _MIN_GAIN * view.load_AG.max(axis=1)

@@ -32,7 +32,7 @@ class PlacementState:
         counts_LE = count_replicas(slots_LR, load_LE.shape[1])
         return cls(slots_LR.copy(), counts_LE, load_LE, num_ranks, num_nodes)
 
-    def look_at(self, layers_A: Ints) -> LayersState:
+    def view_layers(self, layers_A: Ints) -> LayersState:
         slots_AR, counts_AE, load_AE = self.slots_LR[layers_A], self.counts_LE[layers_A], self.load_LE[layers_A]
         slot_load_AR = loads_of_slots(slots_AR, load_AE, counts_AE)
         load_AG = sum_by_rank(slot_load_AR, self.num_ranks)
@@ -43,7 +43,7 @@ class PlacementState:
 
     def largest_loads(self) -> Floats:
         """Return [L]: the load of the heaviest rank."""
-        return np.asarray(self.look_at(np.arange(len(self.slots_LR))).load_AG.max(axis=1))
+        return np.asarray(self.view_layers(np.arange(len(self.slots_LR))).load_AG.max(axis=1))
 
     def swap(self, layers: Ints, slots: Ints, others: Ints) -> None:
         held = self.slots_LR[layers, slots]

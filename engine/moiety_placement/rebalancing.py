@@ -69,7 +69,7 @@ def _best_beginning(board: PlacementState, mean_L: Floats, move_cost: float) -> 
         if not len(active_A):
             break
         active_A = step(board, active_A)
-        gain_A = (start_L[active_A] - board.look_at(active_A).load_AG.max(axis=1)) / mean_L[active_A]
+        gain_A = (start_L[active_A] - board.view_layers(active_A).load_AG.max(axis=1)) / mean_L[active_A]
         costs_A = move_cost * (board.slots_LR[active_A] != start_LR[active_A]).sum(axis=1)
         better_A = gain_A - costs_A > net_L[active_A]
         net_L[active_A] = np.maximum(net_L[active_A], gain_A - costs_A)
@@ -94,7 +94,7 @@ def _bring_back(board: PlacementState, layer: int) -> None:
         held_J = slots_R[spare_J]
         share_J = load_E[held_J] / counts_E[held_J]
         raised_J = load_E[held_J] / (counts_E[held_J] - 1) - share_J
-        loads_G = board.look_at(np.array([layer])).load_AG[0]
+        loads_G = board.view_layers(np.array([layer])).load_AG[0]
         rank_J = spare_J // (len(slots_R) // board.num_ranks)
         chosen = spare_J[np.argmin(loads_G[rank_J] - share_J + raised_J)]
         board.overwrite(np.array([layer]), np.array([chosen]), np.array([expert]))

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, text
 
 from moiety_platform.db.connecting import OpenConnections
-from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database, Pool
+from moiety_platform.db.session import CHECKING, REPORTING, SERVING, Database, Pool
 from moiety_platform.errors import Unavailable
 
 MAX_TURNS = 120  # of the event loop, in which a transaction is over by far
@@ -147,7 +147,7 @@ class AskedConnections(OpenConnections):
         return await super().wait_closed(timeout_s)
 
 
-@pytest.mark.parametrize("pool", [SERVING, CHECKING, LOOKING, Pool(1, 1, 30.0)])
+@pytest.mark.parametrize("pool", [SERVING, CHECKING, REPORTING, Pool(1, 1, 30.0)])
 async def test_closing_waits_longer_than_opening_a_connection_may_take(tmp_path: Path, pool: Pool) -> None:
     database = Database.open(f"sqlite:///{tmp_path / 'a.db'}", pool=pool)
     database.opened = asked = AskedConnections()

@@ -73,7 +73,7 @@ class DiskFolder:
                 if used_s < self._opened_s:  # otherwise it is being written now
                     self.remove(name)
             elif name.endswith(SUFFIX):
-                stored = self._look_at(name, used_s)
+                stored = self._read_entry(name, used_s)
                 if stored is not None:
                     yield stored
 
@@ -144,7 +144,7 @@ class DiskFolder:
     def close(self) -> None:
         os.close(self._lock)
 
-    def _look_at(self, name: str, used_s: float) -> Stored | None:
+    def _read_entry(self, name: str, used_s: float) -> Stored | None:
         try:
             with (self.path / name).open("rb") as file:
                 header, start = read_header(file, self.identity, self.block_bytes)

@@ -40,13 +40,13 @@ from moiety_platform.webhooks.webhook_client import WebhookClient
 class Administration:
     """Background services of the admin API: alerts, notices of tenant deletion to engines, simulations.
 
-    The entry point enters it; the services run until its exit. `looked_at` is the same store for read-only use;
+    The entry point enters it; the services run until its exit. `report_database` is the same store for read-only use;
     `peppers` are the current one and those of a rotation.
     """
 
     settings: GatewaySettings
     database: Database
-    looked_at: Database
+    report_database: Database
     objects: ObjectStore
     peppers: tuple[bytes, PepperRotation]
     clock: Clock
@@ -59,7 +59,7 @@ class Administration:
         self._reach = AddressPolicy(networks_of(settings))
         self._room = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
-            self.looked_at, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
+            self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
         self._stack = AsyncExitStack()
 

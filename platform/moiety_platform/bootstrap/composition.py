@@ -34,7 +34,7 @@ from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
-from moiety_platform.db.session import CHECKING, LOOKING, SERVING, Database
+from moiety_platform.db.session import CHECKING, REPORTING, SERVING, Database
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.files.images import UploadedImages
 from moiety_platform.files.store import Now
@@ -166,8 +166,8 @@ async def _open_services(
     telemetry = Telemetry(settings, metrics.registry, process_id, overrides.span_senders)
     stack.push_async_callback(telemetry.close)
     metrics.registry.register(TraceCollector(telemetry.tracing))
-    database, looked_at, keys, traces = _open_stores(stack, settings, overrides.database)
-    metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, looked_at, keys}))
+    database, report_database, keys, traces = _open_stores(stack, settings, overrides.database)
+    metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, report_database, keys}))
     store, objects, objects_ready = _open_objects(stack, settings, database)
     usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
     idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
@@ -197,12 +197,12 @@ async def _open_services(
     reload_metrics = ReloadMetrics(metrics.registry)
     reloader = None if source.path is None else Reloader(source, live, reload_metrics, beside=key_files)
     administration = Administration(
-        settings, database, looked_at, objects, (pepper, turn), clock, adapters, engines.replicas
+        settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas
     )
     await stack.enter_async_context(administration)
     telemetry.send_metrics(settings)
     admin = admin_router(
-        looked_at, authenticator, classes, prices, quotas, pepper, clock,
+        report_database, authenticator, classes, prices, quotas, pepper, clock,
         oidc=oidc.find, traces=traces, set_aside=stored_usage.set_aside,
         more=[*administration.routes(traces, source, live, reloader), *overrides.admin_routes],
     )  # fmt: skip
@@ -273,12 +273,12 @@ def _open_stores(
     if opened is not None:
         return opened, opened, opened, None
     url = settings.store_url
-    database, looked_at, keys = (Database.open(url, pool=pool) for pool in (SERVING, LOOKING, CHECKING))
-    traces = Database.open(settings.traces_url, pool=LOOKING) if settings.traces_url != url else None
-    for store in (database, looked_at, keys, traces):
+    database, report_database, keys = (Database.open(url, pool=pool) for pool in (SERVING, REPORTING, CHECKING))
+    traces = Database.open(settings.traces_url, pool=REPORTING) if settings.traces_url != url else None
+    for store in (database, report_database, keys, traces):
         if store is not None:
             stack.push_async_callback(store.close)
-    return database, looked_at, keys, traces
+    return database, report_database, keys, traces
 
 
 def _open_objects(

@@ -59,7 +59,7 @@ class Pool:
 
 SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
 CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which must not wait for other work
-LOOKING = Pool(4, 3, 8.0)  # separate from requests: reports wait longer, and take no connection of a request
+REPORTING = Pool(4, 3, 8.0)  # separate from requests: reports wait longer, and take no connection of a request
 
 
 def create_engine(

@@ -208,7 +208,7 @@ class QuotaEnforcer:
         """
         asked, self._asked = self._asked, set()
         sent_s = self.clock.monotonic()
-        returned, low = ({}, {}) if requested_only else self._look_through(sent_s, give_back)
+        returned, low = ({}, {}) if requested_only else self._collect_leases(sent_s, give_back)
         waiters = {account: waiting for account in asked if (waiting := account.take_waiters())}
         wants = [LeaseRequest(a.lease.window, min(w.values()), sum(w.values()), a.ahead) for a, w in waiters.items()]
         wants += [LeaseRequest(account.lease.window, 0, 0, more) for account, more in low.items()]
@@ -396,7 +396,7 @@ class QuotaEnforcer:
             account = self._accounts[window] = Account(lease, limit, ends_unix_s)
         return account
 
-    def _look_through(
+    def _collect_leases(
         self, now_s: float, give_back: Callable[[Account], int] | None
     ) -> tuple[dict[WindowId, int], dict[Account, int]]:
         """Return what to give back, already out of reach of new holds, and what will be lacking soon.

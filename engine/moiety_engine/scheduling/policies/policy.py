@@ -82,7 +82,7 @@ class BatchView:
         self.somebody_lacks_blocks = False  # true if a sequence of this step found too few blocks
         self.blocks_of_tenant: dict[str, int] | None = None  # counted on first use
 
-    def look_at(self, peers: list[Sequence], blocks_free: int) -> None:
+    def select_group(self, peers: list[Sequence], blocks_free: int) -> None:
         """Switch the view to the rank group of a sequence: its running sequences and its number of free blocks."""
         if peers is not self.peers:
             self.peers, self.blocks_of_tenant = peers, None

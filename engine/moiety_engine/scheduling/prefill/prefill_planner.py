@@ -220,7 +220,7 @@ class PrefillPlanner:
             if planner.will_compute(next_hash, sequence.kv.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
-        view.look_at(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
+        view.select_group(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
         view.shape = planner.shape
         view.worst_rank = self._queues.worst_rank_running
         reason = self._policy.delays(sequence, view, num_new, now_s)

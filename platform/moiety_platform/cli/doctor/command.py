@@ -70,8 +70,8 @@ def doctor(
 
     Give it the same environment, configuration file or options as the gateway.
     """
-    patient = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
-    findings = asyncio.run(examine(patient, SystemClock()))
+    context = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
+    findings = asyncio.run(examine(context, SystemClock()))
     counts = Counter(finding.level for finding in findings)
     if as_json:
         show_json(
@@ -116,34 +116,34 @@ def doctor_context_of(
     return DoctorContext(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
 
 
-async def examine(patient: DoctorContext, clock: Clock) -> list[Finding]:
+async def examine(context: DoctorContext, clock: Clock) -> list[Finding]:
     """Run all checks of the chosen areas."""
-    return [finding async for finding in _look(patient, clock)]
+    return [finding async for finding in _run_checks(context, clock)]
 
 
-async def _look(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
-    for area, look in CHECKS.items():
-        if patient.has(area):
-            async for finding in look(patient, clock):
+async def _run_checks(context: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
+    for area, check in CHECKS.items():
+        if context.has(area):
+            async for finding in check(context, clock):
                 yield finding
 
 
-def _in_a_thread(look: Callable[[DoctorContext, datetime], Iterable[Finding]]) -> Check:
-    async def looked(patient: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
-        for finding in await asyncio.to_thread(lambda: list(look(patient, clock.now()))):
+def _in_a_thread(check: Callable[[DoctorContext, datetime], Iterable[Finding]]) -> Check:
+    async def checked(context: DoctorContext, clock: Clock) -> AsyncIterator[Finding]:
+        for finding in await asyncio.to_thread(lambda: list(check(context, clock.now()))):
             yield finding
 
-    return looked
+    return checked
 
 
 CHECKS: dict[str, Check] = {
-    "machine": _in_a_thread(lambda patient, _: check_machine(patient.settings.data_dir)),
-    "store": lambda patient, clock: check_store(patient.settings, patient.admin_key, clock),
-    "engines": _in_a_thread(lambda patient, _: check_engines(engines_of(patient.settings))),
-    "gateway": _in_a_thread(lambda patient, now: check_gateway(patient.url, patient.admin_key, now)),
-    "login": lambda patient, _: check_issuer(patient.settings),
-    "traces": _in_a_thread(lambda patient, _: check_traces(patient.settings)),
-    "dashboard": _in_a_thread(lambda patient, _: check_dashboard(patient.dashboard)),
+    "machine": _in_a_thread(lambda context, _: check_machine(context.settings.data_dir)),
+    "store": lambda context, clock: check_store(context.settings, context.admin_key, clock),
+    "engines": _in_a_thread(lambda context, _: check_engines(engines_of(context.settings))),
+    "gateway": _in_a_thread(lambda context, now: check_gateway(context.url, context.admin_key, now)),
+    "login": lambda context, _: check_issuer(context.settings),
+    "traces": _in_a_thread(lambda context, _: check_traces(context.settings)),
+    "dashboard": _in_a_thread(lambda context, _: check_dashboard(context.dashboard)),
 }
 
 

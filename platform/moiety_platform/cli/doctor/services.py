@@ -35,7 +35,7 @@ def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Fi
         )
         yield wrong(GATEWAY, "not_a_gateway", f"another server, not a gateway, listens at {url}", advice)
         return
-    yield from _look_at_its_clock(health, now)
+    yield from _check_clock(health, now)
     if ready.status_code == httpx.codes.OK:
         yield ok(GATEWAY, "gateway", f"{url} is ready")
     else:
@@ -46,10 +46,10 @@ def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Fi
         reason = ready.json().get("reason", ready.text)
         yield wrong(GATEWAY, "not_ready", f"{url} is not ready: {reason}", advice)
     if admin_key is not None:
-        yield _look_at_key(url, admin_key)
+        yield _check_key(url, admin_key)
 
 
-def _look_at_its_clock(answer: httpx.Response, now: datetime) -> Iterator[Finding]:
+def _check_clock(answer: httpx.Response, now: datetime) -> Iterator[Finding]:
     if (told := answer.headers.get("date")) is not None:
         skew_s = (now - parsedate_to_datetime(told).astimezone(UTC)).total_seconds()
         if abs(skew_s) > MAX_SKEW_S:
@@ -57,7 +57,7 @@ def _look_at_its_clock(answer: httpx.Response, now: datetime) -> Iterator[Findin
             yield wrong(GATEWAY, "clock_skew", f"the gateway's clock differs by {skew_s:.0f} s", advice)
 
 
-def _look_at_key(url: str, admin_key: str) -> Finding:
+def _check_key(url: str, admin_key: str) -> Finding:
     headers = {"Authorization": f"Bearer {admin_key}"}
     answer = httpx.get(f"{url}/admin/v1/caller", headers=headers, timeout=TIMEOUT_S)
     if answer.status_code == httpx.codes.OK:

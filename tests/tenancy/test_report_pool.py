@@ -11,7 +11,7 @@ import psycopg
 
 from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.clock import ManualClock
-from moiety_platform.db.session import LOOKING, SERVING, Database
+from moiety_platform.db.session import REPORTING, SERVING, Database
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 
@@ -39,7 +39,7 @@ async def test_clients_are_served_while_many_administrators_read_reports(
                     looks = [
                         asyncio.create_task(http.get("/admin/v1/audit", headers=admin)) for _ in range(2 * SERVING.size)
                     ]
-                    while watcher.execute(STUCK).fetchone() != (LOOKING.size,):  # noqa: ASYNC110 - another process's state
+                    while watcher.execute(STUCK).fetchone() != (REPORTING.size,):  # noqa: ASYNC110 - another process's state
                         await asyncio.sleep(0.02)
                     served = await http.get("/v1/models", headers=tenant)  # with a key that was not seen before
                     assert served.status_code == 200, served.text
