@@ -35,7 +35,7 @@ class SequenceState(IntEnum):
 
     WAITING = 0  # never started
     RUNNING = 1  # in the batch
-    PARKED = 2  # without credit
+    PAUSED = 2  # without credit
     RETURNING = 3  # was in the batch and will be again: preempted, or given new credit
     FINISHING = 4  # its last step runs, and it needs nothing beyond that step's result
     ENDED = 5

@@ -359,15 +359,15 @@ HELD_IN: dict[str, Callable[[Sequence], object]] = {
     "decoding after a preemption": lambda s: (
         s.state is SequenceState.RUNNING and s.decoding and s.timeline.num_preemptions
     ),
-    "parked with its blocks": lambda s: s.state is SequenceState.PARKED and s.kv.blocks,
-    "parked without": lambda s: s.state is SequenceState.PARKED and not s.kv.blocks,
+    "paused with its blocks": lambda s: s.state is SequenceState.PAUSED and s.kv.blocks,
+    "paused without": lambda s: s.state is SequenceState.PAUSED and not s.kv.blocks,
     "returning with its blocks": lambda s: s.state is SequenceState.RETURNING and s.kv.blocks,
     "returning without": lambda s: s.state is SequenceState.RETURNING and not s.kv.blocks and not s.kv.host_blocks,
     "swapped out": lambda s: s.state is SequenceState.RETURNING and s.kv.host_blocks,
 }
 
 
-ROOMY = {"parked with its blocks", "returning with its blocks"}  # where nobody needs them
+ROOMY = {"paused with its blocks", "returning with its blocks"}  # where nobody needs them
 
 
 def make_crowd(loops: Any, num_blocks: int) -> Engine:

@@ -104,7 +104,7 @@ class Scheduler:
         proposer = proposer or NgramProposer()
         self.speculator = Speculator(draft_tokens, self.step_time, proposer, groups) if draft_tokens else None
         self.output_processor = OutputProcessor(
-            self.queues, self.speculator, on_computed=self._computed, on_end=self._end, on_park=self._park
+            self.queues, self.speculator, on_computed=self._computed, on_end=self._end, on_pause=self._pause_sequence
         )
         self.output_tokens_total = self.recomputed_tokens_total = 0
         self.prefill_seconds_total = self.decode_seconds_total = 0.0  # of steps with and without prompt tokens
@@ -148,8 +148,8 @@ class Scheduler:
         sequence.credit_tokens = max(sequence.credit_tokens, credit_tokens)
         sequence.credit_last = sequence.credit_last or last
         if sequence.has_credit:
-            if sequence.state is SequenceState.PARKED:
-                self.queues.send_back(sequence)
+            if sequence.state is SequenceState.PAUSED:
+                self.queues.queue_for_return(sequence)
                 self.tally.of(sequence.service.name).num_waiting += 1
                 self.policy.push(sequence, now_ns / 1e9)
             elif not had_credit:
@@ -255,7 +255,7 @@ class Scheduler:
                 if num_output >= request.submit.max_tokens:
                     self._finishing(sequence)
                 elif num_output >= sequence.credit_tokens:
-                    self._park(sequence)
+                    self._pause_sequence(sequence)
             elif chunk.embeds:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
@@ -316,7 +316,7 @@ class Scheduler:
 
     @property
     def num_paused(self) -> int:
-        return len(self.queues.parked)
+        return len(self.queues.paused)
 
     @property
     def idle(self) -> bool:
@@ -371,8 +371,8 @@ class Scheduler:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
             self._prefill_planner.fill(planner, view, joinable, now_ns, must_fill=self._running is None)
 
-    def _park(self, sequence: Sequence) -> None:
-        self.queues.park(sequence)
+    def _pause_sequence(self, sequence: Sequence) -> None:
+        self.queues.pause(sequence)
         self.tally.of(sequence.service.name).num_running -= 1
 
     def _computed(self, sequence: Sequence, num_tokens: int) -> None:

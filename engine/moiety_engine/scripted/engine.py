@@ -54,7 +54,7 @@ class ScriptedEngine:
         self._waiting: deque[ScriptedRequest] = deque()
         self._returning: deque[ScriptedRequest] = deque()  # have credit again and blocks; wait for a batch slot
         self._running: dict[int, ScriptedRequest] = {}
-        self._parked: dict[int, ScriptedRequest] = {}  # without credit
+        self._paused: dict[int, ScriptedRequest] = {}  # without credit
         self._admissions: list[CoreAdmission] = []
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
@@ -169,7 +169,7 @@ class ScriptedEngine:
         return CoreLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._returning),
-            num_paused=len(self._parked),
+            num_paused=len(self._paused),
             kv_blocks_total=self.script.num_blocks,
             kv_blocks_used=self._blocks_used,
             kv_blocks_cached=0,
@@ -187,7 +187,7 @@ class ScriptedEngine:
 
     def _tenant_blocks(self) -> dict[str, int]:
         held = Counter[str]()
-        for request in (*self._running.values(), *self._parked.values(), *self._returning):
+        for request in (*self._running.values(), *self._paused.values(), *self._returning):
             held[request.submit.tenant_id] += request.num_blocks
         return dict(held)
 
@@ -245,12 +245,12 @@ class ScriptedEngine:
     def _extend(self, request: ScriptedRequest, command: CoreExtend) -> None:
         request.credit_tokens = max(request.credit_tokens, command.credit_tokens)
         request.credit_is_last |= command.last
-        if request.can_go_on and self._parked.pop(request.key, None) is not None:
+        if request.can_go_on and self._paused.pop(request.key, None) is not None:
             self._returning.append(request)
 
     def _find(self, key: int) -> ScriptedRequest | None:
         queued = (request for request in (*self._waiting, *self._returning) if request.key == key)
-        return self._running.get(key) or self._parked.get(key) or next(queued, None)
+        return self._running.get(key) or self._paused.get(key) or next(queued, None)
 
     def _has_place(self) -> bool:
         if len(self._running) >= self.script.max_running:
@@ -269,7 +269,7 @@ class ScriptedEngine:
             scores = request.scores()
             if scores is not None:
                 self._ended.append(CoreOutput(request.key, [], scores=scores))
-        (self._running if request.can_go_on else self._parked)[request.key] = request
+        (self._running if request.can_go_on else self._paused)[request.key] = request
 
     def _advance(self, request: ScriptedRequest) -> CoreOutput:
         if request.submit.embed:
@@ -285,7 +285,7 @@ class ScriptedEngine:
                 if finish is None and request.credit_is_last:
                     finish = self._end(request, FinishReason.LENGTH, "credit_refused")
                 elif finish is None:
-                    self._parked[request.key] = self._running.pop(request.key)
+                    self._paused[request.key] = self._running.pop(request.key)
                 break
         return CoreOutput(request.key, token_ids, request.logprobs(token_ids), finish)
 
@@ -302,7 +302,7 @@ class ScriptedEngine:
         for scripted in self.script.events:
             if scripted.after_tokens != request.num_output:
                 continue
-            others = (key for key in (*self._running, *self._parked) if key != request.key)
+            others = (key for key in (*self._running, *self._paused) if key != request.key)
             other = next(others, 0) if scripted.names_another else 0
             event = CoreEvent(self._clock_ns(), scripted.kind, scripted.reason, other)
             request.events.append(event)
@@ -315,6 +315,6 @@ class ScriptedEngine:
     def _end(self, request: ScriptedRequest, reason: FinishReason, detail: str, embedding: bytes = b"") -> CoreFinish:
         if request.scheduled_unix_ns:
             self._blocks_used -= request.num_blocks
-        if self._running.pop(request.key, None) is None and self._parked.pop(request.key, None) is None:
+        if self._running.pop(request.key, None) is None and self._paused.pop(request.key, None) is None:
             (self._returning if request in self._returning else self._waiting).remove(request)
         return request.finish(reason, detail, self._clock_ns(), embedding)

@@ -26,16 +26,16 @@ class OutputProcessor:
         *,
         on_computed: Callable[[Sequence, int], None],
         on_end: Callable[..., CoreFinish],
-        on_park: Callable[[Sequence], None],
+        on_pause: Callable[[Sequence], None],
     ) -> None:
         """Create the processor.
 
         `on_computed` is called with the number of accepted draft tokens whose KV counts as computed, `on_end` ends a
-        sequence and returns its report, and `on_park` is called for a sequence without credit.
+        sequence and returns its report, and `on_pause` is called for a sequence without credit.
         """
         self._queues = queues
         self._speculator = speculator
-        self._on_computed, self._on_end, self._on_park = on_computed, on_end, on_park
+        self._on_computed, self._on_end, self._on_pause = on_computed, on_end, on_pause
         self.non_finite_keys: list[int] = []  # keys of sequences to end because their newest row is not finite
         self.drafted_tokens_total = self.accepted_tokens_total = 0
         self.tokens_past_stop_total = 0  # sampled for sequences that had already ended
@@ -145,5 +145,5 @@ class OutputProcessor:
         if sequence.state is SequenceState.RUNNING:
             self._queues.verified(sequence)
             if not sequence.has_credit:
-                self._on_park(sequence)
+                self._on_pause(sequence)
         return CoreOutput(sequence.key, token_ids, logprobs, finish)

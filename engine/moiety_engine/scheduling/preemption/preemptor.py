@@ -1,6 +1,6 @@
 """Preemption: which blocks are given up in the order of the policy, and whether KV is swapped out or recomputed.
 
-Blocks come first from sequences outside the batch, parked before returning and the youngest first; then from running
+Blocks come first from sequences outside the batch, paused before returning and the youngest first; then from running
 sequences, in the policy's order of victims. Computed KV is swapped out to the host tier if copying it out and back is
 predicted to take less time than recomputing it.
 """
@@ -45,7 +45,7 @@ class Preemptor:
         pool = kv.pool
         if pool.num_free >= num_blocks and (not with_state or kv.has_state_slot):
             return True
-        for holders in (self._queues.parked, self._queues.returning):
+        for holders in (self._queues.paused, self._queues.returning):
             for sequence in reversed(holders):
                 if sequence.kv.is_on_device and self._kv.of(sequence) is kv:
                     self._take_blocks(sequence)
@@ -136,7 +136,7 @@ class Preemptor:
         tally.preempted[reason.value] += 1
         tally.num_running -= 1
         tally.num_waiting += 1
-        self._queues.send_back(victim)
+        self._queues.queue_for_return(victim)
         self._policy.push(victim, now_ns / 1e9)
         self.preempted.append(victim)
 

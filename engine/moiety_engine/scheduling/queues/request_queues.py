@@ -35,7 +35,7 @@ class RequestQueues:
         self._ranks: Counter[int] = Counter()  # of the running sequences
         self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
         self._predicted_output: float | None = None
-        self.parked: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.returning: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
@@ -137,18 +137,18 @@ class RequestQueues:
         self._decode_sums = None
         self.prefilling.pop(sequence, None)
 
-    def park(self, sequence: Sequence) -> None:
+    def pause(self, sequence: Sequence) -> None:
         """Move a sequence without credit out of the batch."""
         self._remove_running(sequence)
-        insort(self.parked, sequence, key=by_arrival)
-        sequence.state = SequenceState.PARKED
+        insort(self.paused, sequence, key=by_arrival)
+        sequence.state = SequenceState.PAUSED
 
-    def send_back(self, sequence: Sequence) -> None:
-        """Move a running or parked sequence to those that return to the batch."""
+    def queue_for_return(self, sequence: Sequence) -> None:
+        """Move a running or paused sequence to those that return to the batch."""
         if sequence.state is SequenceState.RUNNING:
             self._remove_running(sequence)
         else:
-            self.parked.remove(sequence)
+            self.paused.remove(sequence)
         insort(self.returning, sequence, key=by_arrival)
         sequence.state = SequenceState.RETURNING
 
@@ -165,8 +165,8 @@ class RequestQueues:
                 self._remove_waiting(sequence)
             case SequenceState.RUNNING:
                 self._remove_running(sequence)
-            case SequenceState.PARKED:
-                self.parked.remove(sequence)
+            case SequenceState.PAUSED:
+                self.paused.remove(sequence)
             case SequenceState.RETURNING:
                 self.returning.remove(sequence)
         sequence.state = SequenceState.ENDED
@@ -177,7 +177,7 @@ class RequestQueues:
         A block that several sequences share counts for each.
         """
         held = Counter[str]()
-        for sequence in (*self.running, *self.parked, *self.returning):
+        for sequence in (*self.running, *self.paused, *self.returning):
             held[sequence.request.tenant] += sequence.kv.num_held
         return {tenant: count for tenant, count in held.most_common(most) if count}
 
