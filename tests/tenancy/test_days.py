@@ -18,7 +18,7 @@ from moiety_platform.usage.reconciliation import Reconciliation, reconcile
 from moiety_platform.usage.schemas import UsageReport
 from moiety_platform.usage.store import insert_rows
 
-from .test_looking import DEADLINE_S, STUCK
+from .test_report_pool import DEADLINE_S, STUCK
 
 FIRST = datetime(2026, 3, 1, tzinfo=UTC)
 NOW = FIRST + 6 * DAY + timedelta(hours=5)

@@ -65,26 +65,26 @@ def support_bundle(
 
     Keys, passwords and tokens are removed. Check the file before you pass it on.
     """
-    patient = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, None, None)
-    secrets = secrets_of(patient)
+    context = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, None, None)
+    secrets = secrets_of(context)
     target = output or Path(f"moiety-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
-    logs = log or sorted((patient.settings.data_dir / "logs").glob("*.log"))
+    logs = log or sorted((context.settings.data_dir / "logs").glob("*.log"))
     try:
         with target.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as bundle:
             target.chmod(0o600)
             names = [
-                _add(bundle, name, redact_text(text, secrets)) for name, text in _parts(patient, operations_url, logs)
+                _add(bundle, name, redact_text(text, secrets)) for name, text in _parts(context, operations_url, logs)
             ]
     except OSError as exc:
         raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
     say(f"{target} has {', '.join(names)}; read it before you share it")
 
 
-def secrets_of(patient: DoctorContext) -> list[str]:
+def secrets_of(context: DoctorContext) -> list[str]:
     """Return all secrets that this process knows."""
-    settings = patient.settings
+    settings = context.settings
     found = [one.get_secret_value() for _, one in settings if isinstance(one, SecretStr)]
-    found += [patient.admin_key or ""]
+    found += [context.admin_key or ""]
     keys = settings.data_dir / KEYS_FILE
     for pepper in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
         if pepper.exists():
@@ -94,19 +94,19 @@ def secrets_of(patient: DoctorContext) -> list[str]:
     return found
 
 
-def _parts(patient: DoctorContext, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
+def _parts(context: DoctorContext, operations_url: str | None, logs: list[Path]) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each part."""
     yield "versions.json", _json(versions())
-    yield "settings.json", _json(redact_settings(_settings(patient.settings)))
-    findings = asyncio.run(examine(patient, SystemClock()))
+    yield "settings.json", _json(redact_settings(_settings(context.settings)))
+    findings = asyncio.run(examine(context, SystemClock()))
     yield "doctor.json", _json([finding.as_json() for finding in findings])
-    with httpx.Client(base_url=operations_url or patient.url, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=operations_url or context.url, timeout=TIMEOUT_S) as http:
         for name, path in OPERATIONS_FILES.items():
             yield name, _get(http, path, None)
-    with httpx.Client(base_url=patient.url, timeout=TIMEOUT_S) as http:
-        if patient.admin_key is not None:
+    with httpx.Client(base_url=context.url, timeout=TIMEOUT_S) as http:
+        if context.admin_key is not None:
             for name, path in ADMIN_FILES.items():
-                yield name, _get(http, path, patient.admin_key)
+                yield name, _get(http, path, context.admin_key)
     for place in logs:
         yield f"logs/{place.name}", _end_of(place)
 

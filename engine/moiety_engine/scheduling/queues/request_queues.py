@@ -1,6 +1,6 @@
 """Queues of the scheduler's sequences, with one method for each transition.
 
-*Waiting*: never started. *Running*: in the batch, with credit (or a padding row of padded batching). *Parked*: without
+*Waiting*: never started. *Running*: in the batch, with credit (or a padding row of padded batching). *Paused*: without
 credit; it has no slot in the batch and keeps its blocks until another sequence needs them. *Returning*: was running and
 will run again, after a preemption or with new credit; it also keeps its blocks until another sequence needs them.
 *Finishing*: the running step is its last; it has no blocks, and only the result is missing.
