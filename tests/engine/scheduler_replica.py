@@ -228,7 +228,7 @@ class Replica:
                     f"token {i} of request {sequence.key} is not what was drafted on"
                 )
             self._drafter[slot] = text
-        held.took_in(sequence, first, end, said[:-1])
+        held.record_computed(sequence, first, end, said[:-1])
         return chunk._replace(draft=tuple(said))
 
     def _tokens(self, sequence: Sequence) -> list[int]:

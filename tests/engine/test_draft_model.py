@@ -159,7 +159,7 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
     held = DraftedKv(block_size=2)
     one = make_sequence([1, 2, 3, 4, 5], [7, 8, 9])
     assert held.num_there(one) == 0
-    held.took_in(one, 0, 5, [6, 9])
+    held.record_computed(one, 0, 5, [6, 9])
     one.tokens += [6, 8]  # one of two draft tokens was accepted
     one.kv.blocks.append(3)
     assert held.num_there(one) == 6
@@ -170,7 +170,7 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 9], salt=b"another tenant")) == 0
     other = make_sequence([1, 2, 9, 9], [7, 8])
     assert held.num_there(other) == 2
-    held.took_in(other, 2, 3, [])  # half of a block that held other tokens
+    held.record_computed(other, 2, 3, [])  # half of a block that held other tokens
     assert held.num_there(make_sequence([1, 2, 3, 4, 5], [7, 8, 9])) == 2
     held.forget()
     assert held.num_there(one) == 0
@@ -190,7 +190,7 @@ def test_passes_cost_by_their_rows_and_what_was_missed_counts_little_by_little()
     assert drafting.counted_s == pytest.approx(0.03 + behind_s / 10)
     for _ in range(100):
         costs.expect(costs.seconds(1))
-        costs.took(0.005)
+        costs.record_seconds(0.005)
     assert costs.take_s() == pytest.approx(0.5)
     assert costs.seconds(2) == pytest.approx(0.01, rel=0.1)
 
@@ -211,11 +211,11 @@ def test_a_draft_model_that_is_wrong_is_tried_ever_more_rarely_and_trusted_again
         proposer.verified(sequence, 0, one_wrong=True)
     assert pauses[:4] == [1, 4, 16, 64]
     assert pauses[-2:] == [4096, 4096]
-    assert proposer.propose(sequence, 7).chance < 0.1
+    assert proposer.propose(sequence, 7).acceptance < 0.1
     looks_until_tried()
     for _ in range(8):
         proposer.verified(sequence, 3, one_wrong=False)
-    assert proposer.propose(sequence, 7).chance > 0.6
+    assert proposer.propose(sequence, 7).acceptance > 0.6
 
 
 def test_a_draft_model_that_is_too_slow_is_not_asked(loops: Any, draft_by: Any) -> None:

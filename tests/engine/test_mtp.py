@@ -370,7 +370,7 @@ def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_
     held = DraftedKv(block_size=2, lag=1)
     one = sequence([1, 2, 3, 4, 5], [7, 8, 9])
     assert (held.num_there(one), held.num_behind(one)) == (0, 4)
-    held.took_in(one, 0, 4, [6, 9])
+    held.record_computed(one, 0, 4, [6, 9])
     assert (held.num_there(one), held.num_behind(one)) == (3, 1), "the newest one is always taken in"
     one.tokens += [6, 9]  # guesses came true, which it said from what it had made of them itself
     one.kv.blocks.append(3)

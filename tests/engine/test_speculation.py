@@ -249,14 +249,14 @@ def test_chances_are_learned_from_what_came_also_without_a_draft() -> None:
     for token in [1, 2, 3] * 6:
         assert history.propose(sequence, 4)[0] == token
         sequence.tokens.append(token)
-    assert history.chance > 0.9
+    assert history.acceptance > 0.9
     for token in range(40, 60):
         sequence.tokens += [1, 2, 3, 1, token]
         history.propose(sequence, 4)
         sequence.tokens += [2, 3, 1, 2]
         history.propose(sequence, 4)
         sequence.tokens.append(token)
-    assert history.chance < 0.7
+    assert history.acceptance < 0.7
 
 
 def test_rows_cost_what_was_measured_until_steps_say_otherwise() -> None:

@@ -87,7 +87,7 @@ class DraftModel:
         if not plan.wants_drafts:
             return plan
         begin_ns = self._clock_ns()
-        pieces = [self._piece(taken.sequence, taken.num_tokens) for taken in plan.taken_in]
+        pieces = [self._piece(taken.sequence, taken.num_tokens) for taken in plan.catch_ups]
         pieces += [
             self._piece(chunk.sequence, None, len(chunk.draft))
             for chunk in plan.chunks[: plan.num_decode]
@@ -97,13 +97,13 @@ class DraftModel:
         drafts = self._run(rows, sampled_L)
         said = {piece.sequence: draft for piece, draft in zip(rows.drafting, drafts, strict=True)}
         for piece in rows.pieces:
-            self.held.took_in(piece.sequence, piece.first, piece.end, said.get(piece.sequence, [])[:-1])
+            self.held.record_computed(piece.sequence, piece.first, piece.end, said.get(piece.sequence, [])[:-1])
         chunks = [
             chunk._replace(draft=tuple(said[chunk.sequence])) if chunk.draft else chunk
             for chunk in plan.chunks[: plan.num_decode]
         ]
         end_ns = self._clock_ns()
-        self.proposer.passes.took((end_ns - begin_ns) / 1e9)
+        self.proposer.passes.record_seconds((end_ns - begin_ns) / 1e9)
         return replace(plan, chunks=chunks + plan.chunks[plan.num_decode :], planned_ns=end_ns)
 
     def warm_up(self) -> None:

@@ -57,8 +57,8 @@ class Plan:
     host block), then those of `swap_in` (host block, device block). Recurrent states are advanced by recorded tokens
     (`state_replays`: slot, number of tokens), and then copied between slots, one after the other (source, target).
     With several rank groups, the numbers of a group's blocks and slots follow those of the groups before it. Then KV
-    from other engines is loaded, and the draft model processes the tokens of `taken_in` and generates the pending draft
-    tokens.
+    from other engines is loaded, and the draft model processes the tokens of `catch_ups` and generates the pending
+    draft tokens.
     """
 
     chunks: list[Chunk]
@@ -72,12 +72,12 @@ class Plan:
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     kv_loads: list[KvLoad] = field(default_factory=list)
     planned_ns: int = 0
-    taken_in: list[DraftCatchUp] = field(default_factory=list)
+    catch_ups: list[DraftCatchUp] = field(default_factory=list)
 
     @property
     def wants_drafts(self) -> bool:
         """True if a draft model has work to do."""
-        return bool(self.taken_in) or any(PENDING in chunk.draft for chunk in self.chunks[: self.num_decode])
+        return bool(self.catch_ups) or any(PENDING in chunk.draft for chunk in self.chunks[: self.num_decode])
 
     @property
     def is_speculative_prefill(self) -> bool:

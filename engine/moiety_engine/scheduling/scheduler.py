@@ -432,16 +432,16 @@ class Scheduler:
             and all(sequence.padded_row.is_finished for sequence in running)
         ):
             for sequence in list(running):
-                (self._leave_batch if sequence.pending else self._drop)(sequence)
+                (self._remove_from_batch if sequence.pending else self._drop)(sequence)
 
     def _finishing(self, sequence: Sequence) -> None:
         """Handle a sequence for which the running step is the last."""
         if sequence.padded_row.num_reserved and not sequence.request.submit.embed:
             self.queues.keep_as_padding(sequence)
         else:
-            self._leave_batch(sequence)
+            self._remove_from_batch(sequence)
 
-    def _leave_batch(self, sequence: Sequence) -> None:
+    def _remove_from_batch(self, sequence: Sequence) -> None:
         self.policy.discard(sequence)
         self.tally.of(sequence.service.name).num_running -= 1
         self.queues.finish(sequence)

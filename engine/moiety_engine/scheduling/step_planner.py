@@ -46,7 +46,7 @@ class StepPlanner:
         self._unhashed: list[tuple[Sequence, int]] = []  # (sequence, end token): in flight too
         self._decode_context = 0
         self.num_drafted = 0
-        self._taken_in: list[DraftCatchUp] = []
+        self._catch_ups: list[DraftCatchUp] = []
         self._prefill_rows = 0
         self._encoder_work = encoder_work
         self._encoder_rows = 0
@@ -149,9 +149,9 @@ class StepPlanner:
         self._decode_context += limit * first
         self._take_answer_rows(limit)
 
-    def take_in(self, place: int, num_tokens: int) -> None:
+    def add_catch_up(self, place: int, num_tokens: int) -> None:
         """Let a draft model process tokens of a decode of this step that it has not seen."""
-        self._taken_in.append(DraftCatchUp(self._decodes[place].sequence, num_tokens))
+        self._catch_ups.append(DraftCatchUp(self._decodes[place].sequence, num_tokens))
 
     def prefill_room(self, sequence: Sequence) -> int:
         """Return how many of the sequence's uncomputed tokens fit into the rows and the step's time."""
@@ -267,5 +267,5 @@ class StepPlanner:
             state_copies=self._kv.take_state_copies(),
             kv_loads=self._kv.take_kv_loads(),
             planned_ns=planned_ns,
-            taken_in=self._taken_in,
+            catch_ups=self._catch_ups,
         )

@@ -27,7 +27,7 @@ class PaddedPrefillPlanner:
         now_s = now_ns / 1e9
         batch: list[Sequence] = []
         unfinished: list[Sequence] = []
-        self._prefill_planner.go_on(planner, now_s)
+        self._prefill_planner.continue_prefills(planner, now_s)
         while (sequence := self._policy.pop(now_s)) is not None:
             if len(batch) < joinable and self._fits([*batch, sequence]) and self._start(sequence):
                 self._prefill_planner.mark_started(sequence, now_ns)  # now: reclaim spares running ones

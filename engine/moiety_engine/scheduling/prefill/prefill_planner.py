@@ -81,7 +81,7 @@ class PrefillPlanner:
                 break
         self.put_back(set_aside, now_s)
         if planner.rows_left > 0 and len(full) < self._kv.count:
-            self.go_on(planner, now_s)
+            self.continue_prefills(planner, now_s)
         self._fill_empty(planner, now_s, must_fill=must_fill)
 
     def _fill_empty(self, planner: StepPlanner, now_s: float, *, must_fill: bool) -> None:
@@ -90,9 +90,9 @@ class PrefillPlanner:
         A prompt of a worse rank then has the place in the batch that the best rank waits for.
         """
         if must_fill and planner.empty and planner.lift_rank_limit():
-            self.go_on(planner, now_s)
+            self.continue_prefills(planner, now_s)
 
-    def go_on(self, planner: StepPlanner, now_s: float) -> None:
+    def continue_prefills(self, planner: StepPlanner, now_s: float) -> None:
         """Add prefill of sequences that are already in the batch, regardless of the policy's queue before them."""
         going = [s for s in self._queues.prefilling if s.entry & 1 and not planner.prefills(s)]
         full: set[int] = set()

@@ -98,7 +98,7 @@ class PassCosts:
         """Set the predicted seconds of the passes in the planned step."""
         self._predicted_s = seconds
 
-    def took(self, seconds: float) -> None:
+    def record_seconds(self, seconds: float) -> None:
         """Train the costs with the actual seconds of these passes."""
         self._taken_s += seconds
         if self._predicted_s > 0 and seconds > 0:
@@ -107,7 +107,7 @@ class PassCosts:
             self._wrong += _WEIGHT * (found - self._wrong)
 
     def take_s(self) -> float:
-        """Return the seconds that passes took since the last call."""
+        """Return the seconds that passes record_seconds since the last call."""
         taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s
 
@@ -120,13 +120,13 @@ class Drafting:
     """
 
     def __init__(self, costs: PassCosts, proposals: list[Proposal]) -> None:
-        self._costs, self._guesses = costs, proposals
+        self._costs, self._proposals = costs, proposals
         self._rows: list[int] = []  # of each pass
         self._passes_s = self._behind_s = self._share_s = 0.0
 
     def add(self, place: int, depth: int) -> None:
         """Add draft token number `depth` of the sequence at index `place`."""
-        proposal = self._guesses[place]
+        proposal = self._proposals[place]
         if not proposal.num_behind:
             return
         if depth == len(self._rows):

@@ -11,7 +11,7 @@ from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal, ProposalAttempt
 from moiety_engine.sequence import PENDING, Sequence
 
-_FIRST_CHANCE = 0.6
+_INITIAL_ACCEPTANCE = 0.6
 _MIN_WEIGHT = 0.1  # of the newest token for its sequence: about the last ten count
 _MIN_WEIGHT_FOR_ALL = 0.02
 _MIN_OWN_TOKENS = 4  # own tokens at which a sequence counts as much as all others
@@ -26,11 +26,11 @@ class _AcceptanceRate:
     __slots__ = ("_least_weight", "num_seen", "value")
 
     def __init__(self, least_weight: float) -> None:
-        self.value, self.num_seen, self._least_weight = _FIRST_CHANCE, 0, least_weight
+        self.value, self.num_seen, self._least_weight = _INITIAL_ACCEPTANCE, 0, least_weight
 
-    def saw(self, *, right: bool) -> None:
+    def record(self, *, accepted: bool) -> None:
         self.num_seen += 1
-        self.value += max(self._least_weight, 1 / (self.num_seen + 1)) * (right - self.value)
+        self.value += max(self._least_weight, 1 / (self.num_seen + 1)) * (accepted - self.value)
 
 
 class DraftModelProposer:
@@ -56,17 +56,19 @@ class DraftModelProposer:
         count = min(count, self._max_context - num_tokens)
         if count <= 0:
             return Proposal([])
-        chance = (own.num_seen * own.value + _MIN_OWN_TOKENS * self._of_all.value) / (own.num_seen + _MIN_OWN_TOKENS)
+        acceptance = (own.num_seen * own.value + _MIN_OWN_TOKENS * self._of_all.value) / (
+            own.num_seen + _MIN_OWN_TOKENS
+        )
         num_behind = self._kv.num_behind(sequence)
         num_left = sequence.request.submit.max_tokens - sequence.num_output
-        return Proposal([PENDING] * count, chance, chance, num_behind, max(1, num_left))
+        return Proposal([PENDING] * count, acceptance, acceptance, num_behind, max(1, num_left))
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
         own = self._rates.get(sequence)  # None if it ended with these tokens
         for right in [True] * num_right + [False] * one_wrong:
             if own is not None:
-                own.saw(right=right)
-            self._of_all.saw(right=right)
+                own.record(accepted=right)
+            self._of_all.record(accepted=right)
         if sequence.key != self._tried:
             self._pause = _PAUSE
         else:

@@ -17,14 +17,14 @@ class _SequenceKv:
     """Draft model's KV of one sequence.
 
     The KV of the first `num_there` tokens is in `blocks`, the sequence's block list when last examined; a sequence that
-    lost its blocks has another list. `guessed` holds draft tokens after those, whose KV is valid if they are accepted.
+    lost its blocks has another list. `proposed` holds draft tokens after those, whose KV is valid if they are accepted.
     """
 
-    __slots__ = ("blocks", "guessed", "num_marked", "num_there")
+    __slots__ = ("blocks", "num_marked", "num_there", "proposed")
 
     def __init__(self, blocks: list[int], num_marked: int, num_there: int) -> None:
         self.blocks, self.num_marked, self.num_there = blocks, num_marked, num_there
-        self.guessed: list[int] = []
+        self.proposed: list[int] = []
 
 
 class DraftedKv:
@@ -55,15 +55,15 @@ class DraftedKv:
         """Return how many tokens must be processed before a token after the newest one can be drafted; at least one."""
         return len(sequence.tokens) - self.lag - self.num_there(sequence)
 
-    def took_in(self, sequence: Sequence, first: int, end: int, guessed: list[int]) -> None:
-        """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `guessed`."""
+    def record_computed(self, sequence: Sequence, first: int, end: int, proposed: list[int]) -> None:
+        """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `proposed`."""
         held = self._held[sequence]
         assert held.blocks is sequence.kv.blocks and first <= held.num_there, (
             "taken in after something that is not there"
         )
-        held.num_there, held.guessed = end, [] if self.lag else guessed
+        held.num_there, held.proposed = end, [] if self.lag else proposed
         first_block, size = first // self._block_size, self._block_size
-        for block in sequence.kv.blocks[first_block : -(-(end + len(guessed)) // size)]:
+        for block in sequence.kv.blocks[first_block : -(-(end + len(proposed)) // size)]:
             self._hash_of.pop(block, None)
         held.num_marked = min(held.num_marked, first_block)
 
@@ -85,10 +85,10 @@ class DraftedKv:
         return held
 
     def _come_true(self, sequence: Sequence, held: _SequenceKv) -> None:
-        guessed, tokens = held.guessed, sequence.tokens
-        while guessed and held.num_there < sequence.num_known:
-            if guessed.pop(0) != tokens[held.num_there]:
-                guessed.clear()
+        proposed, tokens = held.proposed, sequence.tokens
+        while proposed and held.num_there < sequence.num_known:
+            if proposed.pop(0) != tokens[held.num_there]:
+                proposed.clear()
                 return
             held.num_there += 1
 

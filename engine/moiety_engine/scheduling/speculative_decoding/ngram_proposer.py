@@ -21,10 +21,10 @@ class NgramProposer:
         if history is None:
             history = self._histories[sequence] = AcceptanceHistory()
         draft = history.propose(sequence, count + 1)
-        first = chance = history.chance
+        first = acceptance = history.acceptance
         if sequence.pending:
-            draft, first = draft[1:], chance * chance
-        return Proposal(draft[:count], first, chance)
+            draft, first = draft[1:], acceptance * acceptance
+        return Proposal(draft[:count], first, acceptance)
 
     def verified(self, sequence: Sequence, num_right: int, *, one_wrong: bool) -> None:
         """Do nothing: the history compares proposals with the text."""

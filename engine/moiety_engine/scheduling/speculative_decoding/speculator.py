@@ -20,7 +20,7 @@ from moiety_engine.sequence import Sequence
 # Required gain in tokens per second over a step without drafts. It covers the cost of proposals and of wrong ones; and
 # in a shared step, sequences with drafts get ahead and leave the others to steps that fewer share.
 _GAIN_ALONE, _GAIN_TOGETHER = 1.2, 1.5
-_MIN_CHANCE = 0.05
+_MIN_ACCEPTANCE = 0.05
 _ATTEMPT_ACCEPTANCE = 0.97  # acceptance assumed for an attempt: it is made only where this would pay
 _OTHERS_WAIT = 1.25  # times a step without drafts: how much a draft may delay others that are late anyway
 _SMALL = 1  # sequences up to which proposals cost almost nothing
@@ -50,12 +50,12 @@ class Speculator:
         if self._last is not None:  # from plan to plan: processing the tokens takes time, too
             planned_ns, shape, num_drafted = self._last
             self.costs.observe(shape, num_drafted, (now_ns - planned_ns) / 1e9 - drafting_s)
-        looks = not self._pause
-        if looks:
+        is_active = not self._pause
+        if is_active:
             self._extend(planner, slack_s, overlaps=overlaps)
         else:
             self._pause -= 1
-        in_vain = looks and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of plain steps
+        in_vain = is_active and not planner.num_drafted and len(planner.decodes) > _SMALL  # no measure of plain steps
         self._last = None if planner.empty or in_vain else (now_ns, planner.shape, planner.num_drafted)
 
     def verified(self, sequence: Sequence, num_drafted: int, num_right: int, *, one_wrong: bool) -> None:
@@ -79,17 +79,19 @@ class Speculator:
         missed = 1.0 if overlaps and num_decodes > 1 else 0.0
         lengths = self._lengths(planner, proposals, slack_s, missed)
         if not any(lengths) and (attempt := self._proposer.attempt(sequences, proposals)):
-            hoped = [proposal._replace(first=_ATTEMPT_ACCEPTANCE, chance=_ATTEMPT_ACCEPTANCE) for proposal in proposals]
+            hoped = [
+                proposal._replace(first=_ATTEMPT_ACCEPTANCE, acceptance=_ATTEMPT_ACCEPTANCE) for proposal in proposals
+            ]
             most = self._lengths(planner, hoped, slack_s, missed)[attempt.place]
             lengths[attempt.place] = min(most, attempt.num_tokens)
-        self._give(planner, proposals, lengths)
+        self._assign_drafts(planner, proposals, lengths)
         self._num_calls += 1
         self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if num_decodes > _SMALL:
             rest = self._num_calls % _REST_EVERY == 0
             self._pause = max(rest, min(self._num_in_vain, _LONGEST_PAUSE))
 
-    def _give(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:
+    def _assign_drafts(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:
         """Give the step drafts of these lengths; a draft model that is too far behind first processes some tokens."""
         room, passes, piece_s = MAX_BEHIND, self._proposer.passes, 0.0
         drafting = Drafting(passes, proposals)
@@ -102,7 +104,7 @@ class Speculator:
                 for depth in range(length):
                     drafting.add(place, depth)
             elif room == MAX_BEHIND:
-                planner.take_in(place, room)
+                planner.add_catch_up(place, room)
                 room, piece_s = 0, passes.seconds(room)
         passes.expect(piece_s + drafting.seconds)
 
@@ -122,7 +124,7 @@ class Speculator:
 
     def _lengths(self, planner: StepPlanner, proposals: list[Proposal], slack_s: float, missed: float) -> list[int]:
         """Return the length of each sequence's draft."""
-        likeliest = _by_chance(proposals)[: planner.rows_left]
+        likeliest = _by_acceptance(proposals)[: planner.rows_left]
         lengths = [0] * len(proposals)
         best = self._best(planner.shape, likeliest, Drafting(self._proposer.passes, proposals), slack_s, missed)
         for _, place, _ in likeliest[:best]:
@@ -146,8 +148,8 @@ class Speculator:
         longest_s = max(slack_s, _OTHERS_WAIT * seconds) if rows > 1 else math.inf
         tokens = float(rows + shape.prefill_rows)
         best, best_rate = 0, (_GAIN_TOGETHER if rows > 1 else _GAIN_ALONE) * tokens / seconds
-        for count, (chance, place, depth) in enumerate(likeliest, 1):
-            tokens += chance - missed * (depth == 0)
+        for count, (acceptance, place, depth) in enumerate(likeliest, 1):
+            tokens += acceptance - missed * (depth == 0)
             drafting.add(place, depth)
             if rows + count in self.costs.sizes:
                 seconds = self.costs.seconds(shape, count)
@@ -157,7 +159,7 @@ class Speculator:
         return best
 
 
-def _by_chance(proposals: list[Proposal]) -> list[tuple[float, int, int]]:
+def _by_acceptance(proposals: list[Proposal]) -> list[tuple[float, int, int]]:
     """Return (probability that the token and all before it are accepted, sequence index, depth) of each proposed token.
 
     The most likely comes first.
@@ -166,8 +168,8 @@ def _by_chance(proposals: list[Proposal]) -> list[tuple[float, int, int]]:
     for place, proposal in enumerate(proposals):
         all_right = proposal.first
         for depth in range(len(proposal.token_ids)):
-            if all_right < _MIN_CHANCE:
+            if all_right < _MIN_ACCEPTANCE:
                 break
             found.append((all_right, place, depth))
-            all_right *= proposal.chance
+            all_right *= proposal.acceptance
     return sorted(found, key=lambda one: -one[0])

@@ -138,7 +138,7 @@ class UrgencyQueue:
         rank = sequence.service.rank
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
         first = bucket == AT_RISK or self._is_best_stream(sequence)
-        level = (AT_RISK if first else SAFE, rank, not self._goes_on(sequence))
+        level = (AT_RISK if first else SAFE, rank, not self._has_begun(sequence))
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
@@ -195,7 +195,7 @@ class UrgencyQueue:
             blend = self._slo.blend * min(1.0, (deadline_s - sequence.request.arrival_s) / _PATIENT_S)
         return deadline_s + blend * sequence.num_uncomputed * self._slo.token_s
 
-    def _goes_on(self, sequence: Sequence) -> bool:
+    def _has_begun(self, sequence: Sequence) -> bool:
         """Return whether it has begun and precedes those that have not: it was preempted or is nearly complete."""
         if sequence.timeline.scheduled_unix_ns == 0:
             return False
