@@ -97,7 +97,7 @@ def assemble(
         model = _load(config, rendezvous, rank_group.ranks, watched).transformer()
         heartbeat.wait_loaded()
     heartbeat.guard()
-    if rank_group.masked:
+    if rank_group.excluded:
         _log_excluded_ranks(rank_group, layout, model)
     return Assembled(
         model, rank_group, min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
@@ -139,11 +139,11 @@ def abandon_on_error(rank_group: RankGroup | None) -> Iterator[None]:
         if rank_group is None:
             raise
         own = isinstance(exc, CheckpointError | OutOfMemory)  # all other errors occur on all ranks
-        if not rank_group.masked or isinstance(exc, RanksError):
+        if not rank_group.excluded or isinstance(exc, RanksError):
             rank_group.abandon(str(exc), own=own)
             raise
-        parts = "its part" if len(rank_group.masked) == 1 else "their parts"
-        reason = f"{exc} (the group runs without {_named(rank_group.masked)} and holds {parts} of the model)"
+        parts = "its part" if len(rank_group.excluded) == 1 else "their parts"
+        reason = f"{exc} (the group runs without {_named(rank_group.excluded)} and holds {parts} of the model)"
         rank_group.abandon(reason, own=own)
         raise RanksError(reason) from exc
 
@@ -151,12 +151,12 @@ def abandon_on_error(rank_group: RankGroup | None) -> Iterator[None]:
 def _log_excluded_ranks(rank_group: RankGroup, before: Layout, model: Transformer) -> None:
     """Log the effect of running without the excluded ranks."""
     now, costs = rank_group.ranks.rank_position.layout, {}
-    if model.experts is not None and now.masked:
+    if model.experts is not None and now.excluded:
         num_experts = model.experts.num_placed
         costs = {"experts_a_rank": now.slots_each(num_experts), "experts_a_rank_before": before.slots_each(num_experts)}
     log.warning(
         "ranks_excluded",
-        excluded=rank_group.masked,
+        excluded=rank_group.excluded,
         groups=now.dp,
         groups_before=before.dp,
         **costs,
@@ -241,7 +241,7 @@ def losses_of(
     sizes = {name: getattr(layout, name) for name in ("tp", "dp", "ep", "pp", "ffn_ranks")}
     group = f"{config.name} at {rendezvous.host}, {', '.join(f'{name} {n}' for name, n in sizes.items())}"
     losses = RankFailureLog(Path(config.rank_failure_log), group, within_s=within_s)
-    often = losses.lost_often(config.masked_after_losses)
+    often = losses.lost_often(config.excluded_after_losses)
     for rank, times in sorted(often.items(), key=lambda one: -one[1]):
         if not 0 < rank < layout.num_ranks:
             continue

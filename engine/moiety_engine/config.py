@@ -212,7 +212,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         self._check_transfer()
         self._check_offload()
-        self._check_masking()
+        self._check_rank_exclusion()
         if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
             raise InvalidConfig(
                 "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more, "
@@ -264,14 +264,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def masked_after_losses(self) -> int:
+    def excluded_after_losses(self) -> int:
         return EXCLUDE_AFTER_FAILURES if self.exclude_rank_after_failures is None else self.exclude_rank_after_failures
 
     @property
     def losses_within_s(self) -> float:
         return LOSSES_WITHIN_S if self.rank_failures_within_s is None else self.rank_failures_within_s
 
-    def _check_masking(self) -> None:
+    def _check_rank_exclusion(self) -> None:
         if not self.rank_failure_log and (
             self.exclude_rank_after_failures is not None or self.rank_failures_within_s is not None
         ):
@@ -293,7 +293,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--exclude-rank-after-s must be more than 0 and at most --join-timeout-s "
                 f"({self.join_timeout_s:g}), not {self.exclude_rank_after_s:g}"
             )
-        if self.masked_after_losses < 1:
+        if self.excluded_after_losses < 1:
             raise InvalidConfig(
                 f"--exclude-rank-after-failures must be at least 1, not {self.exclude_rank_after_failures}"
             )

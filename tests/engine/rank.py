@@ -75,7 +75,7 @@ class Answer(msgspec.Struct):
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
-    num_masked: int = 0  # ranks
+    num_excluded: int = 0  # ranks
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -257,7 +257,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     load = loop.load()
     answer.num_swapped = load.swapped_in_blocks_total
     answer.num_accepted = load.accepted_tokens_total
-    answer.num_masked = load.excluded_ranks
+    answer.num_excluded = load.excluded_ranks
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,

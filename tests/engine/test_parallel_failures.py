@@ -58,7 +58,7 @@ def test_a_parallel_rank_that_does_not_come_is_named(processes: RankProcesses, f
         assert "(--join-timeout-s): 3" in answer["error"]
 
 
-MASKED = [  # the missing ranks, and how many are excluded
+EXCLUDED = [  # the missing ranks, and how many are excluded
     ("qwen3_moe", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, {3}, 1),
     thorough("gpt_oss", {"ffn_ranks": 2}, {2}, 1),  # the last rank with experts
     thorough("gpt_oss", {"dp_attention": 4, "ep": 2}, {3}, 1),  # pieces of experts become whole ones
@@ -70,24 +70,24 @@ MASKED = [  # the missing ranks, and how many are excluded
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "away", "num_masked"), MASKED, ids=str)
+@pytest.mark.parametrize(("family", "layout", "away", "num_excluded"), EXCLUDED, ids=str)
 def test_parallel_ranks_without_those_that_do_not_come_say_what_one_rank_says(
     processes: RankProcesses,
     alone: Alone,
     family: str,
     layout: dict[str, Any],
     away: set[int],
-    num_masked: int,
+    num_excluded: int,
 ) -> None:
     config = settings_of(alone.folders[family], **layout, exclude_rank_after_s=5)
     coming = [one for rank, one in enumerate(ranks_of(config)) if rank not in away]
     moves = layout.get("redundant_experts") == 8
     ours, *others = processes.work(*coming, waves=requests(), shuffles=moves)
     assert_same(alone.says(family), ours)
-    assert ours["num_masked"] == num_masked
+    assert ours["num_excluded"] == num_excluded
     assert not moves or ours["moves"]["rebalances"] >= 10
     dismissed = [other["error"] for other in others if other["error"]]
-    assert len(dismissed) == num_masked - len(away)
+    assert len(dismissed) == num_excluded - len(away)
     assert all("another rank that shares heads with it did not join" in error for error in dismissed)
 
 
@@ -166,14 +166,14 @@ def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it
     first, second, third, _ = ranks_of(config)
     ours, *others = left.work(first, second, third, waves=requests())
     assert_same(alone.says("qwen3_moe"), ours)
-    assert ours["num_masked"] == 1 and not any(other["error"] for other in others)
+    assert ours["num_excluded"] == 1 and not any(other["error"] for other in others)
     back = left.work(*ranks_of(config), waves=requests())  # it takes part again, since it came in time
     assert_same(alone.says("qwen3_moe"), back[0])
-    assert back[0]["num_masked"] == 0 and not any(other["error"] for other in back)
+    assert back[0]["num_excluded"] == 0 and not any(other["error"] for other in back)
     losses.write_text(losses.read_text() * 2)
     again, *_, refused = left.work(*ranks_of(config), waves=requests())  # it comes, but was lost too often
     assert_same(alone.says("qwen3_moe"), again)
-    assert again["num_masked"] == 1
+    assert again["num_excluded"] == 1
     assert any(one in refused["error"] for one in ("rank 3 failed 2 times in 600 s", "rank 3 joined after the others"))
     assert '"event": "ranks_excluded"' in left.end()[1]
 

@@ -116,11 +116,11 @@ APART = Layout(dp=2, ep=2, ffn_ranks=4, redundant_experts=2)
 @pytest.mark.parametrize(
     ("layout", "away", "left"),
     [
-        (GROUPS, {5}, Layout(dp=2, tp=2, ep=4, masked=(4, 5))),
-        (GROUPS, {2, 5}, Layout(dp=1, tp=2, ep=2, masked=(2, 3, 4, 5))),
-        (APART, {3, 4}, Layout(dp=2, ep=2, ffn_ranks=2, redundant_experts=2, masked=(1, 2))),
+        (GROUPS, {5}, Layout(dp=2, tp=2, ep=4, excluded=(4, 5))),
+        (GROUPS, {2, 5}, Layout(dp=1, tp=2, ep=2, excluded=(2, 3, 4, 5))),
+        (APART, {3, 4}, Layout(dp=2, ep=2, ffn_ranks=2, redundant_experts=2, excluded=(1, 2))),
         (APART, {1}, Layout(dp=1, ep=2, ffn_ranks=4, redundant_experts=2)),
-        (Layout(tp=2, pp=2, ep=3, ffn_ranks=3), {4}, Layout(tp=2, pp=2, ep=2, ffn_ranks=2, masked=(0,))),
+        (Layout(tp=2, pp=2, ep=3, ffn_ranks=3), {4}, Layout(tp=2, pp=2, ep=2, ffn_ranks=2, excluded=(0,))),
     ],
     ids=str,
 )
@@ -133,7 +133,7 @@ def test_parallel_ranks_that_are_done_without_take_those_along_that_share_heads_
     held = [RankPosition(found, rank).slots_of(num_experts) for rank in range(found.num_ranks)]
     held = held[found.attention_ranks :] or held
     assert {expert for slots in held for expert in slots} == set(range(num_experts))
-    if found.masked:
+    if found.excluded:
         assert {len(slots) for slots in held} == {found.slots_each(num_experts)}
         assert all(len(set(slots)) == len(slots) for slots in held)
 

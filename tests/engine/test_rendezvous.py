@@ -56,7 +56,7 @@ def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() ->
     assert words[0] == Welcome()
     line.send(Loaded())
     first.join(60)
-    assert met[0].masked == ()
+    assert met[0].excluded == ()
     met[0].heartbeat.wait_loaded()
     line.send(RankGroupEnd())
     met[0].heartbeat.close()
@@ -123,7 +123,7 @@ class Late:
 def test_a_rank_that_comes_too_late_hears_that_the_others_have_started_without_it() -> None:
     group = Late(after_s=5, gone={})
     group.end(*(group.start(rank) for rank in (1, 2)))
-    assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
+    assert {rank: met.excluded for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
     late = group.start(3)
     late.join(60)
     assert "rank 3 joined after the others had started without it" in group.refused[3]
@@ -132,7 +132,7 @@ def test_a_rank_that_comes_too_late_hears_that_the_others_have_started_without_i
 def test_a_rank_that_is_given_up_takes_part_where_the_others_cannot_start_otherwise() -> None:
     group = Late(after_s=5, gone={2: "it was lost too often"})
     group.end(*(group.start(rank) for rank in (1, 2)))
-    assert {rank: met.masked for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
+    assert {rank: met.excluded for rank, met in group.met.items()} == {0: (3,), 1: (3,), 2: (3,)}
 
 
 def test_an_excluded_rank_and_a_missing_rank_are_both_named_with_the_reason() -> None:
@@ -215,7 +215,7 @@ def test_a_rank_that_came_and_is_lost_while_another_is_waited_for_is_done_withou
     meeting.look(6)  # both are let in, and some time passes
     lose(second)
     met = meeting.look_until_met()
-    assert met.masked == (2, 3)
+    assert met.excluded == (2, 3)
     assert first.receive()[0] == Welcome((2, 3))
     assert meeting.noted == [2]
     first.close()
@@ -232,18 +232,18 @@ def test_a_rank_that_came_and_was_lost_may_come_again() -> None:
     before.close()
     lines = [meeting.come(rank) for rank in (1, 2, 3)]
     met = meeting.look_until_met()
-    assert met.masked == ()
+    assert met.excluded == ()
     assert meeting.noted == [2]
     met.heartbeat.close()
     for line in lines:
         line.close()
 
 
-def test_ranks_that_are_there_when_the_time_is_over_are_not_masked() -> None:
+def test_ranks_that_are_there_when_the_time_is_over_are_not_excluded() -> None:
     meeting = MeetingPoint(after_s=0)
     lines = [meeting.come(rank) for rank in (1, 2, 3)]
     met = meeting.look_until_met()
-    assert met.masked == ()
+    assert met.excluded == ()
     met.heartbeat.close()
     for line in lines:
         line.close()
@@ -254,7 +254,7 @@ def test_one_that_comes_and_says_nothing_costs_the_ranks_no_time() -> None:
     stranger = socket.create_connection(tuple(meeting._where[:2]))
     lines = [meeting.come(rank) for rank in (1, 2, 3)]
     met = meeting.look_until_met()
-    assert met.masked == ()
+    assert met.excluded == ()
     met.heartbeat.close()
     stranger.close()
     for line in lines:
@@ -268,7 +268,7 @@ def test_a_rank_that_is_given_up_is_not_waited_for_and_hears_why_when_the_others
     meeting.look(3)
     lines = [meeting.come(rank) for rank in (1, 3)]
     met = meeting.look_until_met()
-    assert met.masked == (2,)
+    assert met.excluded == (2,)
     assert came.receive() == [RankFailed("it was lost too often")]
     assert meeting.noted == []
     met.heartbeat.close()
@@ -276,14 +276,14 @@ def test_a_rank_that_is_given_up_is_not_waited_for_and_hears_why_when_the_others
         line.close()
 
 
-def test_a_rank_that_ends_after_it_came_is_masked_at_once() -> None:
+def test_a_rank_that_ends_after_it_came_is_excluded_at_once() -> None:
     meeting = MeetingPoint(after_s=60)
     lines = [meeting.come(rank) for rank in (1, 3)]
     meeting.look(6)
     meeting.gone[3] = "rank 3 ended with exit code 9"
     lines.append(meeting.come(2))
     met = meeting.look_until_met()
-    assert met.masked == (3,)
+    assert met.excluded == (3,)
     assert lines[0].receive()[0] == Welcome((3,))
     met.heartbeat.close()
     for line in lines:

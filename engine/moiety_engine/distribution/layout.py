@@ -31,7 +31,9 @@ class Layout:
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
     ffn_ranks: int = 0
-    masked: tuple[int, ...] = ()  # excluded ranks, numbered among all ranks with experts; the others hold their experts
+    excluded: tuple[
+        int, ...
+    ] = ()  # numbers among all ranks with experts; the others hold their experts
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
@@ -48,7 +50,7 @@ class Layout:
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks of --dp-attention {self.dp} "
                 f"× --tp {self.tp}, which hold the experts: choose a divisor"
             )
-        if self.redundant_experts % self.ep and not self.masked:
+        if self.redundant_experts % self.ep and not self.excluded:
             most = -(-self.redundant_experts // self.ep) * self.ep
             raise InvalidConfig(
                 f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: {most} can"
@@ -78,7 +80,7 @@ class Layout:
         A part's slots hold its share of all experts, in order, then the first experts of the next part. With excluded
         ranks, `start_without` decides. Raises InvalidConfig if the experts cannot be divided evenly.
         """
-        if self.masked:
+        if self.excluded:
             return self._slots_without(num_experts)
         each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
         if spare > num_experts - each:
@@ -90,17 +92,17 @@ class Layout:
 
     def slots_each(self, num_experts: int) -> int:
         """Return the number of whole experts that a rank with experts can hold in each layer."""
-        num_before = len(self.masked) + (self.ffn_ranks or self.stage_size)
+        num_before = len(self.excluded) + (self.ffn_ranks or self.stage_size)
         before = -(-(num_experts + self.redundant_experts) // num_before)
-        return max(before, -(-num_experts // (num_before - len(self.masked))))
+        return max(before, -(-num_experts // (num_before - len(self.excluded))))
 
     def _slots_without(self, num_experts: int) -> tuple[int, ...]:
         if self.ep == 1:
             return tuple(range(num_experts))
         from moiety_placement.survival import start_without  # noqa: PLC0415 - numpy: not for the engine server
 
-        num_before, each = self.ep + len(self.masked), self.slots_each(num_experts)
-        slots_R = start_without(self.masked, num_ranks=num_before, num_experts=num_experts, slots_each=each)
+        num_before, each = self.ep + len(self.excluded), self.slots_each(num_experts)
+        slots_R = start_without(self.excluded, num_ranks=num_before, num_experts=num_experts, slots_each=each)
         return tuple(slots_R.tolist())
 
 
@@ -228,9 +230,9 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
     with_attention = [rank for rank in sorted(ranks) if rank < layout.attention_ranks]
     with_experts = [rank - layout.attention_ranks for rank in sorted(ranks) if rank >= layout.attention_ranks]
     dp, ffn_ranks = layout.dp - len(with_attention) // layout.tp, layout.ffn_ranks - len(with_experts)
-    masked = tuple(with_experts if layout.ffn_ranks else with_attention)
-    ep = (ffn_ranks or dp * layout.tp) if masked else layout.ep
-    return replace(layout, dp=dp, ep=ep, ffn_ranks=ffn_ranks, masked=masked)
+    excluded = tuple(with_experts if layout.ffn_ranks else with_attention)
+    ep = (ffn_ranks or dp * layout.tp) if excluded else layout.ep
+    return replace(layout, dp=dp, ep=ep, ffn_ranks=ffn_ranks, excluded=excluded)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

@@ -45,7 +45,7 @@ class RankGroup:
     channel: Channel
     heartbeat: RankHeartbeat
     store: Store  # rank 0's store serves the others
-    masked: tuple[int, ...] = ()  # excluded ranks, by their original numbers
+    excluded: tuple[int, ...] = ()  # excluded ranks, by their original numbers
     children: RankProcesses | None = field(default=None)
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ def _rank_group_of(
     layout: Layout, rendezvous: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
-    heartbeat, masked = met.heartbeat, met.masked
-    layout, rank = without(layout, masked), rendezvous.rank - sum(one < rendezvous.rank for one in masked)
+    heartbeat, excluded = met.heartbeat, met.excluded
+    layout, rank = without(layout, excluded), rendezvous.rank - sum(one < rendezvous.rank for one in excluded)
     dist.init_process_group(
         BACKENDS[device_type],
         store=PrefixStore(f"torch/{rendezvous.attempt}", store),
@@ -131,7 +131,7 @@ def _rank_group_of(
     if rank_position.expert_rank is not None:
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
         heartbeat.report_waited(ranks.waited)
-        return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
+        return RankGroup(ranks, Channel(everyone), heartbeat, store, excluded)
     tensor = RankCollectives(mesh.get_group("tp")) if layout.tp > 1 else RankCollectives()
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, rank_position.pp_rank)
@@ -139,7 +139,7 @@ def _rank_group_of(
     ranks = Ranks(
         rank_position, tensor, pipeline, RankCollectives(everyone), _across(rank_position), exchange, crossings
     )
-    return RankGroup(ranks, Channel(everyone), heartbeat, store, masked)
+    return RankGroup(ranks, Channel(everyone), heartbeat, store, excluded)
 
 
 def _across(rank_position: RankPosition) -> DataParallelGroup:

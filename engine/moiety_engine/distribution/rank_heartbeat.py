@@ -51,9 +51,9 @@ class RankHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have joined except those in `masked`, which are excluded from the group."""
+    """All ranks have joined except those in `excluded`, which are excluded from the group."""
 
-    masked: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _VERDICT_GRACE_S = 5.0
 _SHARES_HEADS = "rank {rank} is excluded because another rank that shares heads with it did not join"
 _ADDRESS = "heartbeat"  # store key of rank 0's address
-_MASKED = "masked"  # store key of the excluded ranks
+_EXCLUDED = "excluded"  # store key of the excluded ranks
 LONGEST_WAIT = timedelta(days=365)  # of collectives: the heartbeat ends a process that waits for a lost rank
 
 
@@ -60,7 +60,7 @@ class ConnectedRanks:
     """A rank's connections to those that joined, and the excluded ranks by their original numbers."""
 
     heartbeat: RankHeartbeat
-    masked: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
 
 
 def open_store(rendezvous: Rendezvous, timeout_s: float) -> TCPStore:
@@ -101,8 +101,8 @@ def meet(
     """
     store = PrefixStore(f"moiety/{rendezvous.attempt}", store)
     if rendezvous.rank:
-        line, masked = _arrive(rendezvous, store, settings, checkpoint, timeout_s)
-        return ConnectedRanks(RankHeartbeat(rendezvous.rank, {0: line}), masked)
+        line, excluded = _arrive(rendezvous, store, settings, checkpoint, timeout_s)
+        return ConnectedRanks(RankHeartbeat(rendezvous.rank, {0: line}), excluded)
     with _listener(rendezvous) as listener:
         secret = secrets.token_hex()
         where = [rendezvous.own_host, listener.getsockname()[1], secret]
@@ -110,17 +110,17 @@ def meet(
         own = RankHello(0, secret, settings, checkpoint)
         with contextlib.closing(ConnectingRanks(listener, own, rendezvous.num_ranks, note)) as arrivals:
             try:
-                masked = _receive_all(arrivals, rendezvous.num_ranks, timeout_s, exclusion, gone)
+                excluded = _receive_all(arrivals, rendezvous.num_ranks, timeout_s, exclusion, gone)
             except RanksError as exc:
                 arrivals.dismiss_all(str(exc))
                 raise
             lines = arrivals.take()
-        if masked:
-            store.set(_MASKED, msgspec.json.encode(masked).decode())
+        if excluded:
+            store.set(_EXCLUDED, msgspec.json.encode(excluded).decode())
     for line in lines.values():
         with contextlib.suppress(OSError):  # the heartbeat reports the loss
-            line.send(Welcome(masked))
-    return ConnectedRanks(RankHeartbeat(0, lines, note), masked)
+            line.send(Welcome(excluded))
+    return ConnectedRanks(RankHeartbeat(0, lines, note), excluded)
 
 
 def _listener(rendezvous: Rendezvous) -> socket.socket:
@@ -153,26 +153,26 @@ def _arrive(
     except (DistError, RuntimeError, OSError, EOFError, msgspec.DecodeError) as exc:
         if line is not None:
             line.close()
-        if rendezvous.rank in _masked_in(store):
+        if rendezvous.rank in _excluded_ranks(store):
             raise RanksError(
                 f"rank {rendezvous.rank} joined after the others had started without it and taken over its "
                 "part of the model: it is included at the group's next start"
             ) from exc
         raise RanksError(f"{unreached}, or it closed the connection: see the log of rank 0") from exc
-    masked: tuple[int, ...] = ()
+    excluded: tuple[int, ...] = ()
     for word in words:
         if isinstance(word, RankFailed):
             line.close()
             raise RanksError(word.reason)
         if isinstance(word, Welcome):
-            masked = word.masked
-    return line, masked
+            excluded = word.excluded
+    return line, excluded
 
 
-def _masked_in(store: Store) -> tuple[int, ...]:
+def _excluded_ranks(store: Store) -> tuple[int, ...]:
     with contextlib.suppress(DistError, RuntimeError):  # the store may have ended with rank 0
-        if store.check([_MASKED]):
-            return msgspec.json.decode(store.get(_MASKED), type=tuple[int, ...])
+        if store.check([_EXCLUDED]):
+            return msgspec.json.decode(store.get(_EXCLUDED), type=tuple[int, ...])
     return ()
 
 
@@ -201,11 +201,11 @@ def _receive_all(
             continue  # more messages may be waiting
         why_not, none_will_come = "", left.keys() >= set(missing)
         if exclusion is not None and (none_will_come or waited_s > exclusion.after_s):
-            masked, why_not = exclusion.leaving(missing)
-            if masked:
-                together = set(masked) - set(missing)
+            excluded, why_not = exclusion.leaving(missing)
+            if excluded:
+                together = set(excluded) - set(missing)
                 arrivals.dismiss(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
-                return masked
+                return excluded
             if (held_back := arrivals.held_back) and exclusion.can_without(set(missing) - held_back):
                 rather |= held_back  # the group needs these to start
                 arrivals.let_in()

@@ -63,7 +63,7 @@ def own_spec(spec: ModelSpec, rank_position: RankPosition) -> ModelSpec:
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")
     if max(rank_position.layout.ep - 1, rank_position.layout.ffn_ranks) and not (
-        spec.moe_layers or rank_position.layout.masked
+        spec.moe_layers or rank_position.layout.excluded
     ):
         option = "--ffn-ranks could have" if rank_position.layout.ffn_ranks else "--ep could divide"
         raise InvalidConfig(f"a {spec.family} model has no experts, which {option} needs: leave it out")

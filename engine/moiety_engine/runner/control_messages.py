@@ -302,7 +302,7 @@ class ControlSender:
     @property
     def excluded_ranks(self) -> int:
         """Number of excluded ranks."""
-        return 0 if self._rank_group is None else len(self._rank_group.masked)
+        return 0 if self._rank_group is None else len(self._rank_group.excluded)
 
     def waited_s(self) -> tuple[float, float]:
         """Return the seconds that attention waited for experts, and experts for attention; see RankGroup."""
