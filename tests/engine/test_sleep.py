@@ -116,30 +116,30 @@ def test_a_late_failure_of_waking_frees_the_cache(checkpoint: Path, monkeypatch:
 
 
 def test_sleep_waits_for_what_is_open_and_the_newest_wish_counts() -> None:
-    keeper = SleepMode()
-    assert keeper.next_command(0) is None
-    keeper.ask(asleep=True)
-    assert (keeper.state, keeper.next_command(2)) == (SleepState.FALLING_ASLEEP, None)
-    keeper.ask(asleep=False)
-    assert (keeper.state, keeper.next_command(2)) == (SleepState.AWAKE, None)
-    keeper.ask(asleep=True)
-    assert keeper.next_command(0) == CoreSleep(asleep=True)
-    keeper.ask(asleep=False)  # while the core is busy with it
-    assert (keeper.state, keeper.next_command(0)) == (SleepState.FALLING_ASLEEP, None)
-    keeper.done(CoreSlept(asleep=True))
-    assert (keeper.state, keeper.next_command(0)) == (SleepState.WAKING, CoreSleep(asleep=False))
-    keeper.done(CoreSlept(asleep=False))
-    assert (keeper.state, keeper.next_command(0)) == (SleepState.AWAKE, None)
+    sleep = SleepMode()
+    assert sleep.next_command(0) is None
+    sleep.ask(asleep=True)
+    assert (sleep.state, sleep.next_command(2)) == (SleepState.FALLING_ASLEEP, None)
+    sleep.ask(asleep=False)
+    assert (sleep.state, sleep.next_command(2)) == (SleepState.AWAKE, None)
+    sleep.ask(asleep=True)
+    assert sleep.next_command(0) == CoreSleep(asleep=True)
+    sleep.ask(asleep=False)  # while the core is busy with it
+    assert (sleep.state, sleep.next_command(0)) == (SleepState.FALLING_ASLEEP, None)
+    sleep.done(CoreSlept(asleep=True))
+    assert (sleep.state, sleep.next_command(0)) == (SleepState.WAKING, CoreSleep(asleep=False))
+    sleep.done(CoreSlept(asleep=False))
+    assert (sleep.state, sleep.next_command(0)) == (SleepState.AWAKE, None)
 
 
 def test_a_core_that_cannot_is_not_asked_for_ever_and_says_why() -> None:
-    keeper = SleepMode()
-    keeper.ask(asleep=True)
-    keeper.next_command(0)
-    keeper.done(CoreSlept(asleep=False, problem="no room"))
-    assert (keeper.state, keeper.problem, keeper.next_command(0)) == (SleepState.AWAKE, "no room", None)
-    keeper.ask(asleep=True)
-    assert (keeper.problem, keeper.next_command(0)) == ("", CoreSleep(asleep=True))
+    sleep = SleepMode()
+    sleep.ask(asleep=True)
+    sleep.next_command(0)
+    sleep.done(CoreSlept(asleep=False, problem="no room"))
+    assert (sleep.state, sleep.problem, sleep.next_command(0)) == (SleepState.AWAKE, "no room", None)
+    sleep.ask(asleep=True)
+    assert (sleep.problem, sleep.next_command(0)) == ("", CoreSleep(asleep=True))
 
 
 def test_a_models_weights_are_counted_before_they_are_allocated(loops: Any, checkpoint: Path) -> None:

@@ -146,12 +146,12 @@ def time() -> DatabaseClock:
     return DatabaseClock()
 
 
-async def hold_without_rounds(keeper: QuotaEnforcer, scope: Scope, amounts: dict[Unit, int]) -> Hold:
-    """Hold amounts with a keeper that was not started: it renews only what this hold needs."""
-    waiting = asyncio.create_task(keeper.hold([scope], amounts))
+async def hold_without_rounds(enforcer: QuotaEnforcer, scope: Scope, amounts: dict[Unit, int]) -> Hold:
+    """Hold amounts with a enforcer that was not started: it renews only what this hold needs."""
+    waiting = asyncio.create_task(enforcer.hold([scope], amounts))
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=0.01)
-        await keeper.transact(requested_only=True, renew_all=False)
+        await enforcer.transact(requested_only=True, renew_all=False)
     return await waiting
 
 

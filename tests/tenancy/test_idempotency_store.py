@@ -25,7 +25,7 @@ NewKeeper = Callable[..., IdempotencyKeys]
 
 @pytest.fixture
 def new_keeper(time: DatabaseClock) -> NewKeeper:
-    """Makes a gateway's keeper of keys. Nothing renews its claims by itself."""
+    """Make a gateway's store of idempotency keys. Nothing renews its claims by itself."""
 
     def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeys:
         return IdempotencyKeys(database, KeyStore(now=time.now), limits)

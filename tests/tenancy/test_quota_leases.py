@@ -73,13 +73,13 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
     database: Database, tmp_path: Path
 ) -> None:
     await set_caps(database, {**dict.fromkeys(TENANTS, SMALL_CAP), WHOLE: WHOLE_CAP})
-    keepers = [
+    enforcers = [
         QuotaEnforcer(database, LeaseStore(f"r-{n}", 20.0), SystemClock(), tick_s=0.2, answer_s=30.0) for n in range(3)
     ]
     recorder = UsageRecorder(database, tmp_path / "journal")
     await recorder.start()
-    for keeper in keepers:
-        await keeper.start()
+    for enforcer in enforcers:
+        await enforcer.start()
     rng = random.Random(0)
     used: dict[str, int] = {scope.id: 0 for scope in (*TENANTS, WHOLE)}
     numbers = iter(range(100_000))
@@ -89,7 +89,7 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
         while refused < 4:
             tokens = rng.randint(1, 20)
             try:
-                hold = await rng.choice(keepers).hold([scope, WHOLE], {Unit.TOKENS: tokens})
+                hold = await rng.choice(enforcers).hold([scope, WHOLE], {Unit.TOKENS: tokens})
             except QuotaExceeded:
                 refused += 1
                 continue
@@ -102,8 +102,8 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
     await asyncio.gather(*(client(scope) for scope in TENANTS for _ in range(4)))
     for scope in TENANTS:  # what requests returned that were running when the last ones were refused
         await client(scope)
-    for keeper in keepers:
-        await keeper.stop()
+    for enforcer in enforcers:
+        await enforcer.stop()
     await recorder.stop()
     found = await windows(database)
     for scope in (*TENANTS, WHOLE):
@@ -114,9 +114,9 @@ async def test_replicas_that_take_at_once_stay_within_the_caps_and_use_them_up(
 
 async def test_a_row_is_charged_once_however_often_it_is_stored(database: Database, tmp_path: Path) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
-    await keeper.start()
-    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await enforcer.start()
+    hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 30})
     charged = row(1, hold.settle({Unit.TOKENS: 25}))
     for folder in ("a", "b"):
         recorder = UsageRecorder(database, tmp_path / folder)
@@ -124,7 +124,7 @@ async def test_a_row_is_charged_once_however_often_it_is_stored(database: Databa
         recorder.record(charged)
         recorder.record(charged)
         await recorder.stop()
-    await keeper.stop()
+    await enforcer.stop()
     assert (await windows(database))[WHOLE.id].settled == 25
 
 
@@ -132,9 +132,9 @@ async def test_a_request_whose_gateway_is_killed_is_charged_its_prompt_by_the_ne
     database: Database, tmp_path: Path
 ) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaEnforcer(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)
-    await keeper.start()
-    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    enforcer = QuotaEnforcer(database, LeaseStore("killed", 20.0), SystemClock(), tick_s=60.0)
+    await enforcer.start()
+    hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 30})
     killed = UsageRecorder(database, tmp_path)
     killed.opened(row(1, hold.charges({Unit.TOKENS: 12})))
     await asyncio.sleep(0)  # the turn in which it came ends
@@ -152,8 +152,8 @@ async def test_an_expired_lease_is_quarantined_and_can_be_resumed(database: Data
     await set_caps(database, {WHOLE: 100})
     stores = [LeaseStore(name, 20.0, now=time.now) for name in ("lost", "other")]
     lost, other = (QuotaEnforcer(database, store, SystemClock(), ttl_s=20.0) for store in stores)
-    for keeper in (lost, other):
-        await hold_without_rounds(keeper, WHOLE, {Unit.TOKENS: 30})
+    for enforcer in (lost, other):
+        await hold_without_rounds(enforcer, WHOLE, {Unit.TOKENS: 30})
     time.advance(21.0)
     async with database.write() as session:
         assert await stores[1].quarantine_expired(session) == 2
@@ -172,8 +172,8 @@ async def test_administrators_see_who_holds_what_and_what_is_quarantined(
 ) -> None:
     await set_caps(database, {WHOLE: 100})
     stores = [LeaseStore(name, 20.0, now=time.now) for name in ("lost", "here")]
-    for keeper in (QuotaEnforcer(database, store, SystemClock(), ttl_s=20.0) for store in stores):
-        await hold_without_rounds(keeper, WHOLE, {Unit.TOKENS: 30})
+    for enforcer in (QuotaEnforcer(database, store, SystemClock(), ttl_s=20.0) for store in stores):
+        await hold_without_rounds(enforcer, WHOLE, {Unit.TOKENS: 30})
     time.advance(21.0)
     async with database.write() as session:
         await stores[1].quarantine_expired(session)
@@ -199,26 +199,26 @@ async def change(database: Database, scope: Scope, cap: int | None) -> None:
 
 async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(database: Database) -> None:
     await set_caps(database, {WHOLE: 1_000})
-    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
-    await keeper.start()
-    (await keeper.hold([WHOLE], {Unit.TOKENS: 600})).settle({Unit.TOKENS: 0})
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await enforcer.start()
+    (await enforcer.hold([WHOLE], {Unit.TOKENS: 600})).settle({Unit.TOKENS: 0})
     await change(database, WHOLE, 0)
-    # the store may refuse first, before the keeper has read the cap
+    # the store may refuse first, before the enforcer has read the cap
     with pytest.raises((QuotaExceeded, RequestExceedsQuota)):
         async with asyncio.timeout(60):
             while True:
-                (await keeper.hold([WHOLE], {Unit.TOKENS: 1})).settle({Unit.TOKENS: 1})
+                (await enforcer.hold([WHOLE], {Unit.TOKENS: 1})).settle({Unit.TOKENS: 1})
                 await asyncio.sleep(0.02)
-    await keeper.stop()
+    await enforcer.stop()
     assert (await windows(database))[WHOLE.id].granted < 300
 
 
-async def patiently(keeper: QuotaEnforcer, scope: Scope, tokens: int) -> Hold:
+async def patiently(enforcer: QuotaEnforcer, scope: Scope, tokens: int) -> Hold:
     """Retry until the store answers in time."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(Unavailable):
-                return await keeper.hold([scope], {Unit.TOKENS: tokens})
+                return await enforcer.hold([scope], {Unit.TOKENS: tokens})
 
 
 async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_not_cover(
@@ -226,39 +226,39 @@ async def test_a_store_that_does_not_answer_turns_away_only_what_the_leases_do_n
 ) -> None:
     large = TENANTS[0]
     await set_caps(cuttable.steady, {large: 10**6, WHOLE: 100})
-    keeper = QuotaEnforcer(cuttable.database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05, answer_s=0.3)
-    await keeper.start()
-    holds = [await patiently(keeper, scope, 30) for scope in (large, WHOLE)]
+    enforcer = QuotaEnforcer(cuttable.database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05, answer_s=0.3)
+    await enforcer.start()
+    holds = [await patiently(enforcer, scope, 30) for scope in (large, WHOLE)]
     cuttable.wire.stall()
-    holds += [await keeper.hold([large], {Unit.TOKENS: 30}) for _ in range(20)]
+    holds += [await enforcer.hold([large], {Unit.TOKENS: 30}) for _ in range(20)]
     for _ in range(3):
         with pytest.raises(Unavailable) as caught:
-            await keeper.hold([WHOLE], {Unit.TOKENS: 70})  # all that is left, of which a lease never takes the whole
+            await enforcer.hold([WHOLE], {Unit.TOKENS: 70})  # all that is left, of which a lease never takes the whole
         assert (caught.value.code, caught.value.retry_after_s) == ("store_unavailable", RETRY_AFTER_S)
     with pytest.raises(Unavailable):
-        await keeper.hold([TENANTS[1]], {Unit.TOKENS: 1})  # whether it has a limit is not known
+        await enforcer.hold([TENANTS[1]], {Unit.TOKENS: 1})  # whether it has a limit is not known
     cuttable.wire.resume()
-    holds.append(await patiently(keeper, WHOLE, 70))
+    holds.append(await patiently(enforcer, WHOLE, 70))
     for hold in holds:
         hold.settle({Unit.TOKENS: 0})
-    await keeper.stop()
+    await enforcer.stop()
     assert {window.granted for window in (await windows(cuttable.steady)).values()} == {0}
 
 
 async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> None:
     await set_caps(database, {WHOLE: 100})
-    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
-    await keeper.start()
-    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 100})
-    refusal = await keeper.extend(hold, {Unit.TOKENS: 101})
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await enforcer.start()
+    hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 100})
+    refusal = await enforcer.extend(hold, {Unit.TOKENS: 101})
     assert refusal is not None
     assert refusal.room == 0
     await change(database, WHOLE, None)
     async with asyncio.timeout(60):
-        while await keeper.extend(hold, {Unit.TOKENS: 5_000}) is not None:  # noqa: ASYNC110 - the keeper tells nobody
+        while await enforcer.extend(hold, {Unit.TOKENS: 5_000}) is not None:  # noqa: ASYNC110 - the enforcer tells nobody
             await asyncio.sleep(0.1)
     assert hold.settle({Unit.TOKENS: 5_000}) == ()
-    await keeper.stop()
+    await enforcer.stop()
 
 
 async def test_a_limit_that_only_a_later_release_knows_breaks_no_other(database: Database) -> None:
@@ -267,13 +267,13 @@ async def test_a_limit_that_only_a_later_release_knows_breaks_no_other(database:
         later = Quota(id="later", level=WHOLE.level, scope_id=WHOLE.id, kind="tokens_per_century", cap=1)
         later.created_at = datetime.now(UTC)
         session.add(later)
-    keeper = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
-    await keeper.start()
-    hold = await keeper.hold([WHOLE], {Unit.TOKENS: 30})
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), SystemClock(), tick_s=0.05)
+    await enforcer.start()
+    hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 30})
     assert [charge.window.quota_id for charge in hold.settle({Unit.TOKENS: 25})] == [WHOLE.id]
     with pytest.raises(QuotaExceeded):
-        await keeper.hold([WHOLE], {Unit.TOKENS: 100})
-    await keeper.stop()
+        await enforcer.hold([WHOLE], {Unit.TOKENS: 100})
+    await enforcer.stop()
 
 
 async def test_a_limit_set_by_several_at_once_is_one_limit(database: Database, demo: Any) -> None:

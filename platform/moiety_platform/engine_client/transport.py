@@ -80,7 +80,7 @@ class ZmqEngineClient:
         self._on_change: Callable[[], None] = lambda: None
         self._num_connections = 0
         self._session: Session | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._connection_task: asyncio.Task[None] | None = None
         self._last_card: ModelCard | None = None
         self._reason = "not connected yet"
 
@@ -129,14 +129,14 @@ class ZmqEngineClient:
         return await session.questions.ask(minutes, tenant_id)
 
     async def start(self) -> None:
-        self._keeper = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
+        self._connection_task = asyncio.create_task(self._keep_connected(), name=f"engine link {self._address}")
 
     async def close(self) -> None:
-        if self._keeper is None:
+        if self._connection_task is None:
             return
-        self._keeper.cancel()
-        await asyncio.wait({self._keeper})
-        self._keeper = None
+        self._connection_task.cancel()
+        await asyncio.wait({self._connection_task})
+        self._connection_task = None
 
     def open(self, submit: Submit, inbox: Inbox[EngineStream] | None = None) -> StreamContext:
         return StreamContext(self._ready_session, self._adapters, submit, inbox)
