@@ -32,7 +32,7 @@ from moiety_engine.distribution.rank_heartbeat import (
     RankHello,
     Welcome,
 )
-from moiety_engine.distribution.rendezvous import ConnectedRanks, RankExclusion, meet, open_store
+from moiety_engine.distribution.rendezvous import ConnectedRanks, RankExclusion, connect_ranks, open_store
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import InvalidConfig, RanksError
 
@@ -42,7 +42,7 @@ SETTINGS = {"path": "x" * 200_000}  # more than one read takes, as on a network 
 def test_a_rank_whose_words_come_in_pieces_is_welcome_and_strangers_are_not() -> None:
     store, met = HashStore(), []
     first = threading.Thread(
-        target=lambda: met.append(meet(Rendezvous(0, 2), store, SETTINGS, "same", timeout_s=60)), daemon=True
+        target=lambda: met.append(connect_ranks(Rendezvous(0, 2), store, SETTINGS, "same", timeout_s=60)), daemon=True
     )
     first.start()
     host, port, secret = msgspec.json.decode(PrefixStore("moiety/0", store).get("heartbeat"))
@@ -105,7 +105,9 @@ class Late:
     def start(self, rank: int, timeout_s: float = 60, **how: Any) -> threading.Thread:
         def run() -> None:
             try:
-                self.met[rank] = meet(Rendezvous(rank, 4), self.store, SETTINGS, "same", timeout_s=timeout_s, **how)
+                self.met[rank] = connect_ranks(
+                    Rendezvous(rank, 4), self.store, SETTINGS, "same", timeout_s=timeout_s, **how
+                )
             except RanksError as exc:
                 self.refused[rank] = str(exc)
 
@@ -172,7 +174,7 @@ class MeetingPoint:
 
     def _meet(self, store: HashStore, exclusion: RankExclusion) -> None:
         how: dict[str, Any] = {"exclusion": exclusion, "gone": self._gone, "note": self.noted.append, "timeout_s": 60}
-        self.met.append(meet(Rendezvous(0, 4), store, {}, "same", **how))
+        self.met.append(connect_ranks(Rendezvous(0, 4), store, {}, "same", **how))
 
     def _gone(self) -> dict[int, str]:
         self._num_asked += 1

@@ -22,12 +22,12 @@ from moiety_engine.errors import RanksError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-_TURN_S = 0.2
+_POLL_S = 0.2
 _HELLO_S = 5.0  # longest wait for a hello, and for sending the reply
 
 
 @dataclass(slots=True, eq=False)
-class _Caller:
+class _Peer:
     """A connection. Its rank is unknown until its hello arrives."""
 
     line: RankConnection
@@ -44,7 +44,7 @@ class ConnectingRanks:
     ) -> None:
         """Listen for ranks. `note` is called with each rank that connected and disconnected again."""
         self._listener, self._own, self._num_ranks, self._note = listener, own, num_ranks, note
-        self._callers: list[_Caller] = []
+        self._peers: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -52,84 +52,84 @@ class ConnectingRanks:
     @property
     def missing(self) -> list[int]:
         """Ranks that are not connected, or held back."""
-        there = {caller.hello.rank for caller in self._callers if caller.hello and not caller.held_back}
+        there = {peer.hello.rank for peer in self._peers if peer.hello and not peer.held_back}
         return [rank for rank in range(1, self._num_ranks) if rank not in there]
 
     @property
     def held_back(self) -> set[int]:
-        return {caller.hello.rank for caller in self._callers if caller.hello and caller.held_back}
+        return {peer.hello.rank for peer in self._peers if peer.hello and peer.held_back}
 
-    def turn(self, hold_back: Collection[int]) -> bool:
+    def poll(self, hold_back: Collection[int]) -> bool:
         """Process connections and disconnections for a moment. Return whether there were any.
 
         Ranks in `hold_back` are not admitted. Raises RanksError for a rank with an invalid number, with other settings
         or with another checkpoint.
         """
-        found = {key.fileobj for key, _ in self._selector.select(_TURN_S)}
-        for caller in sorted(self._callers, key=lambda one: one.hello is None):  # disconnections first, then hellos
-            if caller.line.socket in found:
-                self._hear(caller, hold_back)
-            elif caller.hello is None and time.monotonic() > caller.until_s:
-                self._drop(caller)
+        found = {key.fileobj for key, _ in self._selector.select(_POLL_S)}
+        for peer in sorted(self._peers, key=lambda one: one.hello is None):  # disconnections first, then hellos
+            if peer.line.socket in found:
+                self._receive_hello(peer, hold_back)
+            elif peer.hello is None and time.monotonic() > peer.until_s:
+                self._drop(peer)
         if self._listener in found:
             self._accept()
         return bool(found)
 
-    def let_in(self) -> None:
+    def admit_held_back(self) -> None:
         """Admit the ranks that were held back."""
-        for caller in self._callers:
-            caller.held_back = False
+        for peer in self._peers:
+            peer.held_back = False
 
-    def lose(self, ranks: Collection[int]) -> None:
+    def drop_ended(self, ranks: Collection[int]) -> None:
         """Drop ranks that are known to have ended."""
-        for caller in [one for one in self._callers if one.hello and one.hello.rank in ranks]:
-            self._drop(caller)
+        for peer in [one for one in self._peers if one.hello and one.hello.rank in ranks]:
+            self._drop(peer)
 
-    def dismiss(self, reasons: Mapping[int, str]) -> None:
+    def reject(self, reasons: Mapping[int, str]) -> None:
         """Send the connected ones of these ranks the reason for which they do not take part, and drop them."""
-        for caller in [one for one in self._callers if one.hello and one.hello.rank in reasons]:
-            assert caller.hello is not None
+        for peer in [one for one in self._peers if one.hello and one.hello.rank in reasons]:
+            assert peer.hello is not None
             with contextlib.suppress(OSError):
-                caller.line.send(RankFailed(reasons[caller.hello.rank]))
-            self._remove(caller)
+                peer.line.send(RankFailed(reasons[peer.hello.rank]))
+            self._remove(peer)
 
-    def dismiss_all(self, reason: str) -> None:
-        self.dismiss({caller.hello.rank: reason for caller in self._callers if caller.hello})
+    def reject_all(self, reason: str) -> None:
+        self.reject({peer.hello.rank: reason for peer in self._peers if peer.hello})
 
     def take(self) -> dict[int, RankConnection]:
         """Return the connections of the admitted ranks; the caller owns them from now on."""
-        taken = {caller.hello.rank: caller.line for caller in self._callers if caller.hello and not caller.held_back}
-        self._callers = [caller for caller in self._callers if caller.line not in taken.values()]
+        taken = {peer.hello.rank: peer.line for peer in self._peers if peer.hello and not peer.held_back}
+        self._peers = [peer for peer in self._peers if peer.line not in taken.values()]
         return taken
 
     def close(self) -> None:
-        for caller in self._callers:
-            caller.line.close()
+        for peer in self._peers:
+            peer.line.close()
         self._selector.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the peer has disconnected
             line = RankConnection(self._listener.accept()[0])
             line.socket.settimeout(_HELLO_S)
-            self._callers.append(_Caller(line, time.monotonic() + _HELLO_S))
+            self._peers.append(_Peer(line, time.monotonic() + _HELLO_S))
             self._selector.register(line.socket, selectors.EVENT_READ)
 
-    def _hear(self, caller: _Caller, hold_back: Collection[int]) -> None:
+    def _receive_hello(self, peer: _Peer, hold_back: Collection[int]) -> None:
         try:
-            words = caller.line.receive()
+            words = peer.line.receive()
         except (OSError, EOFError, msgspec.DecodeError):
-            self._drop(caller)
+            self._drop(peer)
             return
-        if caller.hello is not None or not words:
+        if peer.hello is not None or not words:
             return
         hello = words[0]
         if not isinstance(hello, RankHello) or not secrets.compare_digest(
             hello.secret.encode(), self._own.secret.encode()
         ):
-            self._drop(caller)
+            self._drop(peer)
             return
-        known = any(other.hello and other.hello.rank == hello.rank for other in self._callers)
-        caller.hello, caller.held_back = hello, hello.rank in hold_back
+        known = any(other.hello and other.hello.rank == hello.rank for other in self._peers)
+        peer.hello, peer.held_back = hello, hello.rank in hold_back
         if known or not 0 < hello.rank < self._num_ranks:
             raise RanksError(
                 f"a rank {hello.rank} of {self._num_ranks} connected twice or has an invalid number: check "
@@ -137,16 +137,16 @@ class ConnectingRanks:
             )
         _compare(self._own, hello)
 
-    def _drop(self, caller: _Caller) -> None:
+    def _drop(self, peer: _Peer) -> None:
         """Drop a connection that has ended or is invalid. Its rank may connect again."""
-        self._remove(caller)
-        if self._note is not None and caller.hello is not None and not caller.held_back:
-            self._note(caller.hello.rank)
+        self._remove(peer)
+        if self._note is not None and peer.hello is not None and not peer.held_back:
+            self._note(peer.hello.rank)
 
-    def _remove(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        self._selector.unregister(caller.line.socket)
-        caller.line.close()
+    def _remove(self, peer: _Peer) -> None:
+        self._peers.remove(peer)
+        self._selector.unregister(peer.line.socket)
+        peer.line.close()
 
 
 def _compare(own: RankHello, other: RankHello) -> None:

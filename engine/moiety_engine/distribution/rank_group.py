@@ -24,7 +24,7 @@ from moiety_engine.distribution.collectives import (
 )
 from moiety_engine.distribution.layout import Layout, RankPosition, without
 from moiety_engine.distribution.rank_heartbeat import explaining
-from moiety_engine.distribution.rendezvous import LONGEST_WAIT, ConnectedRanks, RankExclusion, meet, open_store
+from moiety_engine.distribution.rendezvous import LONGEST_WAIT, ConnectedRanks, RankExclusion, connect_ranks, open_store
 from moiety_engine.loopback import keep_collectives_on_loopback
 
 if TYPE_CHECKING:
@@ -94,23 +94,25 @@ def join(
     """Meet the other ranks and create the groups.
 
     `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
-    ranks that have not joined, if it can; the other ranks are then renumbered. See `meet` for `gone` and `note`. A rank
-    lost while the groups are created ends the process. Raises RanksError.
+    ranks that have not joined, if it can; the other ranks are then renumbered. See `connect_ranks` for `gone` and
+    `note`. A rank lost while the groups are created ends the process. Raises RanksError.
     """
     if rendezvous.is_local:
         keep_collectives_on_loopback()
     store = store or open_store(rendezvous, timeout_s)
     exclusion = None if exclude_rank_after_s is None else RankExclusion(layout, exclude_rank_after_s)
-    met = meet(rendezvous, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note)
-    with met.heartbeat.guarding(), explaining():
-        return _rank_group_of(layout, rendezvous, store, met, device_type)
+    connected = connect_ranks(
+        rendezvous, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note
+    )
+    with connected.heartbeat.guarding(), explaining():
+        return _rank_group_of(layout, rendezvous, store, connected, device_type)
 
 
 def _rank_group_of(
-    layout: Layout, rendezvous: Rendezvous, store: Store, met: ConnectedRanks, device_type: str
+    layout: Layout, rendezvous: Rendezvous, store: Store, connected: ConnectedRanks, device_type: str
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
-    heartbeat, excluded = met.heartbeat, met.excluded
+    heartbeat, excluded = connected.heartbeat, connected.excluded
     layout, rank = without(layout, excluded), rendezvous.rank - sum(one < rendezvous.rank for one in excluded)
     dist.init_process_group(
         BACKENDS[device_type],

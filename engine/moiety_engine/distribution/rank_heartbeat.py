@@ -201,15 +201,15 @@ class RankHeartbeat:
 
     def fail(self, reason: str, *, own: bool = False) -> None:
         """Report that this rank cannot continue, and close the connections. `own`: see `RankFailed`."""
-        self._hang_up(RankFailed(reason, own))
+        self._end_connections(RankFailed(reason, own))
 
     def close(self) -> None:
         """End the group normally."""
-        self._hang_up(RankGroupEnd())
+        self._end_connections(RankGroupEnd())
 
-    def _hang_up(self, word: RankMessage) -> None:
+    def _end_connections(self, word: RankMessage) -> None:
         self._over = True
-        self.send(word)  # also if another rank sent Bye first: the other ranks have not received it
+        self.send(word)  # also if another rank sent RankGroupEnd first: the other ranks have not received it
         self._thread.join()
         for line in self._lines.values():
             line.close()
@@ -220,14 +220,14 @@ class RankHeartbeat:
                 line.socket.settimeout(SILENCE_S)
                 selector.register(line.socket, selectors.EVENT_READ, rank)
             beat_at_s = 0.0
-            turn_s = BEAT_INTERVAL_S / 2
-            silence = HeartbeatTimeout(self._lines, limit_s=SILENCE_S, turn_s=turn_s, now_s=time.monotonic())
+            interval_s = BEAT_INTERVAL_S / 2
+            silence = HeartbeatTimeout(self._lines, limit_s=SILENCE_S, interval_s=interval_s, now_s=time.monotonic())
             while not self._over:
-                found = selector.select(turn_s)
-                silence.turn(now_s := time.monotonic())
+                found = selector.select(interval_s)
+                silence.begin_interval(now_s := time.monotonic())
                 for key, _ in found:
-                    self._hear(key.data)
-                    silence.heard(key.data)
+                    self._receive_messages(key.data)
+                    silence.record(key.data)
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
                     self.send(Beat(self._waited.seconds))
@@ -236,13 +236,15 @@ class RankHeartbeat:
                         f"rank {silent[0]} sent no heartbeat for {SILENCE_S:g} s: its process hangs, or its "
                         "host is not reachable"
                     )
-                    self._lose(reason, silence.longer_than(SILENCE_S / 2))
+                    self._report_loss(reason, silence.longer_than(SILENCE_S / 2))
 
-    def _hear(self, rank: int) -> None:
+    def _receive_messages(self, rank: int) -> None:
         try:
             words: Iterable[RankMessage] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
-            self._lose(f"rank {rank} is lost: its process ended, or the connection to its host is closed", [rank])
+            self._report_loss(
+                f"rank {rank} is lost: its process ended, or the connection to its host is closed", [rank]
+            )
             return
         for word in words:
             if isinstance(word, Beat):
@@ -252,16 +254,18 @@ class RankHeartbeat:
                     self._loaded.add(rank)
                     self._changed.notify_all()
             elif isinstance(word, RankFailed):
-                self._lose(word.reason if rank == 0 else f"rank {rank}: {word.reason}", [rank] if word.own else [])
+                self._report_loss(
+                    word.reason if rank == 0 else f"rank {rank}: {word.reason}", [rank] if word.own else []
+                )
             elif isinstance(word, RankGroupEnd):
                 self._over = True
 
-    def _lose(self, reason: str, ranks: list[int]) -> None:
+    def _report_loss(self, reason: str, ranks: list[int]) -> None:
         if self._over:
             return
         self._over = True
         if ranks and self._note is not None:
-            for rank in sorted({*ranks, *self._lost_with(ranks)}):
+            for rank in sorted({*ranks, *self._find_ranks_lost_together(ranks)}):
                 self._note(rank)
         self.send(RankFailed(reason))  # rank 0 to the remaining ranks; the others to rank 0, which may still read
         with self._changed:
@@ -271,7 +275,7 @@ class RankHeartbeat:
         if guards:
             self._end_process(reason)
 
-    def _lost_with(self, ranks: list[int]) -> list[int]:
+    def _find_ranks_lost_together(self, ranks: list[int]) -> list[int]:
         """Return the ranks whose connections end now as well, as those of one host do.
 
         It excludes ranks that report that they end because of this loss.

@@ -82,7 +82,7 @@ def open_store(rendezvous: Rendezvous, timeout_s: float) -> TCPStore:
         ) from exc
 
 
-def meet(
+def connect_ranks(
     rendezvous: Rendezvous,
     store: Store,
     settings: dict[str, str],
@@ -101,7 +101,7 @@ def meet(
     """
     store = PrefixStore(f"moiety/{rendezvous.attempt}", store)
     if rendezvous.rank:
-        line, excluded = _arrive(rendezvous, store, settings, checkpoint, timeout_s)
+        line, excluded = _join_rank_0(rendezvous, store, settings, checkpoint, timeout_s)
         return ConnectedRanks(RankHeartbeat(rendezvous.rank, {0: line}), excluded)
     with _listener(rendezvous) as listener:
         secret = secrets.token_hex()
@@ -112,7 +112,7 @@ def meet(
             try:
                 excluded = _receive_all(arrivals, rendezvous.num_ranks, timeout_s, exclusion, gone)
             except RanksError as exc:
-                arrivals.dismiss_all(str(exc))
+                arrivals.reject_all(str(exc))
                 raise
             lines = arrivals.take()
         if excluded:
@@ -136,7 +136,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
 
 
-def _arrive(
+def _join_rank_0(
     rendezvous: Rendezvous, store: Store, settings: dict[str, str], checkpoint: str, timeout_s: float
 ) -> tuple[RankConnection, tuple[int, ...]]:
     """Connect to rank 0 and return the connection with the excluded ranks."""
@@ -190,8 +190,8 @@ def _receive_all(
     begin_s, rather = time.monotonic(), set[int]()
     while True:
         left = {rank: why for rank, why in gone().items() if rank not in rather}
-        busy = arrivals.turn(left)
-        arrivals.lose(left.keys() - arrivals.held_back)
+        busy = arrivals.poll(left)
+        arrivals.drop_ended(left.keys() - arrivals.held_back)
         missing, waited_s = arrivals.missing, time.monotonic() - begin_s
         if not missing:
             return ()
@@ -204,11 +204,11 @@ def _receive_all(
             excluded, why_not = exclusion.leaving(missing)
             if excluded:
                 together = set(excluded) - set(missing)
-                arrivals.dismiss(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
+                arrivals.reject(left | {rank: _SHARES_HEADS.format(rank=rank) for rank in together})
                 return excluded
             if (held_back := arrivals.held_back) and exclusion.can_without(set(missing) - held_back):
                 rather |= held_back  # the group needs these to start
-                arrivals.let_in()
+                arrivals.admit_held_back()
                 continue
         if none_will_come:
             raise RanksError("; ".join(left.values()) + why_not)
