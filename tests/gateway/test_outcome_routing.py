@@ -367,11 +367,11 @@ def test_any_received_message_counts_as_a_sign_of_life() -> None:
     for _ in range(10):
         clock.advance(4)
         assert not liveness.is_lost
-        liveness.hear()
-        assert not liveness.streams_flow
+        liveness.record_data()
+        assert not liveness.is_streaming
     clock.advance(4)
-    liveness.hear_stream()
-    assert liveness.streams_flow
+    liveness.record_stream()
+    assert liveness.is_streaming
     clock.advance(5.1)
     assert liveness.is_lost
-    assert not liveness.streams_flow
+    assert not liveness.is_streaming

@@ -38,7 +38,7 @@ class _OutgoingTransfer:
     begin: Begin
     address: str
     transport: Transport
-    heard_s: float  # time of the last activity
+    last_message_s: float  # time of the last activity
     problem: str = ""  # why the transfer failed
 
 
@@ -133,7 +133,7 @@ class SenderThread:
             except Exception:  # the root of a thread: KV that was not sent is lost, and the receiver recomputes it
                 log.exception("kv_not_sent")
             self._give_up()
-            self._hear()
+            self._receive_answers()
         for socket in self._links.values():
             socket.close(linger=LINGER_MS)
         self._context.term()
@@ -147,7 +147,7 @@ class SenderThread:
             self._post(transfer, piece, transfer.transport.put(piece.offset, parts))
 
     def _post(self, transfer: _OutgoingTransfer, message: ToReceiver, data: list[memoryview]) -> None:
-        transfer.heard_s = time.monotonic()
+        transfer.last_message_s = time.monotonic()
         link = self._link_to(transfer.address)
         if link is None:
             transfer.problem = f"{transfer.address!r} is not a valid address"
@@ -159,7 +159,7 @@ class SenderThread:
         self._send_message(transfer, Cancel(transfer.begin.transfer_id))
         self._forget(transfer.begin.transfer_id)
 
-    def _hear(self) -> None:
+    def _receive_answers(self) -> None:
         """Process the answers that have arrived."""
         for socket in self._links.values():
             while True:
@@ -186,7 +186,7 @@ class SenderThread:
         """Drop transfers without an answer, and close the connection to their receiver with its queue."""
         now_s = time.monotonic()
         for transfer in list(self._transfers.values()):
-            if now_s - transfer.heard_s > ANSWER_S:
+            if now_s - transfer.last_message_s > ANSWER_S:
                 log.warning("kv_not_answered", address=transfer.address, num_bytes=transfer.begin.num_bytes)
                 self._forget(transfer.begin.transfer_id)
                 link = self._links.pop(transfer.address, None)

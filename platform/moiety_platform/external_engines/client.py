@@ -196,7 +196,7 @@ class ExternalEngineClient:
             answer,
             stream,
             self._clock,
-            self._liveness.hear_stream,
+            self._liveness.record_stream,
             self._suspect,
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
@@ -245,15 +245,15 @@ class ExternalEngineClient:
         has_broken, self._has_broken = self._has_broken, False
         try:
             await self._prober.check_health()
-            self._liveness.hear()
+            self._liveness.record_data()
             card = None if self._is_healthy and not has_broken else await self._prober.card()
             self._figures = await self._prober.metrics()
             self._note_load()
             if card is not None:
                 self._connected(card)
         except UnhealthyServer as error:
-            self._liveness.hear()
-            if isinstance(error, ModelListUnavailable) and self._is_healthy and self._liveness.streams_flow:
+            self._liveness.record_data()
+            if isinstance(error, ModelListUnavailable) and self._is_healthy and self._liveness.is_streaming:
                 return
             self._lost(str(error))
         except NoResponse as error:

@@ -14,24 +14,24 @@ class Liveness:
     def __init__(self, clock: Clock, silence_s: float) -> None:
         self._clock = clock
         self._silence_s = silence_s
-        self._heard_at_s = clock.monotonic()
-        self._streamed_at_s: float | None = None
+        self._last_data_s = clock.monotonic()
+        self._last_streamed_s: float | None = None
 
-    def hear(self) -> None:
+    def record_data(self) -> None:
         """Record that data arrived from the engine."""
-        self._heard_at_s = self._clock.monotonic()
+        self._last_data_s = self._clock.monotonic()
 
-    def hear_stream(self) -> None:
+    def record_stream(self) -> None:
         """Record that bytes of a stream arrived."""
-        self._heard_at_s = self._streamed_at_s = self._clock.monotonic()
+        self._last_data_s = self._last_streamed_s = self._clock.monotonic()
 
     @property
-    def streams_flow(self) -> bool:
+    def is_streaming(self) -> bool:
         """True if bytes of a stream arrived within `silence_s`."""
-        at_s = self._streamed_at_s
+        at_s = self._last_streamed_s
         return at_s is not None and self._clock.monotonic() - at_s <= self._silence_s
 
     @property
     def is_lost(self) -> bool:
         """True if nothing arrived for longer than `silence_s`."""
-        return self._clock.monotonic() - self._heard_at_s > self._silence_s
+        return self._clock.monotonic() - self._last_data_s > self._silence_s
