@@ -179,9 +179,9 @@ class SteppingWorker:
                     send_frame(process.compile_link, order)
                     report = receive_frame(process.compile_link, PrepareReport)
                 except (EOFError, OSError):
-                    end = self._bury(process)
+                    end = self._end_process(process)
                     if end is not None and is_own_fault(end) and order.grammar_id in process.masks.grammars_in_progress:
-                        raise self._guilty(grammar.spec, end) from None
+                        raise self._crash_refusal(grammar.spec, end) from None
                     continue
                 if report.refusal:
                     raise GrammarRefused(report.refusal)
@@ -206,7 +206,7 @@ class SteppingWorker:
             try:
                 report = self._ask(process, live)
             except (EOFError, OSError):
-                num_unexplained += not self._blame(process, live)
+                num_unexplained += not self._record_crash(process, live)
                 if num_unexplained >= MAX_UNEXPLAINED:
                     self._give_up(live, "they end unexpectedly")
                 continue
@@ -297,7 +297,7 @@ class SteppingWorker:
             process.freed_grammar_ids.append(dropped.grammar_id)
         return kept
 
-    def _bury(self, process: _Process) -> ChildExit | None:
+    def _end_process(self, process: _Process) -> ChildExit | None:
         """End a process that does not answer; the next call starts another one. Returns how it ended, if known."""
         with self._lock:
             if self._process is process:
@@ -309,27 +309,27 @@ class SteppingWorker:
                 log.warning("grammar_worker_restarted", ended_by=how, restarts_total=self.restarts_total)
             return process.end
 
-    def _blame(self, process: _Process, live: Sequence[GrammarHandle]) -> bool:
+    def _record_crash(self, process: _Process, live: Sequence[GrammarHandle]) -> bool:
         """Find the request in whose operation the process died. Returns False where there was none."""
-        end = self._bury(process)
+        end = self._end_process(process)
         masks = process.masks
         compiling, beside = masks.grammars_in_progress
-        suspects = []
+        crashed = []
         for handle in live:
             kept = process.has.get(handle.grammar.spec)
             is_compiled = bool(compiling) and kept is not None and kept.grammar_id == compiling
             if is_compiled or handle.state_id == masks.state_in_progress:
-                suspects.append(handle)
+                crashed.append(handle)
         is_proved = end is not None and is_own_fault(end) and not beside
-        for handle in suspects:
+        for handle in crashed:
             handle.num_deaths += UNKNOWN_END if end is None else 1
             if end is not None and (is_proved or handle.num_deaths >= MAX_DEATHS):
-                handle.fall_back_or_fail(str(self._guilty(handle.grammar.spec, end)))
+                handle.fall_back_or_fail(str(self._crash_refusal(handle.grammar.spec, end)))
             elif handle.num_deaths >= MAX_DEATHS:
                 handle.fall_back_or_fail(CRASHED.format(how="it ended repeatedly"))
-        return bool(suspects)
+        return bool(crashed)
 
-    def _guilty(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
+    def _crash_refusal(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
         problem = CRASHED.format(how=name_of(end))
         if is_own_fault(end):
             self._note_crash(spec, problem)
