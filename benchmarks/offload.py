@@ -44,7 +44,7 @@ from moiety_engine.offline import run_all
 from moiety_engine.offload.layer import LayerExperts
 from moiety_engine.offload.prefetch import PrefetchAccuracy
 from moiety_engine.offload.slot_table import ExpertSlotTable
-from moiety_engine.quantize.quality import demo_exam
+from moiety_engine.quantize.quality import demo_evaluation_set
 from moiety_engine.startup import load_loop
 from moiety_wire.messages import Sampling
 
@@ -247,7 +247,7 @@ def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Vi
         LayerExperts.begin, LayerExperts.expect = beginning, expecting  # type: ignore[method-assign]
         try:
             if folder == resolve_checkpoint(""):
-                for number, (prompt_ids, answer_ids) in enumerate(demo_exam(folder, 4).questions):  # which it knows
+                for number, (prompt_ids, answer_ids) in enumerate(demo_evaluation_set(folder, 4).questions):
                     run_all(loop, [request(number, prompt_ids, len(answer_ids))])
             else:
                 for number in range(4):

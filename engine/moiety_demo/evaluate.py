@@ -88,7 +88,7 @@ def evaluate(
     for domain in DOMAINS:
         on_domain(domain)
         tasks = list(sample_tasks(domain, Split.HELD_OUT, per_domain, seed))
-        domains[domain] = _examine(network, tokenizer, tasks)
+        domains[domain] = _evaluate_task(network, tokenizer, tasks)
     return EvaluationReport(
         environment=_environment(),
         settings={"model": str(model_dir), "per_domain": per_domain, "seed": seed},
@@ -110,7 +110,7 @@ def measure_specialisation(expert_counts: list[list[list[int]]]) -> Specialisati
     return Specialisation(information_L.tolist(), distance_L.tolist())
 
 
-def _examine(network: DemoNetwork, tokenizer: Tokenizer, tasks: list[Task]) -> DomainResult:
+def _evaluate_task(network: DemoNetwork, tokenizer: Tokenizer, tasks: list[Task]) -> DomainResult:
     answers = answer_prompts(network, tokenizer, [task.prompt for task in tasks])
     asked, exact = Counter[str](), Counter[str]()
     mistakes: list[Mapping[str, str]] = []

@@ -33,7 +33,7 @@ _SEED = 1234
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class EvaluationSet:
     """Evaluation data of a model.
 
     `texts`: token ids, and the position (at least 1) of the first token to predict. `questions`: prompts with their
@@ -46,14 +46,14 @@ class Exam:
 
 
 @dataclass(frozen=True, slots=True)
-class Grades:
+class QualityScores:
     """Evaluation results. `accuracy` is None if there were no questions."""
 
     perplexity: float
     accuracy: float | None
 
 
-def demo_exam(folder: Path, per_domain: int) -> Exam:
+def demo_evaluation_set(folder: Path, per_domain: int) -> EvaluationSet:
     """Return the held-out tasks of all domains as questions, and with their answers as texts."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     stops = [token_id(tokenizer, name) for name in (TURN_END, END_OF_TEXT)]
@@ -63,40 +63,40 @@ def demo_exam(folder: Path, per_domain: int) -> Exam:
         for task in tasks
     ]
     texts = [(prompt + answer + stops[:1], len(prompt)) for prompt, answer in questions]
-    return Exam(texts, questions, stops)
+    return EvaluationSet(texts, questions, stops)
 
 
-def text_exam(folder: Path, text: str, context: int) -> Exam:
+def text_evaluation_set(folder: Path, text: str, context: int) -> EvaluationSet:
     """Return a text as pieces of `context` tokens."""
     ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    return Exam([(ids[start : start + context], 1) for start in range(0, len(ids) - 1, context)], [], [])
+    return EvaluationSet([(ids[start : start + context], 1) for start in range(0, len(ids) - 1, context)], [], [])
 
 
-def examine(loop: EngineLoop, exam: Exam, progress: Callable[[int, int], None]) -> Grades:
-    """Evaluate the loop's model on `exam`. `progress` is called with (texts and questions done, in all)."""
-    total = len(exam.texts) + len(exam.questions)
-    surprise = num_tokens = 0.0
-    for number, (ids, first) in enumerate(exam.texts):
-        surprise += _surprise(loop.executor.model, ids, first)
+def evaluate_quality(loop: EngineLoop, data: EvaluationSet, progress: Callable[[int, int], None]) -> QualityScores:
+    """Evaluate the loop's model on `data`. `progress` is called with (texts and questions done, in all)."""
+    total = len(data.texts) + len(data.questions)
+    total_nll = num_tokens = 0.0
+    for number, (ids, first) in enumerate(data.texts):
+        total_nll += _negative_log_likelihood(loop.executor.model, ids, first)
         num_tokens += len(ids) - first
         progress(number + 1, total)
-    perplexity = math.exp(surprise / num_tokens) if num_tokens else math.nan
-    if not exam.questions:
-        return Grades(perplexity, None)
+    perplexity = math.exp(total_nll / num_tokens) if num_tokens else math.nan
+    if not data.questions:
+        return QualityScores(perplexity, None)
     results = run_all(
         loop,
-        [_asked(key, prompt, exam.stop_ids) for key, (prompt, _) in enumerate(exam.questions)],
-        on_step=lambda done: progress(len(exam.texts) + done, total),
+        [_request_for(key, prompt, data.stop_ids) for key, (prompt, _) in enumerate(data.questions)],
+        on_step=lambda done: progress(len(data.texts) + done, total),
     )
     exact = sum(
-        [token for token in results[key].token_ids if token not in exam.stop_ids] == answer
-        for key, (_, answer) in enumerate(exam.questions)
+        [token for token in results[key].token_ids if token not in data.stop_ids] == answer
+        for key, (_, answer) in enumerate(data.questions)
     )
-    return Grades(perplexity, exact / len(exam.questions))
+    return QualityScores(perplexity, exact / len(data.questions))
 
 
 @torch.inference_mode()
-def _surprise(model: Transformer, ids: list[int], first: int) -> float:
+def _negative_log_likelihood(model: Transformer, ids: list[int], first: int) -> float:
     """Return Σ -log p of each token from `first` on, given the tokens before it."""
     count = len(ids)
     if count < 2:
@@ -119,7 +119,7 @@ def _surprise(model: Transformer, ids: list[int], first: int) -> float:
     return -float(logprobs_TV.gather(1, torch.tensor(ids[first:], device=device)[:, None]).sum())
 
 
-def _asked(key: int, prompt_ids: list[int], stop_ids: list[int]) -> CoreSubmit:
+def _request_for(key: int, prompt_ids: list[int], stop_ids: list[int]) -> CoreSubmit:
     return CoreSubmit(
         key=key,
         tenant_id="quantize",

@@ -12,7 +12,13 @@ import msgspec
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.quantize.quality import Exam, Grades, demo_exam, examine, text_exam
+from moiety_engine.quantize.quality import (
+    EvaluationSet,
+    QualityScores,
+    demo_evaluation_set,
+    evaluate_quality,
+    text_evaluation_set,
+)
 from moiety_engine.quantize.writing import write_quantized
 from moiety_engine.startup import load_loop
 from moiety_kernels.quantization import FORMATS
@@ -24,15 +30,15 @@ Note = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """Result of a quantization. `before` and `after` are None if no evaluation data exists for the model."""
+    """Result of a quantization. `before` and `after` are None if no evaluation evaluation_data exists for the model."""
 
     source: str
     target: str
     format: str
     bytes_before: int
     bytes_after: int
-    before: Grades | None
-    after: Grades | None
+    before: QualityScores | None
+    after: QualityScores | None
 
 
 def quantize_and_measure(
@@ -45,22 +51,23 @@ def quantize_and_measure(
     if to not in FORMATS:
         raise InvalidConfig(f"format {to!r} is not supported; choose one of {', '.join(FORMATS)}")
     source = Path(config.model)
-    exam = _exam(source, text, per_domain, context)
+    evaluation_data = _evaluation_data(source, text, per_domain, context)
     sizes = write_quantized(source, target, FORMATS[to], partial(note, "writing"))
-    grades: list[Grades | None] = [None, None]
-    if exam is not None:
+    scores: list[QualityScores | None] = [None, None]
+    if evaluation_data is not None:
         plain = msgspec.structs.replace(config, quantization="none")
         whole_numbers = not FORMATS[to].floating  # named explicitly they include the head, which counts too
         narrow = msgspec.structs.replace(config, model=str(target), quantization=to if whole_numbers else "auto")
-        grades = [
-            examine(load_loop(one), exam, partial(note, stage)) for one, stage in ((plain, "before"), (narrow, "after"))
+        scores = [
+            evaluate_quality(load_loop(one), evaluation_data, partial(note, stage))
+            for one, stage in ((plain, "before"), (narrow, "after"))
         ]
-    return QuantizationReport(str(source), str(target), to, *sizes, *grades)
+    return QuantizationReport(str(source), str(target), to, *sizes, *scores)
 
 
-def _exam(source: Path, text: str | None, per_domain: int, context: int) -> Exam | None:
+def _evaluation_data(source: Path, text: str | None, per_domain: int, context: int) -> EvaluationSet | None:
     if text is not None:
-        return text_exam(source, text, context)
+        return text_evaluation_set(source, text, context)
     own, demo = source / TOKENIZER, resolve_checkpoint("") / TOKENIZER
     is_demo = own.is_file() and own.read_bytes() == demo.read_bytes()
-    return demo_exam(source, per_domain) if is_demo else None
+    return demo_evaluation_set(source, per_domain) if is_demo else None

@@ -17,7 +17,7 @@ import typer
 from pydantic import SecretStr
 
 from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
-from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, examine
+from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, run_doctor
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import say
@@ -98,7 +98,7 @@ def _parts(context: DoctorContext, operations_url: str | None, logs: list[Path])
     """Yield the name and text of each part."""
     yield "versions.json", _json(versions())
     yield "settings.json", _json(redact_settings(_settings(context.settings)))
-    findings = asyncio.run(examine(context, SystemClock()))
+    findings = asyncio.run(run_doctor(context, SystemClock()))
     yield "doctor.json", _json([finding.as_json() for finding in findings])
     with httpx.Client(base_url=operations_url or context.url, timeout=TIMEOUT_S) as http:
         for name, path in OPERATIONS_FILES.items():

@@ -22,7 +22,7 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_migrations import upgrade
-from moiety_platform.cli.doctor.command import DoctorContext, examine
+from moiety_platform.cli.doctor.command import DoctorContext, run_doctor
 from moiety_platform.cli.doctor.finding import Severity
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.clock import SystemClock
@@ -141,4 +141,4 @@ def heals(world: World) -> Heals:
 async def complaints(world: World, patient: DoctorContext, area: Any) -> Any:
     """Return the errors and warnings that are found in an area."""
     only = dataclasses.replace(patient, only=frozenset({area}))
-    return [one for one in await examine(only, world.clock) if one.level is not Severity.OK]
+    return [one for one in await run_doctor(only, world.clock) if one.level is not Severity.OK]

@@ -71,7 +71,7 @@ def doctor(
     Give it the same environment, configuration file or options as the gateway.
     """
     context = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
-    findings = asyncio.run(examine(context, SystemClock()))
+    findings = asyncio.run(run_doctor(context, SystemClock()))
     counts = Counter(finding.level for finding in findings)
     if as_json:
         show_json(
@@ -116,7 +116,7 @@ def doctor_context_of(
     return DoctorContext(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
 
 
-async def examine(context: DoctorContext, clock: Clock) -> list[Finding]:
+async def run_doctor(context: DoctorContext, clock: Clock) -> list[Finding]:
     """Run all checks of the chosen areas."""
     return [finding async for finding in _run_checks(context, clock)]
 
