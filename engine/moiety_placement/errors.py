@@ -3,7 +3,7 @@
 PlacementError
 ├── BadLoad       the counts are not what a placement can be made from; the message says what is
 ├── BadNumbers    experts, groups, nodes, ranks and replicas that do not divide; the message says what must divide what
-└── NoRoom        fewer slots are alive than there are experts; the message says how many are missing
+└── TooFewSlots   fewer slots are alive than there are experts; the message says how many are missing
 """
 
 
@@ -19,5 +19,5 @@ class BadNumbers(PlacementError):
     pass
 
 
-class NoRoom(PlacementError):
+class TooFewSlots(PlacementError):
     pass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moiety_placement.errors import BadNumbers, NoRoom
+from moiety_placement.errors import BadNumbers, TooFewSlots
 from moiety_placement.improvement import step
 from moiety_placement.matching import moves
 from moiety_placement.placement import Floats, Ints, Placement, check_load, living_ranks
@@ -39,7 +39,7 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
     the time in which a balanced layer computes the load, which is the load until the next call.
 
     Experts without a replica (`without`) are restored first, at any cost, over replicas of others, in any node. Raises
-    BadLoad, BadNumbers, or NoRoom if there are more of these experts than spare slots.
+    BadLoad, BadNumbers, or TooFewSlots if there are more of these experts than spare slots.
     """
     loads = check_load(load_LE, (old.num_layers, old.num_experts))
     if not move_cost >= 0:
@@ -84,7 +84,7 @@ def _bring_back(board: PlacementState, layer: int) -> None:
     lost = np.flatnonzero(board.counts_LE[layer] == 0)
     spare = int(np.maximum(board.counts_LE[layer] - 1, 0).sum())
     if len(lost) > spare:
-        raise NoRoom(
+        raise TooFewSlots(
             f"layer {layer} has lost {len(lost)} experts, but only {spare} slots hold replicas that they "
             f"could replace: bring {len(lost) - spare} more slots back into service"
         )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moiety_placement.errors import BadLoad, BadNumbers, NoRoom
+from moiety_placement.errors import BadLoad, BadNumbers, TooFewSlots
 from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement import Floats, Placement, rank_loads
 from moiety_placement.placement_planner import plan
@@ -145,7 +145,7 @@ def test_a_start_without_a_dead_rank_puts_no_expert_twice_on_one_that_lives() ->
 
 def test_placements_without_room_or_with_unknown_ranks_are_refused_with_numbers() -> None:
     placement = plan(draw_load(1), **GLOBAL)
-    with pytest.raises(NoRoom, match="bring 6 more slots back into service"):
+    with pytest.raises(TooFewSlots, match="bring 6 more slots back into service"):
         rebalance(without(placement, {0, 1, 2}).placement, draw_load(1), move_cost=0.01)
     with pytest.raises(BadNumbers, match="ranks are 0 to 5, not 6 to 6"):
         without(placement, {6})
