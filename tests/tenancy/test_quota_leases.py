@@ -252,7 +252,7 @@ async def test_a_limit_that_is_taken_away_cuts_no_stream(database: Database) -> 
     hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 100})
     refusal = await enforcer.extend(hold, {Unit.TOKENS: 101})
     assert refusal is not None
-    assert refusal.room == 0
+    assert refusal.available == 0
     await change(database, WHOLE, None)
     async with asyncio.timeout(60):
         while await enforcer.extend(hold, {Unit.TOKENS: 5_000}) is not None:  # noqa: ASYNC110 - the enforcer tells nobody

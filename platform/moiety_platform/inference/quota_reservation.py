@@ -112,7 +112,7 @@ class QuotaReservation:
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt and output for each sequence, and return the credit of each sequence.
 
-        A quota with less room than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota, Forbidden
+        A quota with less available than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota, Forbidden
         or Unavailable.
         """
         self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
@@ -123,7 +123,7 @@ class QuotaReservation:
             try:
                 self._hold = await self._enforcer.hold(self._scopes, amounts, least)
             except QuotaExceeded as refusal:
-                affordable = self._affordable(refusal.unit, 0, refusal.room) - num_prompt_tokens
+                affordable = self._affordable(refusal.unit, 0, refusal.available) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)
                 if credit_tokens < 1:
                     raise
@@ -141,7 +141,7 @@ class QuotaReservation:
     async def extend(self, tokens: int, more: int) -> int:
         """Reserve up to `more` tokens beyond `tokens` in total, and return how many.
 
-        0 means that a quota is exhausted. Raises Throttled for a rate limit, which will have room again, or
+        0 means that a quota is exhausted. Raises Throttled for a rate limit, which recovers, or
         Unavailable.
         """
         assert self._hold is not None, "begun before it is extended"
@@ -152,7 +152,7 @@ class QuotaReservation:
                 self._reserved = max(self._reserved, tokens + more)
                 self._reserved_cost = max(self._reserved_cost, amounts[Unit.MONEY])
                 return more
-            more = min(more - 1, self._affordable(refusal.limit.kind.unit, self._reserved, refusal.room) - tokens)
+            more = min(more - 1, self._affordable(refusal.limit.kind.unit, self._reserved, refusal.available) - tokens)
             if more <= 0 and refusal.limit.kind.meter is Meter.RATE:
                 raise Throttled
         return 0
@@ -222,16 +222,16 @@ class QuotaReservation:
         tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
         return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: min(cost, self._reserved_cost)}
 
-    def _affordable(self, unit: Unit, reserved: int, room: int) -> int:
+    def _affordable(self, unit: Unit, reserved: int, available: int) -> int:
         """Return the total number of tokens that the request can have.
 
-        `reserved` tokens are reserved, and `room` more of the unit is available.
+        `reserved` tokens are reserved, and `available` more of the unit can be.
         """
         if unit is Unit.TOKENS:
-            return reserved + room
+            return reserved + available
         if unit is not Unit.MONEY or self._dearest.output == 0:
             return 0
-        budget = room + (self._most_cost(reserved) if reserved else 0)
+        budget = available + (self._most_cost(reserved) if reserved else 0)
         left = budget * MILLION - self._prompt_tokens * self._dearest.input
         return self._prompt_tokens + left // self._dearest.output
 

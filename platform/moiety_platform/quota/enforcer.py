@@ -140,8 +140,8 @@ class QuotaEnforcer:
                     hold.drop(window)
                 elif amount > 0 and grant.amount == 0:
                     account = self._accounts[window]
-                    room = max(0, account.lease.free) + grant.remaining
-                    return LimitRefusal(account.limit, window, room, amount - grant.remaining)
+                    available = max(0, account.lease.free) + grant.remaining
+                    return LimitRefusal(account.limit, window, available, amount - grant.remaining)
         return None
 
     def require_current(self, hold: Hold) -> None:

@@ -14,17 +14,17 @@ SLOT_RETRY_S = 1.0
 
 
 class QuotaExceeded(RateLimited):
-    """A limit has no room for the request, except for `room` of its `unit`.
+    """A limit has only `available` of its `unit` left for the request.
 
-    `retry_after_s` is the expected time until it has room again.
+    `retry_after_s` is the expected time until more is available.
     """
 
     default_code = "quota_exceeded"
 
-    def __init__(self, message: str, *, unit: Unit, room: int, code: str | None, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, unit: Unit, available: int, code: str | None, retry_after_s: float) -> None:
         super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.unit = unit
-        self.room = room
+        self.available = available
 
 
 def store_unavailable() -> Unavailable:
@@ -45,26 +45,26 @@ def never_fits(limit: Limit, needed: int) -> RequestExceedsQuota:
     return RequestExceedsQuota(f"The {limit.scope.level}'s limit of {shown(limit)} {why}")
 
 
-def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: datetime) -> QuotaExceeded:
-    """Return the refusal of a request that fits only `room` of its amount, with `short` lacking for the rest."""
+def exceeded(limit: Limit, window: WindowId, *, available: int, short: int, now: datetime) -> QuotaExceeded:
+    """Return the refusal of a request that fits only `available` of its amount, with `short` lacking for the rest."""
     kind, whose = limit.kind, f"The {limit.scope.level}'s limit of {shown(limit)}"
     if kind.meter is Meter.SLOTS:
         return QuotaExceeded(
             f"{whose} is reached. Wait until one of the running requests has ended, or have the limit raised",
-            unit=kind.unit, room=room, code="concurrency_limit_exceeded", retry_after_s=SLOT_RETRY_S,
+            unit=kind.unit, available=available, code="concurrency_limit_exceeded", retry_after_s=SLOT_RETRY_S,
         )  # fmt: skip
     if kind.meter is Meter.RATE:
         wait_s = max(1.0, short * 60 / limit.cap) if limit.cap else 60.0
         return QuotaExceeded(
             f"{whose} does not allow this request now. Try again in {wait_s:.0f} s, or have the limit raised",
-            unit=kind.unit, room=room, code="rate_limit_exceeded", retry_after_s=wait_s,
+            unit=kind.unit, available=available, code="rate_limit_exceeded", retry_after_s=wait_s,
         )  # fmt: skip
     assert kind.period is not None, "a stock has a period"
     resets_at = window_end(kind.period, window.start)
     return QuotaExceeded(
         f"{whose} does not allow this request. It is renewed at {resets_at:%Y-%m-%d %H:%M} UTC; ask for fewer tokens, "
         "or have the limit raised",
-        unit=kind.unit, room=room, code=None,
+        unit=kind.unit, available=available, code=None,
         retry_after_s=max(1.0, (resets_at - now).total_seconds()),
     )  # fmt: skip
 
@@ -73,16 +73,16 @@ def exceeded(limit: Limit, window: WindowId, *, room: int, short: int, now: date
 class LimitRefusal:
     """Refusal by a limit that has less left than a hold lacks.
 
-    `short` is the missing part; `room` is how much more the hold could have.
+    `short` is the missing part; `available` is how much more the hold could have.
     """
 
     limit: Limit
     window: WindowId
-    room: int
+    available: int
     short: int
 
     def error(self, now: datetime) -> QuotaExceeded:
-        return exceeded(self.limit, self.window, room=self.room, short=self.short, now=now)
+        return exceeded(self.limit, self.window, available=self.available, short=self.short, now=now)
 
 
 def shown(limit: Limit) -> str:

@@ -227,8 +227,8 @@ class LeaseStore:
         await grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
 
 
-async def lease_has_room(session: AsyncSession, charges: Iterable[Charge]) -> bool:
-    """Return whether the leases still have room for the charges, ignoring deleted limits.
+async def lease_covers(session: AsyncSession, charges: Iterable[Charge]) -> bool:
+    """Return whether the leases still cover the charges, ignoring deleted limits.
 
     It is False only if leases were proven unspent and released.
     """

@@ -14,7 +14,7 @@ from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
-from moiety_platform.quota.store import book, lease_has_room
+from moiety_platform.quota.store import book, lease_covers
 from moiety_platform.usage.ledger import add_to_hours, correct, settle
 from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
@@ -93,7 +93,7 @@ async def _unless_released(session: AsyncSession, row: UsageRow) -> UsageRow:
     The gateway wrote it down before the request was served; a release means that the engines have proven that no engine
     had the request.
     """
-    if await lease_has_room(session, row.charges):
+    if await lease_covers(session, row.charges):
         return row
     return msgspec.structs.replace(row, prompt_tokens=0, cost_nanodollars=0, charges=())
 
