@@ -27,27 +27,29 @@ from moiety_platform.responses_api.items import Item, message_item, text_part
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import ConversationItem, StoredConversation, StoredEvents
 from moiety_platform.responses_api.response_service import ResponseService
-from moiety_platform.responses_api.storage_room import StorageRoom
+from moiety_platform.responses_api.storage_limit import StorageLimit
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
 
 from .test_response_store import BODY, LIMITS, response_id, whose  # noqa: F401  fixtures
 
-ROOM = replace(LIMITS, room=StorageRoom(100, 10**6), max_bytes=10**6)
+LARGE_LIMITS = replace(LIMITS, storage=StorageLimit(100, 10**6), max_bytes=10**6)
 
 
 def message(text: str) -> Item:
     return message_item([text_part(text)])
 
 
-def keepers_of(database: Database, limits: ConversationLimits = ROOM) -> tuple[ResponseService, ConversationService]:
+def services_of(
+    database: Database, limits: ConversationLimits = LARGE_LIMITS
+) -> tuple[ResponseService, ConversationService]:
     responses = ResponseService(database, limits)
     return responses, ConversationService(database, responses, ConversationStore())
 
 
-def timed_keeper(database: Database, time: DatabaseClock) -> tuple[ConversationStore, ConversationService]:
+def timed_service(database: Database, time: DatabaseClock) -> tuple[ConversationStore, ConversationService]:
     store = ConversationStore(time.now)
-    return store, ConversationService(database, ResponseService(database, ROOM, ResponseStore(time.now)), store)
+    return store, ConversationService(database, ResponseService(database, LARGE_LIMITS, ResponseStore(time.now)), store)
 
 
 async def texts(service: ConversationService, whose: Principal, conversation_id: str) -> list[str]:  # noqa: F811
@@ -66,7 +68,7 @@ async def test_responses_and_additions_at_two_gateways_keep_their_items_together
     second: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
-    gateways = [keepers_of(one) for one in (database, second)]
+    gateways = [services_of(one) for one in (database, second)]
     made = await gateways[0][1].create(whose, [], {})
 
     async def respond(number: int) -> None:
@@ -98,7 +100,7 @@ async def test_one_of_the_responses_at_two_gateways_locks_a_conversation_until_i
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store, service = timed_keeper(database, time)
+    store, service = timed_service(database, time)
     locks = [ConversationLocks(one, store) for one in (database, second)]
     made = (await service.create(whose, [], {}))["id"]
     tries = [locks[number % 2].acquire(whose, made, response_id(number)) for number in range(8)]
@@ -127,7 +129,7 @@ async def test_other_projects_tenants_and_models_do_not_find_a_conversation(
     database: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, service = keepers_of(database)
+    responses, service = services_of(database)
     made = await service.create(whose, [message("x")], {})
     continued = await responses.continued_conversation(whose, made["id"])
     assert await responses.keep(whose, response_id(1), "m", continued, [], BODY % b"", stores=False)
@@ -154,7 +156,7 @@ async def test_expired_conversations_are_purged_with_their_items_and_a_new_item_
     whose: Principal,  # noqa: F811
     time: DatabaseClock,
 ) -> None:
-    store, service = timed_keeper(database, time)
+    store, service = timed_service(database, time)
     old, kept = [await service.create(whose, [message("x")], {}) for _ in range(2)]
     time.ms += 40_000
     await service.add_items(whose, kept["id"], [message("y")])
@@ -171,7 +173,7 @@ async def test_items_beyond_the_tenants_room_are_refused_and_nothing_is_added(
     database: Database,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, service = keepers_of(database, replace(ROOM, room=StorageRoom(100, 2000)))
+    responses, service = services_of(database, replace(LARGE_LIMITS, storage=StorageLimit(100, 2000)))
     made = await service.create(whose, [message("x")], {})
     with pytest.raises(RateLimited):
         await service.add_items(whose, made["id"], [message("y" * 1000), message("z" * 1000)])
@@ -188,7 +190,7 @@ async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
     clock: ManualClock,
     whose: Principal,  # noqa: F811
 ) -> None:
-    responses, service = keepers_of(database)
+    responses, service = services_of(database)
     made = await service.create(whose, [message("x")], {})
     continued = await responses.continued_conversation(whose, made["id"])
     body = BODY % b""

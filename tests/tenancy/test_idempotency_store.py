@@ -20,11 +20,11 @@ from moiety_platform.idempotency.store import KeptAnswer, KeyStore
 
 LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
 
-NewKeeper = Callable[..., IdempotencyKeys]
+NewStore = Callable[..., IdempotencyKeys]
 
 
 @pytest.fixture
-def new_keeper(time: DatabaseClock) -> NewKeeper:
+def new_store(time: DatabaseClock) -> NewStore:
     """Make a gateway's store of idempotency keys. Nothing renews its claims by itself."""
 
     def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeys:
@@ -64,19 +64,19 @@ async def assert_sums_are_exact(database: Database) -> None:
 
 
 async def test_one_of_many_concurrent_claims_at_two_gateways_holds_the_key(
-    database: Database, second: Database, new_keeper: NewKeeper
+    database: Database, second: Database, new_store: NewStore
 ) -> None:
-    keepers = [new_keeper(one) for one in (database, second)] * 10
-    found = await asyncio.gather(*(keys.claim(b"k", asked()) for keys in keepers), return_exceptions=True)
+    stores = [new_store(one) for one in (database, second)] * 10
+    found = await asyncio.gather(*(keys.claim(b"k", asked()) for keys in stores), return_exceptions=True)
     assert sum(isinstance(one, KeyClaim) for one in found) == 1
-    assert sum(isinstance(one, KeyInUse) for one in found) == len(keepers) - 1
+    assert sum(isinstance(one, KeyInUse) for one in found) == len(stores) - 1
     await assert_sums_are_exact(database)
 
 
 async def test_an_answer_is_kept_until_it_expires(
-    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+    database: Database, second: Database, new_store: NewStore, time: DatabaseClock
 ) -> None:
-    here, there = new_keeper(database), new_keeper(second)
+    here, there = new_store(database), new_store(second)
     await answer(here, b"k", b"hello")
     time.advance(LIMITS.ttl_s - 1)
     assert await there.claim(b"k", asked()) == KeptAnswer(200, {"content-type": "text/plain"}, b"hello")
@@ -89,9 +89,9 @@ async def test_an_answer_is_kept_until_it_expires(
 
 
 async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not(
-    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+    database: Database, second: Database, new_store: NewStore, time: DatabaseClock
 ) -> None:
-    here, there = new_keeper(database), new_keeper(second)
+    here, there = new_store(database), new_store(second)
     lost = await hold(here, b"k")
     for _ in range(3):
         time.advance(CLAIM_S - 1)
@@ -130,9 +130,9 @@ async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: D
 
 
 async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
-    database: Database, new_keeper: NewKeeper
+    database: Database, new_store: NewStore
 ) -> None:
-    keys = new_keeper(database, KeepingLimits(60, 100, 3, 150))
+    keys = new_store(database, KeepingLimits(60, 100, 3, 150))
     await answer(keys, b"1", b"x" * 100)
     await answer(keys, b"2", b"x" * 100)  # together more than 150
     await answer(keys, b"3", b"x" * 101)  # more than 100 by itself
@@ -146,9 +146,9 @@ async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
 
 
 async def test_expired_keys_are_purged_in_batches_and_others_stay(
-    database: Database, new_keeper: NewKeeper, time: DatabaseClock
+    database: Database, new_store: NewStore, time: DatabaseClock
 ) -> None:
-    keys, store = new_keeper(database), KeyStore(now=time.now)
+    keys, store = new_store(database), KeyStore(now=time.now)
     for number in range(7):
         await answer(keys, b"%d" % number, b"hello", asked(tenant_id=f"ten_{number % 2}"))
     time.advance(LIMITS.ttl_s)
@@ -163,9 +163,9 @@ async def test_expired_keys_are_purged_in_batches_and_others_stay(
 
 
 async def test_a_tenants_text_is_erased_on_demand_and_what_runs_leaves_none(
-    database: Database, new_keeper: NewKeeper
+    database: Database, new_store: NewStore
 ) -> None:
-    keys = new_keeper(database)
+    keys = new_store(database)
     await answer(keys, b"kept", b"hello")
     await answer(keys, b"kept", b"hello", asked(tenant_id="ten_b"))
     running = await hold(keys, b"running")
@@ -179,13 +179,13 @@ async def test_a_tenants_text_is_erased_on_demand_and_what_runs_leaves_none(
 
 
 async def test_sums_stay_exact_whatever_happens_at_once(
-    database: Database, second: Database, new_keeper: NewKeeper, time: DatabaseClock
+    database: Database, second: Database, new_store: NewStore, time: DatabaseClock
 ) -> None:
     rng = random.Random(8)
-    keepers = [new_keeper(one, KeepingLimits(2, 100, 1000, 300)) for one in (database, second)]
+    stores = [new_store(one, KeepingLimits(2, 100, 1000, 300)) for one in (database, second)]
 
     async def one_request(number: int) -> None:
-        keys, key, tenant = keepers[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
+        keys, key, tenant = stores[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
         try:
             found = await keys.claim(key, asked(tenant_id=tenant))
         except (KeyInUse, AnswerNotKept):

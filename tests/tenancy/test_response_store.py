@@ -23,14 +23,14 @@ from moiety_platform.responses_api.items import Continued, message_item, text_pa
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import StoredResponse
 from moiety_platform.responses_api.response_service import ResponseService
-from moiety_platform.responses_api.storage_room import StorageRoom
+from moiety_platform.responses_api.storage_limit import StorageLimit
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.tenant_deletion.service import TenantDeleter
 
 from .conftest import PEPPER, CuttableStore, Demo, make_demo
 
 BODY = b'{"output":[%b]}'
-LIMITS = ConversationLimits(ttl_s=60, room=StorageRoom(10, 10_000), max_items=1000, max_bytes=10_000)
+LIMITS = ConversationLimits(ttl_s=60, storage=StorageLimit(10, 10_000), max_items=1000, max_bytes=10_000)
 
 
 @pytest.fixture
@@ -57,27 +57,27 @@ async def sums(database: Database) -> tuple[int, int]:
         return num_responses, int(num_bytes or 0)
 
 
-@pytest.mark.parametrize("room", [StorageRoom(5, 10_000), StorageRoom(100, 1100)])
+@pytest.mark.parametrize("storage", [StorageLimit(5, 10_000), StorageLimit(100, 1100)])
 async def test_concurrent_responses_at_two_gateways_are_stored_up_to_the_limit(
-    database: Database, second: Database, whose: Principal, room: StorageRoom
+    database: Database, second: Database, whose: Principal, storage: StorageLimit
 ) -> None:
-    keepers = [ResponseService(one, replace(LIMITS, room=room)) for one in (database, second)]
-    kept = await asyncio.gather(*(keep(keepers[number % 2], whose, number, size=50) for number in range(20)))
+    services = [ResponseService(one, replace(LIMITS, storage=storage)) for one in (database, second)]
+    kept = await asyncio.gather(*(keep(services[number % 2], whose, number, size=50) for number in range(20)))
     num_responses, num_bytes = await sums(database)
     one = num_bytes // num_responses
     assert (sum(kept), num_responses) == (5, 5)
-    assert num_bytes <= room.max_bytes
-    assert num_responses == room.max_responses or num_bytes + one > room.max_bytes
-    if room.max_responses == 5:
+    assert num_bytes <= storage.max_bytes
+    assert num_responses == storage.max_responses or num_bytes + one > storage.max_bytes
+    if storage.max_responses == 5:
         with pytest.raises(RateLimited):
-            await keepers[0].require_room(whose)
-    await keepers[0].require_room(replace(whose, tenant_id="ten_other"))
+            await services[0].require_capacity(whose)
+    await services[0].require_capacity(replace(whose, tenant_id="ten_other"))
 
 
 async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole(
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
-    limits = replace(LIMITS, room=StorageRoom(1000, 10**9), max_bytes=10**9)
+    limits = replace(LIMITS, storage=StorageLimit(1000, 10**9), max_bytes=10**9)
     service = ResponseService(database, limits, ResponseStore(time.now))
     for number in range(60):
         assert await keep(service, whose, number, number - 1 if number else None)
@@ -94,7 +94,7 @@ async def test_a_conversation_is_read_in_order_however_long_it_is_and_only_whole
 async def test_expired_responses_are_not_found_and_are_purged_in_batches(
     database: Database, whose: Principal, time: DatabaseClock
 ) -> None:
-    limits = replace(LIMITS, room=StorageRoom(1000, 10**9))
+    limits = replace(LIMITS, storage=StorageLimit(1000, 10**9))
     store = ResponseStore(time.now)
     service = ResponseService(database, limits, store)
     for number in range(7):
@@ -131,13 +131,13 @@ async def test_a_running_response_counts_its_events_without_being_read(database:
     assert row.num_bytes == row.total_bytes + 30 == size_before + len(body) + 30
 
 
-async def test_events_of_a_tenant_without_room_are_stored_no_more(database: Database, whose: Principal) -> None:
-    service = ResponseService(database, replace(LIMITS, room=StorageRoom(10, 100_000)))
+async def test_events_of_a_tenant_without_storage_are_stored_no_more(database: Database, whose: Principal) -> None:
+    service = ResponseService(database, replace(LIMITS, storage=StorageLimit(10, 100_000)))
     assert await service.keep(whose, response_id(1), "m", Continued(), [], BODY % b"", 60_000, has_events=True)
     first, second, third = (EventChunk(number, 1, b"x" * 50_000) for number in range(3))
     assert await service.add_events({response_id(1): [first]}) == set()
     assert await service.add_events({response_id(1): [second]}) == {response_id(1)}
-    service.limits = replace(LIMITS, room=StorageRoom(10, 120_000))
+    service.limits = replace(LIMITS, storage=StorageLimit(10, 120_000))
     assert await service.add_events({response_id(1): [second]}) == set()
     assert await service.update_run(response_id(1), BODY % b"", ends=True, events=[third], num_events=3)
     assert [chunk.first_number for chunk in await service.events(response_id(1), 0)] == [0, 1]
@@ -166,7 +166,7 @@ async def test_a_store_that_is_away_refuses_what_needs_it_and_loses_what_was_mad
     assert await keep(service, whose, 1)
     await cuttable.wire.cut()
     for call in (
-        service.require_room(whose),
+        service.require_capacity(whose),
         service.continued(whose, response_id(1)),
         service.body(whose, response_id(1)),
         service.input_items(whose, response_id(1)),

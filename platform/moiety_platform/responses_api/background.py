@@ -299,7 +299,11 @@ class BackgroundRuns:
             for chunks in statements_of(events.chunks()):  # others may write between two of them
                 if await self._service.add_events({response_id: chunks}):
                     events.close()
-                    log.warning("background_events_not_stored", response_id=response_id, reason="no room")
+                    log.warning(
+                        "background_events_not_stored",
+                        response_id=response_id,
+                        reason="the storage limit of the tenant is reached",
+                    )
                     break
                 events.note_stored(chunks)
 

@@ -110,7 +110,7 @@ class ResponseAnswers:
         if body.store is None and self.service.limits.stores_by_default:
             body = body.model_copy(update={"store": True})
         if body.is_stored:
-            await self.service.require_room(record.principal)
+            await self.service.require_capacity(record.principal)
         if body.conversation_id is not None:
             await self.runs.lock_conversation(record.principal, body.conversation_id, record.request_id)
         body, ignored = await self.reader.resolve(body, record.principal)

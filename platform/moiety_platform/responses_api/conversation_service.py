@@ -18,7 +18,7 @@ from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.items import FIRST_INPUT, Item, with_id
 from moiety_platform.responses_api.models import StoredConversation
 from moiety_platform.responses_api.response_service import ResponseService, conversation_not_found, storage_full
-from moiety_platform.responses_api.storage_room import claim_room
+from moiety_platform.responses_api.storage_limit import claim_storage
 
 ID_PREFIX = "conv_"
 
@@ -34,7 +34,7 @@ class ConversationService:
     async def create(self, whose: Principal, items: Sequence[Item], metadata: dict[str, str]) -> ConversationObject:
         """Create a conversation with these items. Raises BadRequest, TooLarge or RateLimited."""
         limits = self._responses.limits
-        if limits.room.max_responses == 0:
+        if limits.storage.max_responses == 0:
             raise BadRequest("this server does not store conversations; send the items with each request as 'input'")
         labels = msgspec.json.encode(metadata).decode()
         conversation = StoredConversation(
@@ -114,11 +114,11 @@ class ConversationService:
     async def _claim(
         self, session: AsyncSession, whose: Principal, items: Sequence[Item], num_bytes: int = 0, num_more: int = 0
     ) -> None:
-        """Check that the tenant has room for new items and `num_bytes` more bytes. Raises RateLimited."""
-        room = self._responses.limits.room
+        """Check that the tenant can store new items and `num_bytes` more bytes. Raises RateLimited."""
+        storage = self._responses.limits.storage
         total = num_bytes + sum(len(msgspec.json.encode(item)) for item in items)
-        if not await claim_room(session, whose.tenant_id, room, total, num_more):
-            raise storage_full(room)
+        if not await claim_storage(session, whose.tenant_id, storage, total, num_more):
+            raise storage_full(storage)
 
     async def _append(
         self, session: AsyncSession, conversation: StoredConversation, items: Sequence[Item]

@@ -34,7 +34,7 @@ class ConversationStore:
     now: Callable[[], ColumnElement[int]] = now_ms
 
     async def add(self, session: AsyncSession, conversation: StoredConversation, ttl_ms: int) -> None:
-        """Store a conversation without items for `ttl_ms`. The caller has claimed room for it."""
+        """Store a conversation without items for `ttl_ms`. The caller has claimed storage for it."""
         conversation.created_ms = int(await session.scalar(select(self.now())) or 0)
         conversation.expires_ms = conversation.created_ms + ttl_ms
         session.add(conversation)

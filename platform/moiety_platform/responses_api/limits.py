@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moiety_platform.responses_api.storage_room import StorageRoom
+from moiety_platform.responses_api.storage_limit import StorageLimit
 from moiety_platform.settings import GatewaySettings
 
 
@@ -13,7 +13,7 @@ class ConversationLimits:
     """Limits on stored responses, their lifetime, and the size of a conversation that a request may continue."""
 
     ttl_s: float
-    room: StorageRoom
+    storage: StorageLimit
     max_items: int
     max_bytes: int
     stores_by_default: bool = False
@@ -22,7 +22,7 @@ class ConversationLimits:
     def of(cls, settings: GatewaySettings) -> ConversationLimits:
         return cls(
             settings.responses_ttl_s,
-            StorageRoom(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
+            StorageLimit(settings.responses_max_per_tenant, settings.responses_max_bytes_per_tenant),
             settings.max_messages,
             settings.max_body_bytes,
             settings.responses_store_by_default and settings.responses_max_per_tenant > 0,

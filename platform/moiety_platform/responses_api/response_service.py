@@ -22,7 +22,7 @@ from moiety_platform.responses_api.event_log import EventChunk
 from moiety_platform.responses_api.items import Continued, Item
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import StoredConversation, StoredResponse
-from moiety_platform.responses_api.storage_room import StorageRoom, claim_room, has_room
+from moiety_platform.responses_api.storage_limit import StorageLimit, claim_storage, has_capacity
 from moiety_platform.responses_api.store import ResponseStore, RunHead, RunState
 
 FULL_RETRY_S = 60.0
@@ -49,18 +49,18 @@ class ResponseService:
 
     # ── Requests that store or continue ──
 
-    async def require_room(self, whose: Principal) -> None:
+    async def require_capacity(self, whose: Principal) -> None:
         """Check that a response can be stored.
 
         Raises BadRequest if this server stores none, RateLimited if the tenant's storage is full, or Unavailable.
         """
-        room = self.limits.room
-        if room.max_responses == 0:
+        storage = self.limits.storage
+        if storage.max_responses == 0:
             raise BadRequest("this server does not store responses; leave 'store' out, or send false", param="store")
         async with self._database.read() as session:
-            if await has_room(session, whose.tenant_id, room):
+            if await has_capacity(session, whose.tenant_id, storage):
                 return
-        raise storage_full(room, "store")
+        raise storage_full(storage, "store")
 
     async def continued(self, whose: Principal, last_id: str) -> Continued:
         """Return the conversation up to a response.
@@ -196,7 +196,7 @@ class ResponseService:
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
             return False
         if not is_kept:
-            reason = "no room, the tenant is erased, or the conversation is gone"
+            reason = "the storage limit is reached, the tenant is erased, or the conversation is gone"
             log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=reason)
         return is_kept
 
@@ -215,7 +215,7 @@ class ResponseService:
         """
         adds = response.conversation_id is not None and lease_ms is None
         num_bytes = response.num_bytes * (stores + adds)
-        if not await claim_room(session, response.tenant_id, self.limits.room, num_bytes, int(stores)):
+        if not await claim_storage(session, response.tenant_id, self.limits.storage, num_bytes, int(stores)):
             return False
         if adds and not await self._append(session, response, items):
             return False
@@ -301,7 +301,7 @@ class ResponseService:
                 items = await self._store.input_of(session, response_id)
                 added = [*msgspec.json.decode(items), *output]
                 num_bytes = len(items) + len(body)
-                has_claimed = await claim_room(session, running.tenant_id, self.limits.room, num_bytes, 0)
+                has_claimed = await claim_storage(session, running.tenant_id, self.limits.storage, num_bytes, 0)
             row = await self._store.find_run(session, response_id, locks=True)
             if row is None:
                 return None
@@ -311,7 +311,7 @@ class ResponseService:
             if ends and row.conversation_id is not None:
                 await unlock(session, row.conversation_id, response_id)
             if events:
-                await self._store.add_events(session, {response_id: events}, self.limits.room)
+                await self._store.add_events(session, {response_id: events}, self.limits.storage)
             if ends and row.num_events is not None:
                 if num_events is None:
                     num_events = await self._store.num_stored_events(session, response_id)
@@ -322,12 +322,12 @@ class ResponseService:
     # ── Events of streamed background responses ──
 
     async def add_events(self, chunks_of: Mapping[str, Collection[EventChunk]]) -> set[str]:
-        """Store events of running responses, and return the ids of those whose tenants have no room for them.
+        """Store events of running responses, and return the ids of those that exceed the storage limit of their tenant.
 
         Raises Unavailable.
         """
         async with self._database.write() as session:
-            return await self._store.add_events(session, chunks_of, self.limits.room)
+            return await self._store.add_events(session, chunks_of, self.limits.storage)
 
     async def run_state(self, whose: Principal, response_id: str) -> RunState:
         """Return the progress of a response. Raises NotFound or Unavailable."""
@@ -416,10 +416,10 @@ def conversation_not_found(conversation_id: str) -> NotFound:
     )
 
 
-def storage_full(room: StorageRoom, param: str | None = None) -> RateLimited:
+def storage_full(storage: StorageLimit, param: str | None = None) -> RateLimited:
     return RateLimited(
-        f"the storage limit of this tenant is reached ({room.max_responses:,} responses and conversations, "
-        f"{room.max_bytes:,} bytes); delete some, wait until the oldest expire, or leave 'store' out",
+        f"the storage limit of this tenant is reached ({storage.max_responses:,} responses and conversations, "
+        f"{storage.max_bytes:,} bytes); delete some, wait until the oldest expire, or leave 'store' out",
         code="response_storage_full",
         param=param,
         retry_after_s=FULL_RETRY_S,

@@ -12,15 +12,15 @@ from moiety_platform.tenants.models import Tenant, TenantDeletion
 
 
 @dataclass(frozen=True, slots=True)
-class StorageRoom:
+class StorageLimit:
     """Storage limits of a tenant. A conversation counts as a response, with the bytes of its items."""
 
     max_responses: int
     max_bytes: int
 
 
-async def has_room(
-    session: AsyncSession, tenant_id: str, room: StorageRoom, num_bytes: int = 0, num_more: int = 1
+async def has_capacity(
+    session: AsyncSession, tenant_id: str, storage: StorageLimit, num_bytes: int = 0, num_more: int = 1
 ) -> bool:
     """Return whether `num_more` responses or conversations of `num_bytes` bytes in all may be stored for the tenant."""
     num_stored, total_bytes = num_more, num_bytes
@@ -28,10 +28,12 @@ async def has_room(
         sums = select(func.count(), func.sum(table.num_bytes)).where(table.tenant_id == tenant_id)
         count, total = (await session.execute(sums)).one()
         num_stored, total_bytes = num_stored + count, total_bytes + int(total or 0)
-    return (num_more == 0 or num_stored <= room.max_responses) and total_bytes <= room.max_bytes
+    return (num_more == 0 or num_stored <= storage.max_responses) and total_bytes <= storage.max_bytes
 
 
-async def claim_room(session: AsyncSession, tenant_id: str, room: StorageRoom, num_bytes: int, num_more: int) -> bool:
+async def claim_storage(
+    session: AsyncSession, tenant_id: str, storage: StorageLimit, num_bytes: int, num_more: int
+) -> bool:
     """Return whether as much may be stored for the tenant, and it is not being deleted.
 
     The tenant's row is locked, so that concurrent requests do not use the same free space and nothing is added after a
@@ -40,4 +42,4 @@ async def claim_room(session: AsyncSession, tenant_id: str, room: StorageRoom, n
     await session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
     if await session.scalar(select(exists().where(TenantDeletion.tenant_id == tenant_id))):
         return False
-    return await has_room(session, tenant_id, room, num_bytes, num_more)
+    return await has_capacity(session, tenant_id, storage, num_bytes, num_more)

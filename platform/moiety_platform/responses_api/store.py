@@ -20,12 +20,13 @@ from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
 from moiety_platform.responses_api.event_log import EventChunk, statements_of
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
-from moiety_platform.responses_api.storage_room import StorageRoom, has_room
+from moiety_platform.responses_api.storage_limit import StorageLimit, has_capacity
 
 PURGE_ROWS = 100  # per transaction, each with one turn of a conversation
 PURGE_BYTES = 64 * 1024 * 1024  # per transaction, unless a single response has more
 READ_CHUNKS = 16  # of events, per transaction
-ROOM_STEP = 64 * 1024  # of a response's bytes: events are stored often, and a tenant's sum reads all of its rows
+# growth of a response between two checks of the limit: a check sums all rows of the tenant
+STORAGE_CHECK_BYTES = 64 * 1024
 
 _ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 
@@ -63,7 +64,7 @@ class ResponseStore:
     ) -> None:
         """Store a response for `ttl_ms`. One that is made in the background is running for `lease_ms`.
 
-        The caller has claimed room for it.
+        The caller has claimed storage for it.
         """
         now_ms = int(await session.scalar(select(self.now())) or 0)
         response.expires_ms = now_ms + ttl_ms
@@ -174,12 +175,12 @@ class ResponseStore:
         return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
 
     async def add_events(
-        self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]], room: StorageRoom
+        self, session: AsyncSession, chunks_of: Mapping[str, Collection[EventChunk]], storage: StorageLimit
     ) -> set[str]:
-        """Store chunks of running responses, and return the ids of those whose tenants have no room for them.
+        """Store chunks of running responses, and return the ids of those that exceed the storage limit of their tenant.
 
-        A chunk that is stored already stays as it is. The room is looked at whenever a response has grown by
-        `ROOM_STEP`.
+        A chunk that is stored already stays as it is. The limit is checked whenever a response has grown by
+        `STORAGE_CHECK_BYTES`.
         """
         columns = StoredResponse.id, StoredResponse.tenant_id, StoredResponse.num_bytes
         running = select(*columns).where(StoredResponse.id.in_(chunks_of), StoredResponse.running_until_ms.is_not(None))
@@ -190,9 +191,9 @@ class ResponseStore:
             for chunks in statements_of(chunks_of[response_id]):
                 sizes = {chunk.first_number: len(chunk.events) for chunk in chunks}
                 num_more = sum(sizes.values())
-                crosses = (total_bytes + num_more) // ROOM_STEP > total_bytes // ROOM_STEP
+                crosses = (total_bytes + num_more) // STORAGE_CHECK_BYTES > total_bytes // STORAGE_CHECK_BYTES
                 unstored = total_bytes - num_bytes + num_more
-                if crosses and not await has_room(session, tenant_id, room, unstored, 0):
+                if crosses and not await has_capacity(session, tenant_id, storage, unstored, 0):
                     refused.add(response_id)
                     break
                 rows = [{"response_id": response_id, "tenant_id": tenant_id, **asdict(chunk)} for chunk in chunks]
