@@ -91,9 +91,11 @@ class RequestIntake:
             message = "this model does not take images; send the request to a model that does, or leave them out"
             self._reporter.add_failures(CoreFailure(submit.key, FailureCode.INVALID_REQUEST, message))
             return
-        room = self.max_context_tokens - num_prompt
-        if not submit.embed and submit.max_tokens > room:
-            submit = msgspec.structs.replace(submit, max_tokens=room, min_tokens=min(submit.min_tokens, room))
+        max_tokens = self.max_context_tokens - num_prompt
+        if not submit.embed and submit.max_tokens > max_tokens:
+            submit = msgspec.structs.replace(
+                submit, max_tokens=max_tokens, min_tokens=min(submit.min_tokens, max_tokens)
+            )
         if submit.hand_over is not None:
             submit = self.kv_connector.depart(submit)
         if self.disk is not None and submit.adapter:

@@ -366,7 +366,7 @@ def test_a_step_limited_in_time_stops_before_an_image_that_would_end_too_late(se
     for seconds in (text_s, image_s - 1e-4, image_s + 1e-4):
         planner = StepPlanner(loop.scheduler.groups, 512, model, None, loop.scheduler.encoder_work)
         planner.limit_time(StepBudget(seconds, floor_tokens=16))
-        prefill_tokens.append(planner.prefill_room(sequence))
+        prefill_tokens.append(planner.max_prefill_tokens(sequence))
     assert prefill_tokens[0] == 21
     assert 21 < prefill_tokens[1] < 38 <= prefill_tokens[2] < len(submit.prompt_ids)
 

@@ -47,14 +47,14 @@ class EncoderQueue:
         too_many_tokens = self._num_tokens[tenant] + num_tokens > self._max_tokens // parts
         if own and (own >= max(1, self._max_waiting // parts) or too_many_tokens):
             return Reason.TENANT_QUEUE_FULL
-        if self._has_room_for(submit) or max(self._lanes)[0] > submit.service.rank:
+        if self._fits(submit) or max(self._lanes)[0] > submit.service.rank:
             return None
         return Reason.QUEUE_FULL
 
     def shed_for(self, submit: CoreSubmit) -> list[CoreSubmit]:
         """Remove the newest of the less critical inputs until there is room for this one, and return them."""
         shed: list[CoreSubmit] = []
-        while not self._has_room_for(submit) and (worst := max(self._lanes)[0]) > submit.service.rank:
+        while not self._fits(submit) and (worst := max(self._lanes)[0]) > submit.service.rank:
             lane = max((one for one in self._lanes if one[0] == worst), key=lambda one: len(self._lanes[one]))
             shed.append(self._lanes[lane].pop())
             self._removed(shed[-1], lane)
@@ -97,7 +97,7 @@ class EncoderQueue:
             taken.append(submit)
         return taken
 
-    def _has_room_for(self, submit: CoreSubmit) -> bool:
+    def _fits(self, submit: CoreSubmit) -> bool:
         if not self._open:
             return True
         num_tokens = self._num_tokens.total() + len(submit.prompt_ids)

@@ -102,12 +102,12 @@ class ImageDecodeQueue:
         and its references must be in the cache. Call `forget_request` at the end of the request, unless it failed here.
         """
         num_bytes = sum(len(image.data) + self._decoder.pixel_bytes(image) for image in submit.images)
-        problem = self._why_no_memory(submit.tenant_id, num_bytes)
+        problem = self._memory_refusal(submit.tenant_id, num_bytes)
         if problem:
             return _overloaded(problem)
         job = _job_of(key, submit, self._clock())
         self._find_cached(job)
-        if job.num_missing and (problem := self._why_no_room(submit.tenant_id, job.num_missing)):
+        if job.num_missing and (problem := self._queue_refusal(submit.tenant_id, job.num_missing)):
             return _overloaded(problem)
         if any(one is None and not image.data for one, image in zip(job.found, job.images, strict=True)):
             message = "the size of a referenced image differs from its file; send the file"
@@ -152,7 +152,7 @@ class ImageDecodeQueue:
             if found is not None and found.num_tokens == self._decoder.num_tokens(image):
                 job.found[number] = msgspec.structs.replace(found, start=image.start)
 
-    def _why_no_room(self, tenant_id: str, num_images: int) -> str:
+    def _queue_refusal(self, tenant_id: str, num_images: int) -> str:
         waiting = self._turns.num_waiting()
         own = waiting[tenant_id]
         if own and own + num_images > self._max_waiting:
@@ -161,7 +161,7 @@ class ImageDecodeQueue:
             return "too many images wait to be decoded"
         return ""
 
-    def _why_no_memory(self, tenant_id: str, num_bytes: int) -> str:
+    def _memory_refusal(self, tenant_id: str, num_bytes: int) -> str:
         held: dict[str, int] = {}
         for holder, its_bytes in self._held.values():
             held[holder] = held.get(holder, 0) + its_bytes

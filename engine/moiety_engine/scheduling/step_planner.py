@@ -135,8 +135,8 @@ class StepPlanner:
         sequence = self._decodes[place].sequence
         first, kv = sequence.kv.num_computed, self._kv.of(sequence)
         num_spare = max(0, kv.pool.num_free - len(self._decodes) * kv.num_tables) // kv.num_tables
-        room = (len(sequence.kv.blocks) + num_spare) * kv.block_size - first - 1
-        limit = min(len(draft), self.rows_left, room)
+        tokens_left = (len(sequence.kv.blocks) + num_spare) * kv.block_size - first - 1
+        limit = min(len(draft), self.rows_left, tokens_left)
         if self._answer_rows_left is not None:
             limit = min(limit, self._answer_rows_left)
         if limit <= 0 or not kv.begin_draft(sequence):
@@ -153,7 +153,7 @@ class StepPlanner:
         """Let a draft model process tokens of a decode of this step that it has not seen."""
         self._catch_ups.append(DraftCatchUp(self._decodes[place].sequence, num_tokens))
 
-    def prefill_room(self, sequence: Sequence) -> int:
+    def max_prefill_tokens(self, sequence: Sequence) -> int:
         """Return how many of the sequence's uncomputed tokens fit into the rows and the step's time."""
         limit = min(sequence.num_uncomputed, self.rows_left)
         if self._kv.count > 1:
@@ -166,8 +166,8 @@ class StepPlanner:
         budget = None if self._budget is None else self._budget.for_rank(sequence.service.rank)
         encodings = self._encodings(sequence, limit)
         if encodings:
-            return self._room_with_images(sequence, limit, encodings, budget)
-        return limit if budget is None else self._room_in_time(sequence, limit, budget, self.shape)
+            return self._tokens_with_images(sequence, limit, encodings, budget)
+        return limit if budget is None else self._tokens_in_time(sequence, limit, budget, self.shape)
 
     def add_prefill(self, sequence: Sequence, limit: int) -> bool:
         """Add as many of the sequence's uncomputed tokens as `limit` and free blocks allow, possibly none.
@@ -175,8 +175,8 @@ class StepPlanner:
         Return whether its tokens are complete with this step.
         """
         kv = self._kv.of(sequence)
-        room = kv.room_tokens(sequence) - sequence.kv.num_computed
-        num_tokens = min(limit, room)
+        tokens_left = kv.available_tokens(sequence) - sequence.kv.num_computed
+        num_tokens = min(limit, tokens_left)
         if num_tokens <= 0:
             return False
         first = sequence.kv.num_computed
@@ -186,7 +186,7 @@ class StepPlanner:
             num_tokens = min(num_tokens, sequence.request.num_prompt - first)  # a step runs its output tokens first
         end = first + num_tokens
         grown = kv.grow(sequence, end)
-        assert grown, "room_tokens promised blocks that are not there"
+        assert grown, "available_tokens promised blocks that are not there"
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.padded_row.length - end, 0), max(0, self.rows_left - num_tokens)) if ends else 0
         pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)
@@ -203,11 +203,11 @@ class StepPlanner:
             self._encoded.add(encoding.key)
         return ends
 
-    def _room_in_time(self, sequence: Sequence, limit: int, budget: StepBudget, shape: StepShape) -> int:
+    def _tokens_in_time(self, sequence: Sequence, limit: int, budget: StepBudget, shape: StepShape) -> int:
         floor = min(limit, max(0, budget.floor_tokens - self._prefill_rows))
         return max(floor, self._step_time.largest_prefill(shape, sequence.kv.num_computed, budget.seconds, limit))
 
-    def _room_with_images(
+    def _tokens_with_images(
         self, sequence: Sequence, limit: int, encodings: list[ImageEncoding], budget: StepBudget | None
     ) -> int:
         """Return how many of `limit` tokens fit with the encoding of their images, which counts as rows.
@@ -216,11 +216,11 @@ class StepPlanner:
         may begin with one whatever it costs; the tokens of this image then go with it, so that it is encoded once even
         if its features are not kept.
         """
-        rows_left, shape, room = self.rows_left, self.shape, limit
+        rows_left, shape, tokens_left = self.rows_left, self.shape, limit
         if budget is not None:
-            room = self._room_in_time(sequence, limit, budget, shape)
+            tokens_left = self._tokens_in_time(sequence, limit, budget, shape)
         for encoding in encodings:
-            if room <= encoding.num_before:
+            if tokens_left <= encoding.num_before:
                 break
             rows_left -= encoding.cost
             shape = shape._replace(prefill_rows=shape.prefill_rows + encoding.cost)
@@ -230,8 +230,8 @@ class StepPlanner:
             if fitting <= encoding.num_before:
                 begins = not encoding.num_before and not self._prefill_rows
                 return min(limit, encoding.num_through) if begins else encoding.num_before
-            room = fitting
-        return room
+            tokens_left = fitting
+        return tokens_left
 
     def _encodings(self, sequence: Sequence, num_tokens: int) -> list[ImageEncoding]:
         """Return the images to encode for the sequence's next tokens, beyond those that the step encodes already."""

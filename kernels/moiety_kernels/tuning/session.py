@@ -18,7 +18,7 @@ from moiety_kernels.tuning.choices import path_of, read
 from moiety_kernels.tuning.tuner import TuningFailed, tune
 
 OPERATIONS = ("grouped_gemm",)  # those whose package has a module `tuning`
-LAYER_ROOM = 1.2  # of free memory, in a layer's weights: rows also need memory
+LAYER_MEMORY_FACTOR = 1.2  # of free memory, in a layer's weights: rows also need memory
 PROBLEM_BUDGET_S = 0.15  # for timing; compilation takes additional time, once per candidate
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ class Session:
             raise NoGpu("torch sees no GPU here, and choices are timed on the device that they are for")
         self._device = torch.device("cuda", torch.cuda.current_device())
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        self.layers = [layer for layer in layers if LAYER_ROOM * weight_bytes(layer) < free_bytes]
+        self.layers = [layer for layer in layers if LAYER_MEMORY_FACTOR * weight_bytes(layer) < free_bytes]
         self.too_large = [layer.name for layer in layers if layer not in self.layers]
         self._model = device_model(self._device)
         self.device_name = self._model.name

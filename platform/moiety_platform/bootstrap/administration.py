@@ -57,7 +57,7 @@ class Administration:
         settings = self.settings
         self._teller = EngineNotice(self.database, self.replicas.connected)
         self._reach = AddressPolicy(networks_of(settings))
-        self._room = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
+        self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
             self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
@@ -94,22 +94,25 @@ class Administration:
             with_services(WebhookController, reach=self._reach),
             with_services(TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._teller.wake)),
             with_services(
-                AdapterController, adapter_cache=self.adapters, adapter_storage=self._room, objects=self.objects
+                AdapterController,
+                adapter_cache=self.adapters,
+                adapter_storage=self._adapter_storage,
+                objects=self.objects,
             ),
             with_services(SettingController, source=source, live=live, reloader=reloader),
         ]
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
         live.follow(["webhook_networks"], self._use_networks)
-        live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._use_room)
+        live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._set_adapter_limits)
         live.follow(["simulation_limit_s", "simulation_niceness"], self._use_patience)
 
     def _use_networks(self, settings: GatewaySettings) -> None:
         self._reach.networks = networks_of(settings)
 
-    def _use_room(self, settings: GatewaySettings) -> None:
-        self._room.max_bytes = settings.max_adapter_bytes
-        self._room.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
+    def _set_adapter_limits(self, settings: GatewaySettings) -> None:
+        self._adapter_storage.max_bytes = settings.max_adapter_bytes
+        self._adapter_storage.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
 
     def _use_patience(self, settings: GatewaySettings) -> None:
         self.simulations.limit_s = settings.simulation_limit_s

@@ -21,7 +21,7 @@ TOKENS_A_BYTE = 0.5  # of messages in JSON, before anything is measured
 MIN_TOKENS_A_BYTE = 0.001
 BYTES_AN_IMAGE = 2048  # of JSON that has about as many tokens
 MAX_ESTIMATES = 6
-MAX_OUTPUT_ROOM = 4096  # and no more tokens than that
+MAX_RESERVED_OUTPUT = 4096  # and no more tokens than that
 
 
 async def encode_fitting(
@@ -36,7 +36,7 @@ async def encode_fitting(
     conversation = generation.prompts[0]
     if not isinstance(conversation, Conversation):
         return generation, await text.encode_prompts(generation)
-    most = card.max_context_tokens - _output_room(generation, card)
+    most = card.max_context_tokens - _reserved_output(generation, card)
 
     def without(num_dropped: int) -> Generation:
         kept = msgspec.structs.replace(conversation, messages=_without(conversation.messages, groups[:num_dropped]))
@@ -90,8 +90,8 @@ class _Search:
         if self._num_estimates == MAX_ESTIMATES:
             return (self.low + self.high) // 2
         self._num_estimates += 1
-        room_bytes = (self._most_tokens - self._num_tokens) / self._tokens_a_byte
-        estimate = bisect_left(self._bytes_before, self._bytes_before[self.high] - room_bytes)
+        available_bytes = (self._most_tokens - self._num_tokens) / self._tokens_a_byte
+        estimate = bisect_left(self._bytes_before, self._bytes_before[self.high] - available_bytes)
         return min(max(estimate, self.low + 1), self.high - 1)
 
     def note(self, num_groups: int, num_tokens: int | None) -> None:
@@ -124,11 +124,11 @@ def _is_parts(content: object) -> bool:
     return isinstance(content, list)
 
 
-def _output_room(generation: Generation, card: ModelCard) -> int:
+def _reserved_output(generation: Generation, card: ModelCard) -> int:
     """Return the number of tokens that the prompt must leave for the output."""
     if generation.max_tokens is not None:
         return generation.max_tokens
-    return max(1, min(MAX_OUTPUT_ROOM, card.max_context_tokens // OUTPUT_SHARE))
+    return max(1, min(MAX_RESERVED_OUTPUT, card.max_context_tokens // OUTPUT_SHARE))
 
 
 def _droppable(messages: Sequence[dict[str, Any]]) -> list[list[int]]:

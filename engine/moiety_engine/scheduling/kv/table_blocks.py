@@ -72,7 +72,7 @@ class TableBlocks:
         kv = sequence.kv
         return max(0, self.layout.missing_for(num_tokens, len(kv.blocks), kv.firsts) - kv.num_held)
 
-    def room_tokens(self, sequence: Sequence) -> int:
+    def available_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens in all the sequence could hold if it took every free block."""
         return (len(sequence.kv.blocks) + self.pool.num_free // self.num_tables) * self.block_size
 

@@ -41,7 +41,7 @@ class PaddedPrefillPlanner:
             self._preemptor.reclaim(self._kv.num_to_grow(sequence, reserve), self._kv)
             reserved = self._kv.grow(sequence, reserve)
             assert reserved or len(batch) == 1, "a padded batch was admitted that does not fit"
-        unfinished += [s for s in batch if not planner.add_prefill(s, planner.prefill_room(s))]
+        unfinished += [s for s in batch if not planner.add_prefill(s, planner.max_prefill_tokens(s))]
         self._prefill_planner.put_back(unfinished, now_s)
 
     def _start(self, sequence: Sequence) -> bool:

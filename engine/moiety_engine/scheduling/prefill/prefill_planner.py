@@ -191,7 +191,7 @@ class PrefillPlanner:
 
     def _advance(self, sequence: Sequence, planner: StepPlanner) -> _Given:
         """Give the sequence its part of this step."""
-        limit = planner.prefill_room(sequence)
+        limit = planner.max_prefill_tokens(sequence)
         if limit <= 0:
             return _Given.NOTHING
         kv = self._kv.of(sequence)
@@ -228,13 +228,15 @@ class PrefillPlanner:
             return reason
         if victim is not None:
             self._preemptor.take_place(victim, sequence, planner, now_ns)
-        if not self.take_blocks(sequence, num_tokens, hits) and not self._make_room(sequence, num_new, planner, now_ns):
+        if not self.take_blocks(sequence, num_tokens, hits) and not self._preempt_for(
+            sequence, num_new, planner, now_ns
+        ):
             return Reason.NO_BLOCKS
         view.blocks_of_tenant = None
         self.mark_started(sequence, now_ns)
         return None
 
-    def _make_room(self, sequence: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
+    def _preempt_for(self, sequence: Sequence, num_blocks: int, planner: StepPlanner, now_ns: int) -> bool:
         """Preempt other sequences until the sequence has its blocks. Return False if it has none."""
         kv, num_tokens = self._kv.of(sequence), len(sequence.tokens)
         if (

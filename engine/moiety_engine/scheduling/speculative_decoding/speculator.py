@@ -93,19 +93,19 @@ class Speculator:
 
     def _assign_drafts(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:
         """Give the step drafts of these lengths; a draft model that is too far behind first processes some tokens."""
-        room, passes, piece_s = MAX_BEHIND, self._proposer.passes, 0.0
+        behind_left, passes, piece_s = MAX_BEHIND, self._proposer.passes, 0.0
         drafting = Drafting(passes, proposals)
         for place, (proposal, length) in enumerate(zip(proposals, lengths, strict=True)):
             if not length:
                 continue
-            if proposal.num_behind <= room:
-                room -= proposal.num_behind
+            if proposal.num_behind <= behind_left:
+                behind_left -= proposal.num_behind
                 planner.draft(place, proposal.token_ids[:length])
                 for depth in range(length):
                     drafting.add(place, depth)
-            elif room == MAX_BEHIND:
-                planner.add_catch_up(place, room)
-                room, piece_s = 0, passes.seconds(room)
+            elif behind_left == MAX_BEHIND:
+                planner.add_catch_up(place, behind_left)
+                behind_left, piece_s = 0, passes.seconds(behind_left)
         passes.expect(piece_s + drafting.seconds)
 
     def _propose(self, sequence: Sequence) -> Proposal:
@@ -114,13 +114,13 @@ class Speculator:
         Structured outputs get none: the grammar's mask after a proposed token is unknown before the token is accepted.
         Nor does a nearly used thought budget after a pending token, which may begin or end the reasoning.
         """
-        room = min(sequence.credit_tokens, sequence.request.submit.max_tokens) - sequence.num_output - 1
-        if sequence.request.grammar is not None or room <= 0:
+        tokens_left = min(sequence.credit_tokens, sequence.request.submit.max_tokens) - sequence.num_output - 1
+        if sequence.request.grammar is not None or tokens_left <= 0:
             return Proposal([])
         if sequence.pending and (scan := sequence.thought_scan) is not None and scan.depends_on_pending:
             return Proposal([])
         proposal = self._proposer.propose(sequence, self._num_tokens)
-        return proposal._replace(token_ids=proposal.token_ids[:room])
+        return proposal._replace(token_ids=proposal.token_ids[:tokens_left])
 
     def _lengths(self, planner: StepPlanner, proposals: list[Proposal], slack_s: float, missed: float) -> list[int]:
         """Return the length of each sequence's draft."""

@@ -206,7 +206,7 @@ class SpeculativePrefill:
                 SpeculativePrefillOutcome.NO_ROOM
             )  # the device had no blank block, and a request only has to copy it back
         hits = [Hit(block, on_host=False) for block in map(kv.pool.find, wanted.hashes[:num_hits]) if block is not None]
-        rows = min(num_left * size, planner.prefill_room(sequence))
+        rows = min(num_left * size, planner.max_prefill_tokens(sequence))
         num_blocks = self._num_in_time(planner, num_hits * size, rows)
         num_blocks = min(num_blocks, self._make_blank(wanted, kv, num_blocks))
         if not num_blocks or not kv.start(sequence, PrefixHits(num_hits, hits), num_hits * size):

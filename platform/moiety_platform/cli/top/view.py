@@ -95,7 +95,7 @@ class ViewChoice:
 def screen(report: Report, choice: ViewChoice, height: int | None, note: str = "", keys: bool = True) -> RenderableType:
     """Return the whole screen. `height` is the terminal's; None shows every row."""
     rows = {"engines": report.engines, "classes": report.classes, "tenants": report.tenants}
-    room = room_of({name: len(of or ()) for name, of in rows.items()}, height)
+    room = rows_shown({name: len(of or ()) for name, of in rows.items()}, height)
     minutes = f"{WINDOW.seconds // 60} min"
     titles = {"engines": "Engines, now", "classes": f"Classes, {minutes}", "tenants": f"Tenants, {minutes}"}
     parts: list[RenderableType] = [
@@ -108,7 +108,7 @@ def screen(report: Report, choice: ViewChoice, height: int | None, note: str = "
     return Group(*parts)
 
 
-def room_of(wanted: dict[str, int], height: int | None) -> dict[str, int]:
+def rows_shown(wanted: dict[str, int], height: int | None) -> dict[str, int]:
     """Return the number of rows of each table: at first a few each, then the rest in order to those that need more."""
     if height is None:
         return wanted
