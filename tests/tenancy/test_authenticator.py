@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from moiety_platform.auth.authenticator import OUTAGE_PAUSE_S, PATIENCE_S, TTL_S, Authenticator
+from moiety_platform.auth.authenticator import CONFIRM_TIMEOUT_S, OUTAGE_PAUSE_S, TTL_S, Authenticator
 from moiety_platform.auth.keys import derive_cache_salt, generate_key, parse_key
 from moiety_platform.auth.principal import ADMIN_SCOPE, INFERENCE_SCOPE, require_scope
 from moiety_platform.auth.schemas import NewKey
@@ -208,7 +208,7 @@ async def test_a_database_that_does_not_answer_holds_up_no_known_key_and_costs_o
     clock.advance(TTL_S)
     sent = len(statements.sent)
     await authenticator.authenticate(f"Bearer {demo.key}")  # the first one waits for a late answer
-    clock.advance(PATIENCE_S)
+    clock.advance(CONFIRM_TIMEOUT_S)
     for _ in range(200):
         for key in keys:
             await authenticator.authenticate(f"Bearer {key}")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PATIENCE_S = 1.0  # how long later requests with loaded adapters may overtake a request that waits for a slot
+MAX_OVERTAKEN_S = 1.0  # how long later requests with loaded adapters may overtake a request that waits for a slot
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ class AdapterSlots:
     def take_ready(self) -> Iterator[CoreSubmit]:
         """Yield the requests whose adapters are in slots.
 
-        If the slots are full, a request that has waited longer than PATIENCE_S blocks all later requests, so that slots
-        become free.
+        If the slots are full, a request that has waited longer than MAX_OVERTAKEN_S blocks all later requests, so that
+        slots become free.
         """
         is_full = False  # a later request does not take the slot that an earlier one waits for
         for key, (submit, since_s) in list(self._pending.items()):
@@ -104,7 +104,7 @@ class AdapterSlots:
             known = self._known[name]
             if known.slot < 0 and not known.problem and not is_full:
                 is_full = self._try_to_place(name, known)
-                if is_full and time.monotonic() - since_s > PATIENCE_S:
+                if is_full and time.monotonic() - since_s > MAX_OVERTAKEN_S:
                     return
             if known.problem:
                 del self._pending[key]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from moiety_engine.messages import CoreSubmit
     from moiety_engine.structured_outputs.stepping import GrammarHandle
 
-PATIENCE_S = 0.25  # beyond the predicted compute time
-FIRST_PATIENCE_S = 5.0  # used until the compute time is known
+EXTRA_WAIT_S = 0.25  # beyond the predicted compute time
+FIRST_EXTRA_WAIT_S = 5.0  # used until the compute time is known
 PORTION_BYTES = 8 << 20  # bytes per read
 _FORGET = 0.8  # decay of the read statistics, per request
 _READ_TIME_DECAY = 0.98  # decay of the read time, per request that did not wait: a slow disk is tried again
@@ -112,7 +112,7 @@ class Restorer:
             self.rate.decay()
             return False
         now_s = self._clock()
-        until_s = now_s + compute_s + (PATIENCE_S if is_known else FIRST_PATIENCE_S)
+        until_s = now_s + compute_s + (EXTRA_WAIT_S if is_known else FIRST_EXTRA_WAIT_S)
         self._pending[submit.key] = _PendingRestore(
             submit,
             grammar,

@@ -116,7 +116,7 @@ class ImageDecodeQueue:
         if not job.num_missing:
             return tuple(one for one in job.found if one is not None)
         expire = asyncio.get_running_loop().call_later
-        self._wanted[key] = expire(_patience_s(submit), self._expire, key, _late_failure())
+        self._wanted[key] = expire(_timeout_s(submit), self._expire, key, _late_failure())
         self._turns.add_new(job)
         self._start_next()
         return None
@@ -262,7 +262,7 @@ def _late_failure() -> ImageFailure:
     return ImageFailure(FailureCode.OVERLOADED, message, Reason.PREDICTED_LATE, RETRY_AFTER_S)
 
 
-def _patience_s(submit: Submit) -> float:
+def _timeout_s(submit: Submit) -> float:
     """Return how long a request may wait for its images: until it cannot be on time, if its class then refuses it."""
     service = submit.service
     if submit.resumed_ids is not None or service.on_overload is not OverloadAction.REJECT:

@@ -26,7 +26,7 @@ from moiety_workload.request import TraceRequest, Workload
 START_NS = 1_000_000_000_000  # the scheduler takes 0 for "not reached"
 _END_TOKEN, OUTPUT_TOKEN, _FIRST_PROMPT_TOKEN = 0, 1, 2
 _POLL_NS = 1_000_000  # time until a scheduler that has requests but planned nothing is polled again
-_PATIENCE_NS = 120 * 10**9  # time without a planned step after which the run counts as stuck
+_STUCK_AFTER_NS = 120 * 10**9  # time without a planned step after which the run counts as stuck
 _NUM_SAMPLES = 2400  # samples of the accounts over the window of arrivals
 _SAMPLING = Sampling()
 
@@ -275,8 +275,10 @@ class Driver:
         arrival_ns = None if following is None else START_NS + round(following.arrival_s * 1e9)
         if not self._num_open:
             return max(now_ns + 1, START_NS + self._window_ns if arrival_ns is None else arrival_ns)
-        if now_ns - idle_since_ns > _PATIENCE_NS:
-            raise SimulationStuck(f"{self._num_open} requests are open and none has run for {_PATIENCE_NS / 1e9:g} s")
+        if now_ns - idle_since_ns > _STUCK_AFTER_NS:
+            raise SimulationStuck(
+                f"{self._num_open} requests are open and none has run for {_STUCK_AFTER_NS / 1e9:g} s"
+            )
         soon_ns = now_ns + _POLL_NS
         return soon_ns if arrival_ns is None else max(now_ns + 1, min(soon_ns, arrival_ns))
 

@@ -2,9 +2,9 @@
 
 A small cache of keys saves a statement per request: an entry is trusted for `ttl_s`, which bounds how long a revoked
 key or a suspended tenant still passes. One statement reads the keys in use again before that. When the database is
-down, or does not answer within `PATIENCE_S`, unknown keys fail closed (503, never 401) and known keys are served for
-`grace_s`. Ids that may not exist are looked up in a separate queue, whose failures say nothing about the store. Depends
-on HTTP only for the form of the header.
+down, or does not answer within `CONFIRM_TIMEOUT_S`, unknown keys fail closed (503, never 401) and known keys are served
+for `grace_s`. Ids that may not exist are looked up in a separate queue, whose failures say nothing about the store.
+Depends on HTTP only for the form of the header.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_ROTATION = PepperRotation()
 IN_USE_S = 30.0  # a key used within this time is read again before its entry expires
 MAX_AT_ONCE = 1_000  # keys per statement
 LOOKUP_TIMEOUT_S = 3.0
-PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # wait for the database to confirm a known key
+CONFIRM_TIMEOUT_S, CONFIRM_TIMEOUT_OUTAGE_S = 0.5, 0.05  # wait for the database to confirm a known key
 OUTAGE_PAUSE_S = 0.5
 KNOWN_STATEMENTS, MAX_KNOWN_WAITING = 2, 10_000
 UNKNOWN_STATEMENTS, MAX_UNKNOWN_WAITING = 1, 1_000
@@ -252,11 +252,11 @@ class Authenticator:
         """
         oldest_s = next(iter(self._reading_since_s.values()), now_s)
         asking: asyncio.Future[Any]
-        if self._health.is_unreachable or now_s - oldest_s >= PATIENCE_S:
-            asking, patience_s = self._refresh_soon(now_s), PATIENCE_AWAY_S
+        if self._health.is_unreachable or now_s - oldest_s >= CONFIRM_TIMEOUT_S:
+            asking, timeout_s = self._refresh_soon(now_s), CONFIRM_TIMEOUT_OUTAGE_S
         else:
-            asking, patience_s = self._known_lookups.begin(key_id), PATIENCE_S
-        await asyncio.wait([asking], timeout=max(0.0, oldest_s + patience_s - now_s))
+            asking, timeout_s = self._known_lookups.begin(key_id), CONFIRM_TIMEOUT_S
+        await asyncio.wait([asking], timeout=max(0.0, oldest_s + timeout_s - now_s))
 
     async def _look_up(self, key_id: str) -> _Entry:
         """Return the database's answer for a key that is not cached. Raises Unavailable.

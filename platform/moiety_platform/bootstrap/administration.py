@@ -103,18 +103,18 @@ class Administration:
         ]
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
-        live.follow(["webhook_networks"], self._use_networks)
+        live.follow(["webhook_networks"], self._set_webhook_networks)
         live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._set_adapter_limits)
-        live.follow(["simulation_limit_s", "simulation_niceness"], self._use_patience)
+        live.follow(["simulation_limit_s", "simulation_niceness"], self._set_simulation_limits)
 
-    def _use_networks(self, settings: GatewaySettings) -> None:
+    def _set_webhook_networks(self, settings: GatewaySettings) -> None:
         self._reach.networks = networks_of(settings)
 
     def _set_adapter_limits(self, settings: GatewaySettings) -> None:
         self._adapter_storage.max_bytes = settings.max_adapter_bytes
         self._adapter_storage.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
 
-    def _use_patience(self, settings: GatewaySettings) -> None:
+    def _set_simulation_limits(self, settings: GatewaySettings) -> None:
         self.simulations.limit_s = settings.simulation_limit_s
         self.simulations.niceness = settings.simulation_niceness
 

@@ -33,7 +33,7 @@ COLUMNS = {
 }
 OVER = ("completed", "failed", "expired", "cancelled")
 POLL_S = 0.5
-PATIENCE_S = 60.0
+UNREACHABLE_LIMIT_S = 60.0
 MAX_LIST = 100
 
 app = typer.Typer(no_args_is_help=True, help="Submit files of requests, follow their progress and fetch the answers.")
@@ -158,7 +158,7 @@ def find_endpoint(file: Path) -> str:
 def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
     """Poll the batch to its end and return it; with a progress bar on a terminal.
 
-    Tolerates an unreachable gateway for PATIENCE_S. Raises NotReachable, NotAllowed or CommandError.
+    Tolerates an unreachable gateway for UNREACHABLE_LIMIT_S. Raises NotReachable, NotAllowed or CommandError.
     """
     heard_s = time.monotonic()
     with make_progress() as progress:
@@ -174,7 +174,7 @@ def follow(client: TenantClient, batch: dict[str, Any]) -> dict[str, Any]:
                 batch = client.call("GET", path_of("batches", batch["id"]))
                 heard_s = time.monotonic()
             except NotReachable:
-                if time.monotonic() - heard_s > PATIENCE_S:
+                if time.monotonic() - heard_s > UNREACHABLE_LIMIT_S:
                     raise
 
 

@@ -16,7 +16,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 
 CHECK_TIMEOUT_S = 3.0
-PATIENCE_S = 0.5
+CHECK_TIMEOUT_S = 0.5
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class ReadinessCheck(ABC):
             return ""
         if self._check is None:
             self._check = asyncio.create_task(self._look(), name="store-check")
-        done, _ = await asyncio.wait([self._check], timeout=PATIENCE_S)
+        done, _ = await asyncio.wait([self._check], timeout=CHECK_TIMEOUT_S)
         if not done:
             return self._said or self.silence
         self._check = None  # before the result, which may be an exception: the next call checks again

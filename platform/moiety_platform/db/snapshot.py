@@ -2,8 +2,8 @@
 
 A request costs no statement. A snapshot is valid for `ttl_s`, which bounds how long an edit of another gateway goes
 unnoticed; a snapshot in use is refreshed before that, so that no request waits for it. An edit through this process
-takes effect here at once. When the database is away, or does not answer for `PATIENCE_S`, the last snapshot remains in
-use, because old limits are better than none; without a snapshot, requests fail closed (503).
+takes effect here at once. When the database is away, or does not answer for `READ_TIMEOUT_S`, the last snapshot remains
+in use, because old limits are better than none; without a snapshot, requests fail closed (503).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moiety_platform.errors import Unavailable
 TTL_S = 2.0
 REFRESH_SHARE = 0.75  # fraction of the time to live after which a snapshot in use is refreshed
 LOOKUP_TIMEOUT_S = 3.0
-PATIENCE_S, PATIENCE_AWAY_S = 0.5, 0.05  # wait for a new snapshot, if there is an old one
+READ_TIMEOUT_S, READ_TIMEOUT_OUTAGE_S = 0.5, 0.05  # wait for a new snapshot, if there is an old one
 OUTAGE_PAUSE_S = 0.5
 
 T = TypeVar("T")
@@ -79,9 +79,9 @@ class Snapshot(Generic[T]):
         """
         while (now_s := self.clock.monotonic()) >= self._fresh_until_s:
             reading, has_seen = self._begin_reading(), self._num_edits_seen >= num_edits
-            patience_s = max(0.0, self._asked_s + (PATIENCE_AWAY_S if self._away else PATIENCE_S) - now_s)
+            timeout_s = max(0.0, self._asked_s + (READ_TIMEOUT_OUTAGE_S if self._away else READ_TIMEOUT_S) - now_s)
             # shared by all callers: the cancellation of one must not cancel it
-            done, _ = await asyncio.wait([reading], timeout=patience_s if has_seen else None)
+            done, _ = await asyncio.wait([reading], timeout=timeout_s if has_seen else None)
             if not done or self._away or self._num_edits_seen >= num_edits:
                 return
 

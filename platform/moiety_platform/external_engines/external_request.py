@@ -131,14 +131,14 @@ class ExternalRequest:
         After the answer, reading continues until the server ends the stream, so that the connection can serve another
         request, but for at most GRACE_S.
         """
-        patience = asyncio.timeout(None)
+        timeout = asyncio.timeout(None)
         try:
-            async with patience, aclosing(_events_of(response, self.on_bytes)) as events:
+            async with timeout, aclosing(_events_of(response, self.on_bytes)) as events:
                 async for event in events:
                     if self._take(event):
                         return
-                    if self.answer.has_finished and patience.when() is None:
-                        patience.reschedule(asyncio.get_running_loop().time() + GRACE_S)
+                    if self.answer.has_finished and timeout.when() is None:
+                        timeout.reschedule(asyncio.get_running_loop().time() + GRACE_S)
         except TimeoutError:
             if not self.answer.has_finished:
                 raise

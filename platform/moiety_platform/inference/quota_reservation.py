@@ -112,8 +112,8 @@ class QuotaReservation:
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt and output for each sequence, and return the credit of each sequence.
 
-        A quota with less available than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota, Forbidden
-        or Unavailable.
+        A quota with less available than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota,
+        Forbidden or Unavailable.
         """
         self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
         least = self._amounts(num_prompt_tokens + num_sequences * min(1, credit_tokens))
@@ -157,7 +157,7 @@ class QuotaReservation:
                 raise Throttled
         return 0
 
-    async def extend_patiently(self, tokens: int, more: int) -> int:
+    async def extend_or_wait(self, tokens: int, more: int) -> int:
         """Extend the reservation of a sequence without remaining credit.
 
         Waits during an outage for as long as leases last, and for a rate limit for at most THROTTLED_S.

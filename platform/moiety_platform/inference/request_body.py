@@ -67,12 +67,12 @@ async def read_body(receive: Receive, content_length: bytes, max_bytes: int) -> 
     Raises TooLarge, or ClientDisconnected if the client disconnects. A body that is too large is read and discarded up
     to MAX_EXCESS_FACTOR times the limit, since a client that is cut off while it sends does not see the error.
     """
-    patience_bytes = MAX_EXCESS_FACTOR * max_bytes
-    if content_length.isdigit() and int(content_length[:20]) > patience_bytes:
+    max_read_bytes = MAX_EXCESS_FACTOR * max_bytes
+    if content_length.isdigit() and int(content_length[:20]) > max_read_bytes:
         raise _too_large(max_bytes)
     chunks: list[bytes] = []
     size = 0
-    while size <= patience_bytes:
+    while size <= max_read_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected

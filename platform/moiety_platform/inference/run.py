@@ -235,7 +235,7 @@ class InferenceRun:
             except (Throttled, Unavailable):
                 return  # there is credit left: asked again with the next tokens
         else:
-            granted = await reservation.extend_patiently(reserved, more)
+            granted = await reservation.extend_or_wait(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 
     def whole_answer(self) -> list[int] | None:
