@@ -88,7 +88,7 @@ def run_engine(options: EngineOptions) -> None:
             config = serving_config(options, folder, settings.model, adapters)
             _follow_if_launched_so(config)
             text, make_core = _text_and_process(folder, config, settings)
-        ending = run_server(settings, text, make_core, say=_say)
+        ending = run_server(settings, text, make_core, print_line=_print_line)
     except (CheckpointError, InvalidConfig, TextError) as exc:
         typer.echo(f"Error: {exc}", err=True)
         raise typer.Exit(WRONG_USE) from exc
@@ -200,6 +200,6 @@ def _checked_gateway_keys(path: Path | None, curve_key_file: Path | None) -> Pat
     return path
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line)
     sys.stdout.flush()

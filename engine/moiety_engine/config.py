@@ -244,8 +244,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rebalanced_every_s(self) -> float:
         """Seconds from one look at where experts are to the next; 0: they stay there."""
-        unsaid = REBALANCE_EVERY_S if self.redundant_experts else 0.0
-        return unsaid if self.rebalance_every_s is None else self.rebalance_every_s
+        default = REBALANCE_EVERY_S if self.redundant_experts else 0.0
+        return default if self.rebalance_every_s is None else self.rebalance_every_s
 
     def _check_transfer(self) -> None:
         transfer = self.transfer

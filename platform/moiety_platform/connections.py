@@ -128,7 +128,7 @@ class ClientConnection(HttpToolsProtocol):
         self._is_refused = False
         self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
-        self._is_told_framing = False  # the parser reads that generated head, which is not a request
+        self._reads_framing_head = False  # the parser reads that generated head, which is not a request
 
     # ── asyncio ──
 
@@ -201,16 +201,16 @@ class ClientConnection(HttpToolsProtocol):
         """Let a new parser read the following data as the body of the request whose head is complete."""
         self.parser = HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
-        self._is_told_framing = True
+        self._reads_framing_head = True
         self.parser.feed_data(framing)
-        self._is_told_framing, self._framing_head = False, None
+        self._reads_framing_head, self._framing_head = False, None
 
     def on_url(self, url: bytes) -> None:
-        if not self._is_told_framing:
+        if not self._reads_framing_head:
             super().on_url(url)
 
     def on_message_begin(self) -> None:
-        if self._is_told_framing:
+        if self._reads_framing_head:
             return
         super().on_message_begin()
         self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
@@ -227,7 +227,7 @@ class ClientConnection(HttpToolsProtocol):
             raise self._head_too_large()  # stops the parser
 
     def on_headers_complete(self) -> None:
-        if self._is_told_framing:
+        if self._reads_framing_head:
             return
         if self._header_bytes + len(self.url) > self._limits.max_header_bytes:
             raise self._head_too_large()

@@ -14,7 +14,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.history import ExpertPace, LoadHistory
-from moiety_engine.moe.load_watch import TAKE_S, TELL_S
+from moiety_engine.moe.load_watch import REPORT_INTERVAL_S, TAKE_S
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NOBODY, OTHERS, TenantSlots
 from moiety_engine.offline import run_all
@@ -202,7 +202,7 @@ def test_the_balance_is_told_a_few_times_a_minute_and_only_where_there_is_news(l
     run_all(loop, [submit(2, "a", [9, 8, 7])])
     settle(loop, clock)
     assert loop.take_expert_balance() is None
-    clock.now_s += TELL_S
+    clock.now_s += REPORT_INTERVAL_S
     told = loop.take_expert_balance()
     assert told is not None
     assert told.picks_total == 2 * (3 + 5) * 2 * 2

@@ -157,11 +157,11 @@ class _Progress:
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
-        self._said_at_s = 0.0
+        self._reported_at_s = 0.0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._said_at_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
-            self._said_at_s = now_s
+        if now_s - self._reported_at_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+            self._reported_at_s = now_s
             text = f"loading weights: {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB"
             self._link.send(CoreHello(state=CoreState.LOADING, message=text))

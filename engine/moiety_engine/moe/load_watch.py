@@ -18,7 +18,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 TAKE_S = 2.0
-TELL_S = 10.0
+REPORT_INTERVAL_S = 10.0
 
 
 class DeviceEvent(Protocol):
@@ -57,7 +57,7 @@ class ExpertLoadTracker:
         self._counter, self._slots = counter, slots
         counter.take(lambda tensor: tensor)  # discard earlier counts
         self._coming: _Coming | None = None
-        self._due_s = self._tell_s = 0.0
+        self._due_s = self._report_at_s = 0.0
         self._minute = int(now_s) // INTERVAL_S
         self._is_news = False
         self.pace: ExpertPace | None = None  # of the counts read last
@@ -89,9 +89,9 @@ class ExpertLoadTracker:
 
     def take_balance(self, now_s: float) -> ExpertBalance | None:
         """Return the expert balance, if there are new counts and a report is due; None otherwise."""
-        if not self._is_news or now_s < self._tell_s:
+        if not self._is_news or now_s < self._report_at_s:
             return None
-        self._is_news, self._tell_s = False, now_s + TELL_S
+        self._is_news, self._report_at_s = False, now_s + REPORT_INTERVAL_S
         return self.history.balance(now_s)
 
     def _take(self, now_s: float, transfers: CountTransfers) -> None:

@@ -42,13 +42,15 @@ class ReadyReport(msgspec.Struct, frozen=True):
     metrics_url: str
 
 
-def run_server(settings: ServerSettings, text: TextModel, make_core: MakeCore, *, say: Callable[[str], None]) -> Ending:
-    """Serve until SIGTERM or SIGINT, or until the core dies. `say` prints the readiness report.
+def run_server(
+    settings: ServerSettings, text: TextModel, make_core: MakeCore, *, print_line: Callable[[str], None]
+) -> Ending:
+    """Serve until SIGTERM or SIGINT, or until the core dies. `print_line` prints the readiness report.
 
     Raises InvalidConfig if the file of unacknowledged usage or the metrics port is unusable.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(settings, text, make_core, say))
+        return runner.run(_serve(settings, text, make_core, print_line))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -59,7 +61,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore, say: Callable[[str], None]) -> Ending:
+async def _serve(
+    settings: ServerSettings, text: TextModel, make_core: MakeCore, print_line: Callable[[str], None]
+) -> Ending:
     engine_id = f"engine-{uuid.uuid4().hex[:12]}"
     stack = contextlib.ExitStack()
     unacknowledged = None
@@ -79,7 +83,7 @@ async def _serve(settings: ServerSettings, text: TextModel, make_core: MakeCore,
         try:
             await server.start()
             if await server.wait_ready():
-                _report(settings, server, metrics.url if metrics else "", say)
+                _report(settings, server, metrics.url if metrics else "", print_line)
         except BaseException:  # also on cancellation: the core's process must not outlive this one
             await server.close()
             raise
@@ -102,7 +106,9 @@ def _drain_on_signals(server: EngineServer) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _report(settings: ServerSettings, server: EngineServer, metrics_url: str, say: Callable[[str], None]) -> None:
+def _report(
+    settings: ServerSettings, server: EngineServer, metrics_url: str, print_line: Callable[[str], None]
+) -> None:
     card = server.card
     assert card is not None
     public = zmq.curve_public(settings.curve_secret_key).decode() if settings.curve_secret_key else ""
@@ -112,4 +118,4 @@ def _report(settings: ServerSettings, server: EngineServer, metrics_url: str, sa
         partial = settings.address_file.with_name(f".{settings.address_file.name}.{os.getpid()}")
         partial.write_text(server.address + "\n")
         partial.replace(settings.address_file)
-    say(msgspec.json.encode(report).decode())
+    print_line(msgspec.json.encode(report).decode())

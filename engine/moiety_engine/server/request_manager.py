@@ -218,7 +218,7 @@ class RequestManager:
                 self._post(session, request.accept(admission))
                 self._meter.begin(session.replica_id, request)
         for traced in step.traced:  # after admissions, which set the class, and before ends, which send the steps
-            self._tell_step(traced)
+            self._report_step(traced)
         for output in step.outputs:
             found = self._open.get(output.key)
             if found is None:
@@ -239,7 +239,7 @@ class RequestManager:
             if found is not None:
                 self._fail(*found, failure)
 
-    def _tell_step(self, traced: TracedStep) -> None:
+    def _report_step(self, traced: TracedStep) -> None:
         """Add a step's notes to each request that ran in it."""
         requests = [found[0] for key in traced.keys if (found := self._open.get(key)) is not None]
         classes = Counter(request.served_class for request in requests if request.submit.speculative_prefill is None)

@@ -122,7 +122,7 @@ class Advisor:
         self._others = [service for name, service in known.items() if name not in self._configured]
         self._policy = policy
         self._seed = seed
-        self._say = on_progress or (lambda text: None)
+        self._report_progress = on_progress or (lambda text: None)
         self._capacity = measure_capacity(self._whole, device)
         self._window = self._busiest(window_s)
         offered = self._capacity.model.offered_per_s(self._window) / self._capacity.work_per_s
@@ -178,7 +178,7 @@ class Advisor:
         return cut(whole, best_s, window_s)
 
     def _run(self, device: SimulatedDevice, classes: dict[str, ServiceClass], load: float) -> SimulationOutcome:
-        self._say(f"{load:.2f} of the capacity, at most {device.max_batch_tokens} tokens a step")
+        self._report_progress(f"{load:.2f} of the capacity, at most {device.max_batch_tokens} tokens a step")
         return simulate(
             at_load(self._window, self._window_capacity, load, self._seed),
             device,

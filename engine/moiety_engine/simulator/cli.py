@@ -115,7 +115,7 @@ def simulate_command(
                 num_decode=decode,
                 kv_gb_per_s=kv_gb_per_s,
             )
-            _tell_roles(found, scenario, chosen, as_json=as_json)
+            _print_roles(found, scenario, chosen, as_json=as_json)
             return
         with _progress() as on_progress:
             done = compare(
@@ -131,7 +131,7 @@ def simulate_command(
         if plot is not None:
             _draw_plot(done, known_classes, f"{chosen.name}, {_describe(scenario)}", plot)
     settings = {"max_tokens": max_output_tokens, "seeds": seed_list, "drain": drain}
-    _tell_comparison(done, scenario, chosen, settings, as_json=as_json)
+    _print_comparison(done, scenario, chosen, settings, as_json=as_json)
 
 
 def _policy_names(policies: list[str], compare_with: str) -> list[str]:
@@ -152,7 +152,7 @@ def _draw_plot(done: PolicyComparison, classes: Iterable[ServiceClass], title: s
     draw(done.policies, [service.name for service in ranked], title, path)
 
 
-def _tell_comparison(
+def _print_comparison(
     done: PolicyComparison, scenario: Scenario, device: SimulatedDevice, settings: dict[str, Any], *, as_json: bool
 ) -> None:
     if not as_json:
@@ -161,7 +161,7 @@ def _tell_comparison(
     typer.echo(json.dumps(_report(scenario, {"device": msgspec.to_builtins(device), **settings}, done)))
 
 
-def _tell_roles(found: dict[str, Any], scenario: Scenario, device: SimulatedDevice, *, as_json: bool) -> None:
+def _print_roles(found: dict[str, Any], scenario: Scenario, device: SimulatedDevice, *, as_json: bool) -> None:
     if not as_json:
         print_roles(found)
         return

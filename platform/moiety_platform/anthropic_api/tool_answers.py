@@ -51,16 +51,16 @@ class ToolMessageEvents(MessageEvents):
         return self._start() + PING
 
     def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
-        return self._told(self._reader.feed(text))
+        return self._to_pieces(self._reader.feed(text))
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        rest = self._told(self._reader.end())
+        rest = self._to_pieces(self._reader.end())
         if not self._num_blocks:
             rest += self._begin({"type": "text", "text": ""})
         self._stop = self._head.stop_fields(finished, has_called=self._has_called)
         return rest + self._close()
 
-    def _told(self, deltas: Sequence[Delta]) -> bytes:
+    def _to_pieces(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(map(self._of, deltas))
 
     def _of(self, delta: Delta) -> bytes:

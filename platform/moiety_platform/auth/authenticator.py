@@ -115,7 +115,7 @@ class Authenticator:
             gather_s=UNKNOWN_GATHER_S,
             pause_s=OUTAGE_PAUSE_S,
         )
-        self._has_told_failure = False  # of the look-ups of unknown keys, since the last success
+        self._has_logged_failure = False  # of the look-ups of unknown keys, since the last success
         self._ids = KnownKeyIds()
         self._id_rounds = PeriodicTask("read_key_ids", self.read_key_ids, KNOWN_IDS_S)
         self._reading_since_s: dict[object, float] = {}  # start times of running statements for existing keys
@@ -313,11 +313,11 @@ class Authenticator:
         try:
             entries = await self._read_unknown(key_ids)
         except Unavailable as error:
-            if not self._has_told_failure and not isinstance(error.__cause__, TimeoutError | sa.TimeoutError):
-                self._has_told_failure = True
+            if not self._has_logged_failure and not isinstance(error.__cause__, TimeoutError | sa.TimeoutError):
+                self._has_logged_failure = True
                 log.warning("key_store_away", reason=_reason(error))
             raise
-        self._has_told_failure = False
+        self._has_logged_failure = False
         return entries
 
     async def _read_unknown(self, key_ids: Sequence[str]) -> dict[str, _Entry]:

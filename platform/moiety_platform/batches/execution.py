@@ -161,6 +161,6 @@ class LineRunner:
 
         The retry does not precede the time that the error gives, up to MAX_RETRY_AFTER_S.
         """
-        told_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
-        wait_s = max(told_s, self.backoff.after(line.num_refusals))
+        retry_after_s = min(error.retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+        wait_s = max(retry_after_s, self.backoff.after(line.num_refusals))
         return RequeuedLine(line, wait_s, line.num_refusals + 1, line.num_failures, by_limit=error.status == 429)

@@ -18,19 +18,19 @@ from moiety_platform.settings import SECTION, GatewaySettings
 
 def load_settings(config: Path | None, **flags: Any) -> GatewaySettings:
     """Load the settings. Raises typer.BadParameter."""
-    with _told():
+    with _as_command_errors():
         return GatewaySettings.load(config, **flags)
 
 
 def open_settings(config: Path | None, **flags: Any) -> SettingsSource[GatewaySettings]:
     """Return the settings source of a process that reads its file again. Raises typer.BadParameter."""
     options = [name for name, value in flags.items() if value is not None]
-    with _told():
+    with _as_command_errors():
         return SettingsSource.open(config, SECTION, partial(GatewaySettings.load, config, **flags), options)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _as_command_errors() -> Iterator[None]:
     try:
         yield
     except ConfigFileError as exc:

@@ -55,7 +55,7 @@ class PostgresConnector:
         self._url = url
         self._timeout_s = connect_timeout_s if url.connect_timeout_s is None else url.connect_timeout_s
         self._statement_timeout_s = statement_timeout_s
-        self._has_told = False
+        self._has_logged_pooler = False
         for name in ("sslcert", "sslkey", "sslrootcert", "sslcrl"):
             path = url.parameters.get(name, "")
             if path and not (name == "sslrootcert" and url.trusts_system):
@@ -98,7 +98,7 @@ class PostgresConnector:
                 raise
             if _suits(session, is_standby=is_standby, is_read_only=is_read_only):
                 is_pooled = self._url.is_pooled or server_pid != opened.get_server_pid()
-                self._tell(is_pooled)
+                self._log_pooler(is_pooled)
                 return opened, is_pooled
             opened.terminate()
             reason = f"no host is {session}, which target_session_attrs asks for"
@@ -138,10 +138,10 @@ class PostgresConnector:
             context.load_cert_chain(certificate, self._url.parameters.get("sslkey"), lambda: secret)
         return context
 
-    def _tell(self, is_pooled: bool) -> None:
-        if is_pooled and not self._has_told:
+    def _log_pooler(self, is_pooled: bool) -> None:
+        if is_pooled and not self._has_logged_pooler:
             _log.info("database_behind_pooler", prepared_statements="within a transaction only")
-        self._has_told = is_pooled
+        self._has_logged_pooler = is_pooled
 
 
 def _no_name() -> str:

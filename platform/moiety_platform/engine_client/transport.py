@@ -114,7 +114,7 @@ class ZmqEngineClient:
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         self._forgotten = tenant_ids
-        self._tell_forgotten()
+        self._notify_deleted_tenants()
 
     def set_asleep(self, *, asleep: bool) -> None:
         session = self._session
@@ -153,9 +153,9 @@ class ZmqEngineClient:
         known = self._settled[replica_id]
         known += request_ids
         if len(known) >= SETTLED_AT_ONCE:
-            self._tell_settled()
+            self._notify_settled()
 
-    def _tell_settled(self) -> None:
+    def _notify_settled(self) -> None:
         session = self._session
         if session is None or session.card is None:
             if sum(map(len, self._settled.values())) > MAX_SETTLED:
@@ -165,7 +165,7 @@ class ZmqEngineClient:
         for replica_id, request_ids in settled.items():
             session.send(UsageAcknowledgement(replica_id, request_ids))
 
-    def _tell_forgotten(self) -> None:
+    def _notify_deleted_tenants(self) -> None:
         """Send the deleted tenants that were not yet sent over this connection."""
         session = self._session
         if session is None or session.card is None or session.refusal or not session.card.forgets:
@@ -189,7 +189,7 @@ class ZmqEngineClient:
                 self._curve,
                 self._notice,
                 self._replica_id,
-                self._tell_settled,
+                self._notify_settled,
                 self._take_unacknowledged,
             )
             try:
@@ -207,7 +207,7 @@ class ZmqEngineClient:
         self._last_card = card
         log.info("engine_connected", engine=self._address, engine_id=card.engine_id, model=card.model)
         self._told = set()
-        self._tell_forgotten()
+        self._notify_deleted_tenants()
         self._on_change()
 
 

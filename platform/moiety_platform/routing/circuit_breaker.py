@@ -77,7 +77,7 @@ class CircuitBreaker:
         self.num_openings = 0  # times that it has opened
         self._num_failed_trials = 0  # since it last closed
         self._until_s: float | None = None  # end of the open state; None: closed
-        self._was_told = False  # the duration comes from the replica's Retry-After
+        self._is_server_hint = False  # the duration comes from the replica's Retry-After
         self._trial: Ticket | None = None
         self._num_in_a_row = 0
         self._succeeded = self._failed = 0.0  # recent outcomes, weighted by their age
@@ -100,7 +100,7 @@ class CircuitBreaker:
 
     def has_retry_after(self, now_s: float) -> bool:
         """Return whether it is open because of the replica's own Retry-After."""
-        return self._was_told and self.state(now_s) is BreakerState.OPEN
+        return self._is_server_hint and self.state(now_s) is BreakerState.OPEN
 
     def begin(self, now_s: float) -> Ticket:
         """Record that a request goes there, even against `is_willing`: then it is not a trial."""
@@ -119,7 +119,7 @@ class CircuitBreaker:
         self._succeeded += 1
         self._num_in_a_row = 0
         if self._until_s is not None and ticket.num_openings == self.num_openings:
-            self._until_s, self._was_told = None, False
+            self._until_s, self._is_server_hint = None, False
             self._num_failed_trials, self._failed = 0, 0.0
 
     def fail(self, ticket: Ticket, now_s: float, retry_after_s: float | None = None) -> None:
@@ -134,7 +134,7 @@ class CircuitBreaker:
         self._num_in_a_row += 1
         if retry_after_s is not None:
             self._fail_trial(ticket, state)
-            self._open(now_s, min(retry_after_s, self._policy.max_retry_after_s), was_told=True)
+            self._open(now_s, min(retry_after_s, self._policy.max_retry_after_s), is_server_hint=True)
         elif state is BreakerState.HALF_OPEN and ticket.num_openings == self.num_openings:
             self._fail_trial(ticket, state)
             self._open(now_s, self._backoff_s())
@@ -150,15 +150,15 @@ class CircuitBreaker:
         if state is BreakerState.HALF_OPEN and ticket.num_openings == self.num_openings:
             self._num_failed_trials += 1
 
-    def _open(self, now_s: float, seconds: float, *, was_told: bool = False) -> None:
+    def _open(self, now_s: float, seconds: float, *, is_server_hint: bool = False) -> None:
         """Open it, or keep it open for longer."""
         if self.state(now_s) is not BreakerState.OPEN:
             self.num_openings += 1
-            self._was_told = was_told
+            self._is_server_hint = is_server_hint
             self._until_s = now_s + seconds
             self._trial = None
         elif self._until_s is None or now_s + seconds >= self._until_s:
-            self._was_told, self._until_s = was_told, now_s + seconds
+            self._is_server_hint, self._until_s = is_server_hint, now_s + seconds
 
     def _backoff_s(self) -> float:
         policy = self._policy

@@ -24,7 +24,7 @@ class Console:
         """Write a line of the supervisor itself."""
         self.write(f"{self._paint('moiety')}: {text}\n")
 
-    def say_ready(self, url: str) -> None:
+    def print_ready(self, url: str) -> None:
         """Write the line that scripts wait for."""
         self.write(f"{self._paint('moiety')} is ready at {url}\n")
 

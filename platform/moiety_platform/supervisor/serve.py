@@ -83,7 +83,7 @@ def announce(
         raise SupervisorError(f"the gateway wrote no keys to {data_dir.keys_path}; read its log in the same folder")
     data_dir.write_url(options.url)
     console.write(announcement(options, keys, keys != keys_before))
-    console.say_ready(options.url)
+    console.print_ready(options.url)
     if options.dashboard_port is not None:
         supervisor.start(dashboard_part(options))
 

@@ -155,9 +155,9 @@ class Supervisor:
         """Report when the gateway is ready again; only once, even if the part ended again meanwhile."""
         if name in self._watchers:
             self._watchers[name].cancel()
-        self._watchers[name] = asyncio.create_task(self._say_when_ready(name))
+        self._watchers[name] = asyncio.create_task(self._print_when_ready(name))
 
-    async def _say_when_ready(self, name: str) -> None:
+    async def _print_when_ready(self, name: str) -> None:
         started = time.monotonic()
         was_away = False
         while not self._stopping:

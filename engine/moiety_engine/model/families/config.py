@@ -138,8 +138,8 @@ def quantization_settings(config: Config) -> Config:
 
 def checkpoint_dtype(config: Config) -> str:
     """Return the name of the type of the weights on disk; for quantized weights, that of the original weights."""
-    unsaid = "bfloat16" if quantization_settings(config) else "float32"
-    return str(first(config, "dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
+    default = "bfloat16" if quantization_settings(config) else "float32"
+    return str(first(config, "dtype", "torch_dtype", default=default)).removeprefix("torch.")
 
 
 def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:

@@ -89,5 +89,5 @@ def _predict_tokens(line: Line) -> int:
         sizes = msgspec.json.decode(bytes(line.body), type=_Sizes)
     except msgspec.MsgspecError:  # its answer reports the error
         return num_input
-    unsaid = _OUTPUT_TOKENS if line.url == _CHATTY else COMPLETION_DEFAULT_MAX_TOKENS
-    return num_input + (sizes.max_completion_tokens or sizes.max_tokens or unsaid) * (sizes.n or 1)
+    default_tokens = _OUTPUT_TOKENS if line.url == _CHATTY else COMPLETION_DEFAULT_MAX_TOKENS
+    return num_input + (sizes.max_completion_tokens or sizes.max_tokens or default_tokens) * (sizes.n or 1)
