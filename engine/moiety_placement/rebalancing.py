@@ -48,7 +48,7 @@ def rebalance(old: Placement, load_LE: ArrayLike, *, move_cost: float) -> Rebala
     mean_L = loads.sum(axis=1) / np.maximum(living_ranks(old).sum(axis=1), 1)
     before_L = board.largest_loads()
     for layer in np.flatnonzero((board.counts_LE == 0).any(axis=1)).tolist():
-        _bring_back(board, layer)
+        _restore_lost_experts(board, layer)
     slots_LR = _best_beginning(board, mean_L, move_cost)
     new = Placement.of(slots_LR, num_experts=old.num_experts, num_ranks=old.num_ranks, num_nodes=old.num_nodes)
     moves_L = moves(old, new)
@@ -78,7 +78,7 @@ def _best_beginning(board: PlacementState, mean_L: Floats, move_cost: float) -> 
     return best_LR
 
 
-def _bring_back(board: PlacementState, layer: int) -> None:
+def _restore_lost_experts(board: PlacementState, layer: int) -> None:
     """Restore the lost experts of a layer, the most used first, each over the replica that costs least."""
     load_E = board.load_LE[layer]
     lost = np.flatnonzero(board.counts_LE[layer] == 0)

@@ -129,7 +129,7 @@ class DiskTier:
         self.run_maintenance()
         if not self.restorer.is_quiet:
             for portion in self.restorer.take_read():
-                self._bring(portion.hashes, portion.rows, portion.taken, copy)
+                self._restore_blocks(portion.hashes, portion.rows, portion.taken, copy)
             self.restorer.read(self._in)
         if not self.saver.is_quiet:
             self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
@@ -193,7 +193,9 @@ class DiskTier:
         kept = Kept(time.time() + submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
         self.saver.offer(submit.tenant_id, hashes, kept)
 
-    def _bring(self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]) -> None:
+    def _restore_blocks(
+        self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]
+    ) -> None:
         """Copy read rows into free blocks, after the blocks' old contents have been copied elsewhere."""
         adopted = self._ledger.adopt(hashes)
         copy(self._ledger.take_copies())

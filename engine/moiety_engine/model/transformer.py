@@ -396,14 +396,14 @@ class Transformer:
         if batch.spread is not None or ranks.pipeline.size > 1:
             if ranks.rank_position.tp_rank:
                 return
-            all_TC = self._bring_choices(batch)
+            all_TC = self._gather_choices(batch)
             if ranks.rank_position.rank:
                 return
             chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
         if batch.owner_T is not None:
             self.expert_counter.count(chosen, batch.owner_T)
 
-    def _bring_choices(self, batch: Batch) -> Tensor:
+    def _gather_choices(self, batch: Batch) -> Tensor:
         """Gather the experts that all tokens chose, layer by layer, [T, L · K], on the first rank."""
         ranks, experts = self.ranks, self.experts
         assert experts is not None

@@ -48,9 +48,11 @@ class ExpertCache:
             }
             for layer in shapes
         ]
-        self._store, self._mover = store, _mover(store, [list(layer.values()) for layer in self.slots])
+        self._store, self._loader = store, _loader(store, [list(layer.values()) for layer in self.slots])
         self.layers = [
-            LayerExperts(number, ExpertSlotTable(num, num_slots, config.eviction), self._mover, num_bytes, self.traffic)
+            LayerExperts(
+                number, ExpertSlotTable(num, num_slots, config.eviction), self._loader, num_bytes, self.traffic
+            )
             for number, (num, num_bytes) in enumerate(zip(self.num_experts, expert_bytes, strict=True))
         ]
         for layer in self.layers:
@@ -73,7 +75,7 @@ class ExpertCache:
 
     def close(self) -> None:
         """Close the loader and the store; no computation may use the slots afterwards."""
-        self._mover.close()
+        self._loader.close()
         self._store.close()
 
 
@@ -103,7 +105,7 @@ def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape[1:]).numel() * dtype.itemsize
 
 
-def _mover(store: Store, slots: list[list[Tensor]]) -> ExpertLoader:
+def _loader(store: Store, slots: list[list[Tensor]]) -> ExpertLoader:
     if isinstance(store, ExpertFile):
         return FileExpertLoader(store, slots)
     return StreamExpertLoader([list(layer.values()) for layer in store.tensors], slots)

@@ -49,18 +49,18 @@ class LayerExperts:
         expert_bytes: int,
         traffic: ExpertCacheCounters,
     ) -> None:
-        self._layer, self._slot_table, self._mover = layer, slot_table, mover
+        self._layer, self._slot_table, self._loader = layer, slot_table, mover
         self._expert_bytes, self._traffic = expert_bytes, traffic
         self._tickets: dict[int, LoadTicket] = {}  # of loads that have not been waited for, in request order
         self._accuracy_by_size = {
             True: PrefetchAccuracy(),
             False: PrefetchAccuracy(),
         }  # of passes with few tokens (True) and with many (False)
-        self._judging = self._accuracy_by_size[True]
+        self._accuracy = self._accuracy_by_size[True]
         self._prefilled_ahead: set[int] = set()  # experts that `expect` found missing
         self._fetched: set[int] = set()  # experts among them whose load was started
         self._wanted: list[int] = []  # experts of the pass
-        self._left: list[int] = []  # wanted experts without a slot so far
+        self._missing: list[int] = []  # wanted experts without a slot so far
         self._chosen: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
     @property
@@ -72,7 +72,7 @@ class LayerExperts:
         if self._slot_table.eviction is ExpertEviction.ALL:
             return
         for expert, slot in enumerate(self._slot_table.victims(self.num_slots, ())):
-            self._bring(expert, slot, urgent=True)
+            self._load_expert(expert, slot, urgent=True)
         self.settle()
 
     def settle(self) -> None:
@@ -80,7 +80,7 @@ class LayerExperts:
         self._drop_failed()
         for expert in list(self._tickets):
             self._arrive(expert)
-        self._mover.used(self._layer)
+        self._loader.used(self._layer)
 
     # ── a pass ──
 
@@ -96,16 +96,16 @@ class LayerExperts:
         self._wanted = wanted.tolist()
         self._drop_failed()
         self._take_arrived()
-        self._judge()
-        self._left = [expert for expert in self._wanted if not self._has(expert)]
-        self._traffic.hits_total += len(self._wanted) - len(self._left)
-        self._traffic.misses_total += len(self._left)
-        self._bring_left(len(self._left), self._wanted)
+        self._record_predictions()
+        self._missing = [expert for expert in self._wanted if not self._has(expert)]
+        self._traffic.hits_total += len(self._wanted) - len(self._missing)
+        self._traffic.misses_total += len(self._missing)
+        self._load_missing(len(self._missing), self._wanted)
 
     def slots_if_there(self) -> Tensor | None:
         """Return the slots of the pass's experts, [T, K]; None if some are not loaded yet."""
         self._take_arrived()
-        if self._left or any(expert in self._tickets for expert in self._wanted):
+        if self._missing or any(expert in self._tickets for expert in self._wanted):
             return None
         return self._slots_of(self._wanted)
 
@@ -117,8 +117,8 @@ class LayerExperts:
         computed = [expert for expert in self._wanted if self._has(expert) and expert not in self._tickets]
         if computed:
             yield self._slots_of(computed)
-        while coming := self._coming(computed):
-            now = coming[: -(-len(coming) // 2)] if self._left else coming
+        while coming := self._arriving(computed):
+            now = coming[: -(-len(coming) // 2)] if self._missing else coming
             for expert in now:
                 self._arrive(expert)
             yield self._slots_of(now)
@@ -126,7 +126,7 @@ class LayerExperts:
 
     def end(self) -> None:
         """End the pass; its computation has been queued."""
-        self._mover.used(self._layer)
+        self._loader.used(self._layer)
         if self._slot_table.eviction is ExpertEviction.ALL:
             for expert in self._wanted:
                 if self._has(expert):
@@ -140,15 +140,15 @@ class LayerExperts:
         """
         counts_E = np.bincount(chosen_TK[chosen_TK >= 0], minlength=len(self._slot_table.slot_E))
         self._take_arrived()
-        self._judging = self._accuracy_by_size[chosen_TK.size <= len(counts_E)]
+        self._accuracy = self._accuracy_by_size[chosen_TK.size <= len(counts_E)]
         expected = np.flatnonzero(counts_E)
         missing = sorted((e for e in expected.tolist() if not self._has(e)), key=lambda expert: -counts_E[expert])
         self._prefilled_ahead = set(missing)
-        if not self._judging.pays:
+        if not self._accuracy.is_worthwhile:
             return
         slots = self._slot_table.victims(len(missing), itertools.chain(expected.tolist(), self._tickets))
         for expert, slot in zip(missing, slots, strict=False):
-            self._bring(expert, slot, urgent=False)
+            self._load_expert(expert, slot, urgent=False)
             self._fetched.add(expert)
             self._traffic.prefetched_total += 1
 
@@ -157,27 +157,27 @@ class LayerExperts:
     def _has(self, expert: int) -> bool:
         return bool(self._slot_table.slot_E[expert] >= 0)
 
-    def _bring(self, expert: int, slot: int, *, urgent: bool) -> None:
+    def _load_expert(self, expert: int, slot: int, *, urgent: bool) -> None:
         self._slot_table.put(expert, slot)
-        self._tickets[expert] = self._mover.bring(self._layer, expert, slot, urgent=urgent)
+        self._tickets[expert] = self._loader.load_expert(self._layer, expert, slot, urgent=urgent)
         self._traffic.loaded_bytes_total += self._expert_bytes
 
-    def _bring_left(self, most: int, kept: Iterable[int]) -> None:
+    def _load_missing(self, most: int, kept: Iterable[int]) -> None:
         """Start to load up to `most` of the experts left, evicting experts that are neither `kept` nor in flight."""
-        slots = self._slot_table.victims(min(most, len(self._left)), itertools.chain(kept, self._tickets))
+        slots = self._slot_table.victims(min(most, len(self._missing)), itertools.chain(kept, self._tickets))
         for slot in slots:
-            self._bring(self._left.pop(0), slot, urgent=True)
+            self._load_expert(self._missing.pop(0), slot, urgent=True)
 
-    def _coming(self, computed: list[int]) -> list[int]:
+    def _arriving(self, computed: list[int]) -> list[int]:
         """Return the pass's experts that are in flight after those in `computed` have been computed."""
         wanted = set(self._wanted)
-        if self._left:
-            self._mover.used(self._layer)
+        if self._missing:
+            self._loader.used(self._layer)
             waiting = len(wanted.intersection(self._tickets))
-            self._bring_left(max(1, self.num_slots // STREAMED) - waiting, wanted.difference(computed))
+            self._load_missing(max(1, self.num_slots // STREAMED) - waiting, wanted.difference(computed))
             if not wanted.intersection(self._tickets):  # every other slot awaits a prefetch in flight
                 self.settle()
-                return self._coming(computed)
+                return self._arriving(computed)
         return [expert for expert in self._tickets if expert in wanted]
 
     def _arrive(self, expert: int) -> None:
@@ -198,10 +198,10 @@ class LayerExperts:
         for expert in [expert for expert, ticket in self._tickets.items() if ticket.is_done()]:
             self._arrive(expert)
 
-    def _judge(self) -> None:
+    def _record_predictions(self) -> None:
         """Update the prediction accuracy, and cancel prefetches of unwanted experts that have not begun."""
         wanted = set(self._wanted)
-        self._judging.judged(len(self._prefilled_ahead & wanted), len(self._prefilled_ahead))
+        self._accuracy.record_predictions(len(self._prefilled_ahead & wanted), len(self._prefilled_ahead))
         self._traffic.prefetch_hits_total += len(self._fetched & wanted)
         for expert in self._fetched - wanted:
             ticket = self._tickets.get(expert)

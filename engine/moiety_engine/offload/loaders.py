@@ -37,7 +37,7 @@ class LoadTicket(Protocol):
 class ExpertLoader(Protocol):
     """Loader of experts into slots. Used by one thread."""
 
-    def bring(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
+    def load_expert(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
         """Start to load an expert into a slot; urgent loads come first.
 
         All computation that reads the slot's old contents must be queued before the last `used`.
@@ -68,7 +68,7 @@ class FileExpertLoader:
         for thread in self._threads:
             thread.start()
 
-    def bring(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
+    def load_expert(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
         parts = self._file.layers[layer]
         into = [_memory_of(part[slot]) for part in self._slots[layer]]
 
@@ -153,7 +153,7 @@ class StreamExpertLoader:
         for layer in range(len(slots)):
             self.used(layer)
 
-    def bring(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
+    def load_expert(self, layer: int, expert: int, slot: int, *, urgent: bool) -> LoadTicket:
         stream = self._urgent if urgent else self._ahead
         stream.wait_event(self._used[layer])
         with torch.cuda.stream(stream):

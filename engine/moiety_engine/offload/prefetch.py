@@ -1,4 +1,4 @@
-"""Accuracy of expert prefetching, and the decision whether it pays. Handles numbers only."""
+"""Accuracy of expert prefetching, and the decision whether it is_worthwhile. Handles numbers only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class PrefetchAccuracy:
         self._right = self._said = 0.0
 
     @property
-    def pays(self) -> bool:
+    def is_worthwhile(self) -> bool:
         return self._said >= ENOUGH and self._right >= PAYS * self._said
 
-    def judged(self, right: int, said: int) -> None:
+    def record_predictions(self, right: int, said: int) -> None:
         """Add a pass: of `said` predicted experts, `right` were requested."""
         self._right = self._right * KEPT_A_PASS + right
         self._said = self._said * KEPT_A_PASS + said

@@ -120,13 +120,13 @@ class RequestRecorder:
     def end(self, record: RequestRecord) -> None:
         """Close a record and write its usage row, metrics, spans and log line."""
         try:
-            self._update_metrics(record)
+            self._store_usage(record)
         finally:
             self._num_open -= 1
             if self._num_open == 0:
                 self._idle.set()
 
-    def _update_metrics(self, record: RequestRecord) -> None:
+    def _store_usage(self, record: RequestRecord) -> None:
         record.trace.enter(Phase.SETTLE)
         used = record.used
         cost = record.reservation.cost(used)

@@ -50,26 +50,26 @@ class AdmissionQueue:
         encoding = self._encoder_work.cost_from(sequence.request.images, num_cached)
         sequence.kv.num_uncached = len(sequence.tokens) - num_cached + encoding
         sequence.define_deadlines()
-        verdict = self._judge(sequence, now_ns / 1e9)
-        service = verdict.service
+        decision = self._decide(sequence, now_ns / 1e9)
+        service = decision.service
         if service is not None and len(self._queues.waiting) >= self._max_waiting and not self._shed(service.rank):
-            service, verdict = None, self._policy.overflow(sequence)
+            service, decision = None, self._policy.overflow(sequence)
         if service is None:
-            self._tally.rejected(submit.service.name, verdict.reason)
-            self._failures.append(_refusal(submit.key, verdict.reason, verdict.retry_after_s))
+            self._tally.rejected(submit.service.name, decision.reason)
+            self._failures.append(_refusal(submit.key, decision.reason, decision.retry_after_s))
             return
         if service is not sequence.service:
             sequence.service = service
             sequence.define_deadlines()
-            sequence.timeline.note(now_ns, EventKind.DOWNGRADED, verdict.reason)
+            sequence.timeline.note(now_ns, EventKind.DOWNGRADED, decision.reason)
             self._tally.of(submit.service.name).downgraded += 1
-        sequence.timeline.note(now_ns, EventKind.ADMITTED, verdict.reason)
+        sequence.timeline.note(now_ns, EventKind.ADMITTED, decision.reason)
         if submit.transfer_id:
             self._take_over(sequence, num_transferred_tokens, now_ns)
         tally = self._tally.of(service.name)
         tally.admitted += 1
         tally.num_waiting += 1
-        self._admissions.append(CoreAdmission(submit.key, service.name, verdict.reason, verdict.predicted_ttft_s))
+        self._admissions.append(CoreAdmission(submit.key, service.name, decision.reason, decision.predicted_ttft_s))
         self._queues.add(sequence)
         self._policy.arrived(sequence, now_ns / 1e9)
         if sequence.has_credit:
@@ -81,7 +81,7 @@ class AdmissionQueue:
         self._admissions, self._failures = [], []
         return taken
 
-    def _judge(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
+    def _decide(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         """Return the admission decision; requests that another engine has admitted are always accepted."""
         if sequence.request.submit.transfer_id:
             return AdmissionDecision(sequence.service, Reason.PREFILL_DONE)

@@ -124,7 +124,7 @@ class KvLedger(StateLedger):
         if self.states is not None:
             self._start_state(sequence, prefix, self.states)
         sequence.kv.num_sealed = len(prefix)
-        self._bring_in(sequence, prefix.hits, firsts, len(prefix))
+        self._take_hits(sequence, prefix.hits, firsts, len(prefix))
         sequence.kv.num_computed = len(prefix) * self.block_size
         self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True
@@ -324,7 +324,7 @@ class KvLedger(StateLedger):
             return False
         if self.states is not None:
             sequence.kv.state_slot = self.states.swap_in(sequence.kv.state_slot)
-        self._bring_in(sequence, hits, sequence.kv.firsts, self.blocks_for(sequence.kv.num_computed))
+        self._take_hits(sequence, hits, sequence.kv.firsts, self.blocks_for(sequence.kv.num_computed))
         self.host.free(sequence.kv.host_blocks)
         sequence.kv.host_blocks = NO_BLOCKS
         self.swapped_in_total += len(hits)

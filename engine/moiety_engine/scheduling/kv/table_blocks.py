@@ -134,7 +134,7 @@ class TableBlocks:
         num_revived = sum(self.pool.is_free(block) for block in beside)
         return num_new <= self.pool.num_free - num_revived
 
-    def _bring_in(self, sequence: Sequence, hits: list[Hit], firsts: tuple[int, ...], num_blocks: int) -> None:
+    def _take_hits(self, sequence: Sequence, hits: list[Hit], firsts: tuple[int, ...], num_blocks: int) -> None:
         """Give the sequence a device block per hit: device hits are shared, host hits get a new block and a copy.
 
         The hits are those of blocks `firsts` to `num_blocks` - 1 of its tables.

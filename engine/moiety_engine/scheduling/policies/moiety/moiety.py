@@ -153,13 +153,13 @@ class Moiety(Policy):
 
     def admit(self, sequence: Sequence, now_s: float) -> AdmissionDecision:
         self._slo.refresh(now_s)
-        verdict = self._judge(sequence, sequence.service)
+        decision = self._decide_admission(sequence, sequence.service)
         fallback = sequence.request.submit.fallback
-        if verdict.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
-            second = self._judge(sequence, fallback)
+        if decision.service is None and fallback and sequence.service.on_overload is OverloadAction.DOWNGRADE:
+            second = self._decide_admission(sequence, fallback)
             if second.service is not None:
-                return AdmissionDecision(fallback, verdict.reason, second.predicted_ttft_s)
-        return verdict
+                return AdmissionDecision(fallback, decision.reason, second.predicted_ttft_s)
+        return decision
 
     def overflow(self, sequence: Sequence) -> AdmissionDecision:
         wait_s = self._flow.wait_s(sequence.service.rank, math.inf)
@@ -168,7 +168,7 @@ class Moiety(Policy):
     def predicted_ttft_s(self) -> dict[str, float]:
         return {c.name: self._flow.wait_s(c.rank, math.inf) + self._slo.step_s for c in self._slo.classes}
 
-    def _judge(self, sequence: Sequence, service: ServiceClass) -> AdmissionDecision:
+    def _decide_admission(self, sequence: Sequence, service: ServiceClass) -> AdmissionDecision:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
         if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
