@@ -47,7 +47,7 @@ class World:
     running: list[Ticket] = field(default_factory=list)
 
     def do(self, what: str, which: float) -> None:
-        if (what == "begin" and self.breaker.is_willing(self.now_s)) or what == "force":
+        if (what == "begin" and self.breaker.allows_request(self.now_s)) or what == "force":
             self.running.append(self.breaker.begin(self.now_s))
         elif what == "wait":
             self.now_s += which * 40
@@ -79,7 +79,7 @@ def test_there_is_never_more_than_one_trial(steps: Any, draw: Any) -> None:
         trials = [one for one in world.running if one.is_trial and one.num_openings == num_openings]
         if world.breaker.state(world.now_s) is BreakerState.HALF_OPEN:
             assert len(trials) <= 1
-            assert world.breaker.is_willing(world.now_s) == (not trials)
+            assert world.breaker.allows_request(world.now_s) == (not trials)
 
 
 @given(STEPS, st.floats(0, 0.999))
@@ -92,7 +92,7 @@ def test_every_opening_ends_within_its_bound_and_then_a_trial_may_begin(steps: A
         assert world.breaker.state(later_s) is not BreakerState.OPEN
     for ticket in world.running:
         world.breaker.release(ticket)
-    assert world.breaker.is_willing(world.now_s + LONGEST_S)
+    assert world.breaker.allows_request(world.now_s + LONGEST_S)
 
 
 @given(STEPS)
@@ -106,7 +106,7 @@ def test_the_success_of_a_trial_closes_it(steps: Any) -> None:
     ticket = world.breaker.begin(later_s)
     world.breaker.succeed(ticket, later_s)
     assert world.breaker.state(later_s) is BreakerState.CLOSED
-    assert world.breaker.is_willing(later_s)
+    assert world.breaker.allows_request(later_s)
 
 
 @given(STEPS)
@@ -175,9 +175,9 @@ def test_a_trial_whose_client_leaves_makes_room_for_another() -> None:
     fail(breaker, 0.0)
     trial = breaker.begin(2.0)
     assert trial.is_trial
-    assert not breaker.is_willing(2.0)
+    assert not breaker.allows_request(2.0)
     breaker.release(trial)
-    assert breaker.is_willing(2.0)
+    assert breaker.allows_request(2.0)
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
 
 

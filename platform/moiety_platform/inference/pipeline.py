@@ -64,12 +64,12 @@ from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import (
     RequestNeed,
-    able_engines,
     are_extensible,
+    capable_engines,
     card_of,
     cards_of,
     choose,
-    seeing_engines,
+    engines_with_vision,
 )
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
@@ -285,7 +285,7 @@ class RequestPipeline:
             raise
         record.served_model, record.base_model = model, base
         if adapter is not None:
-            card = adapting_card(adapter, card, able_engines(states, base))
+            card = adapting_card(adapter, card, capable_engines(states, base))
         if generation.task is PoolingTask.SCORE and len(card.labels) != 1:
             generation = with_single_texts(generation)
             record.generation, record.num_sequences = generation, len(generation.prompts)
@@ -387,7 +387,7 @@ def _refuse_unattainable(generation: Generation, matched: _Matched) -> None:
     need = need if matched.adapter is None else RequestNeed.ADAPTED
     states, rules = matched.states, matched.card.images
     if rules is not None and matched.has_images:
-        states = seeing_engines(states, matched.card.model, rules)
+        states = engines_with_vision(states, matched.card.model, rules)
     state = choose(states, matched.card.model, service, need=need)
     refusal = refuse_unattainable(service, state.class_load(service.name))
     if refusal is not None:

@@ -73,7 +73,7 @@ def choose(
 
     Raises NotFound if no engine has that model, Unavailable if no engine of the model can take a request.
     """
-    able = first_engines(able_engines(engines, model, context_tokens), need)
+    able = first_engines(capable_engines(engines, model, context_tokens), need)
     if len(able) == 1:
         return able[0]
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
@@ -97,9 +97,9 @@ def card_of(
         served = sorted(allowed & cards_of(engines).keys())
         raise NotFound(model_not_found(model[:256], served), code=MODEL_NOT_FOUND, param="model")
     longest: ModelCard | None = None
-    able = able_engines(engines, model)
+    able = capable_engines(engines, model)
     if has_images:
-        able = [engine for engine in able if _sees(engine)] or able
+        able = [engine for engine in able if _takes_images(engine)] or able
     for engine in able:
         card = engine.card
         if card is not None and (longest is None or card.max_context_tokens > longest.max_context_tokens):
@@ -108,7 +108,7 @@ def card_of(
     return longest
 
 
-def seeing_engines(engines: Sequence[EngineState], model: str, rules: ImageRules) -> list[EngineState]:
+def engines_with_vision(engines: Sequence[EngineState], model: str, rules: ImageRules) -> list[EngineState]:
     """Return the engines without those of the model that read images by other rules, or none.
 
     The placeholders of a prompt are right for its rules only. Raises Unavailable if no engine of the model is left.
@@ -135,7 +135,7 @@ def cards_of(engines: Sequence[EngineState]) -> dict[str, ModelCard]:
 
 def are_extensible(engines: Sequence[EngineState], model: str) -> bool:
     """Return whether every engine of the model accepts more credit later; else a request needs all of it at once."""
-    for engine in engines:  # as in `able_engines`
+    for engine in engines:  # as in `capable_engines`
         if engine.card is not None and engine.card.model == model and not engine.card.extensible:
             return False
     return True
@@ -146,7 +146,7 @@ def model_not_found(model: str, served: Sequence[str]) -> str:
     return f"the model {model!r} does not exist or your key may not use it; available: {', '.join(served) or 'none'}"
 
 
-def able_engines(engines: Sequence[EngineState], model: str, context_tokens: int = 0) -> list[EngineState]:
+def capable_engines(engines: Sequence[EngineState], model: str, context_tokens: int = 0) -> list[EngineState]:
     """Return the model's engines that can take requests with so many tokens of prompt and output.
 
     Raises NotFound or Unavailable.
@@ -173,7 +173,7 @@ def able_engines(engines: Sequence[EngineState], model: str, context_tokens: int
     )
 
 
-def _sees(engine: EngineState) -> bool:
+def _takes_images(engine: EngineState) -> bool:
     card = engine.card
     return card is not None and (card.images is not None or card.image_allowance is not None)
 

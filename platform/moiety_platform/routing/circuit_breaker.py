@@ -89,7 +89,7 @@ class CircuitBreaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._until_s else BreakerState.HALF_OPEN
 
-    def is_willing(self, now_s: float) -> bool:
+    def allows_request(self, now_s: float) -> bool:
         """Return whether a new request may go there: it is closed, or half-open without a running trial."""
         state = self.state(now_s)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trial is None)
@@ -103,7 +103,7 @@ class CircuitBreaker:
         return self._is_server_hint and self.state(now_s) is BreakerState.OPEN
 
     def begin(self, now_s: float) -> Ticket:
-        """Record that a request goes there, even against `is_willing`: then it is not a trial."""
+        """Record that a request goes there, even against `allows_request`: then it is not a trial."""
         is_half_open = self._until_s is not None and now_s >= self._until_s
         is_trial = is_half_open and self._trial is None
         ticket = Ticket(self.num_openings, is_trial)
@@ -220,15 +220,15 @@ class ReplicaBreakers:
         for kind in OutcomeKind:
             self._counts.pop((address, kind), None)
 
-    def willing(self, states: Sequence[EngineState]) -> Sequence[EngineState]:
+    def allowed_states(self, states: Sequence[EngineState]) -> Sequence[EngineState]:
         """Return the replicas that may get a new request."""
         if not self.have_opened:  # the common case
             return states
         now_s = self.clock.monotonic()
-        return [state for state in states if self._is_willing(state.address, now_s)]
+        return [state for state in states if self._allows_request(state.address, now_s)]
 
-    def least_bad(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
-        """Return the replicas to try where none is willing.
+    def fallback_states(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
+        """Return the replicas to try where none is allowed_states.
 
         Raises EngineOverloaded where each has sent a Retry-After, with the shortest remaining time.
         """
@@ -262,9 +262,9 @@ class ReplicaBreakers:
         """Return the number of requests by address and outcome."""
         return [(address, kind, count) for (address, kind), count in self._counts.items()]
 
-    def _is_willing(self, address: str, now_s: float) -> bool:
+    def _allows_request(self, address: str, now_s: float) -> bool:
         breaker = self._breakers.get(address)
-        return breaker is None or breaker.is_willing(now_s)
+        return breaker is None or breaker.allows_request(now_s)
 
 
 class RequestOutcome:

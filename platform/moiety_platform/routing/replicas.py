@@ -14,14 +14,14 @@ from moiety_platform.engine_client.base import Connection, EngineClient, EngineS
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.choose import (
     RequestNeed,
-    able_engines,
     can_continue_prefill,
+    capable_engines,
     card_of,
     cards_of,
     choose,
+    engines_with_vision,
     first_engines,
     partner_among,
-    seeing_engines,
 )
 from moiety_platform.routing.circuit_breaker import ReplicaBreakers
 from moiety_wire.classes import ServiceClass
@@ -134,14 +134,14 @@ class Replicas:
         """
         states = self.states() if not avoid else self._states_but(avoid)
         if images is not None:
-            states = seeing_engines(states, model, images)
-        willing = self.breakers.willing(states)
-        if len(willing) < len(states):
+            states = engines_with_vision(states, model, images)
+        allowed_states = self.breakers.allowed_states(states)
+        if len(allowed_states) < len(states):
             try:
-                state = choose(willing, model, service, prefix, need, context_tokens)
+                state = choose(allowed_states, model, service, prefix, need, context_tokens)
             except (NotFound, Unavailable):
-                able = first_engines(able_engines(states, model, context_tokens), need)
-                state = choose(self.breakers.least_bad(able, model), model, service, prefix, need)
+                able = first_engines(capable_engines(states, model, context_tokens), need)
+                state = choose(self.breakers.fallback_states(able, model), model, service, prefix, need)
         else:
             state = choose(states, model, service, prefix, need, context_tokens)
         return self._clients[state.address], state
@@ -160,14 +160,14 @@ class Replicas:
         """
         states = self._states_but(avoid)
         if images is not None:
-            states = seeing_engines(states, model, images)
-        able = able_engines(states, model, context_tokens)
-        willing = self.breakers.willing(able)
-        if any(map(can_continue_prefill, willing)):
-            state = partner_among(willing, service, self._coming)
+            states = engines_with_vision(states, model, images)
+        able = capable_engines(states, model, context_tokens)
+        allowed_states = self.breakers.allowed_states(able)
+        if any(map(can_continue_prefill, allowed_states)):
+            state = partner_among(allowed_states, service, self._coming)
         else:
             partners = [engine for engine in able if can_continue_prefill(engine)]
-            state = partner_among(partners and self.breakers.least_bad(partners, model), service, self._coming)
+            state = partner_among(partners and self.breakers.fallback_states(partners, model), service, self._coming)
         return self._clients[state.address], state
 
     def expect(self, address: str) -> Callable[[], None]:
