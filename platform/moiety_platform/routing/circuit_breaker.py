@@ -228,7 +228,7 @@ class ReplicaBreakers:
         return [state for state in states if self._allows_request(state.address, now_s)]
 
     def fallback_states(self, able: Sequence[EngineState], model: str) -> list[EngineState]:
-        """Return the replicas to try where none is allowed_states.
+        """Return the replicas to try where no breaker allows a request.
 
         Raises EngineOverloaded where each has sent a Retry-After, with the shortest remaining time.
         """
