@@ -31,8 +31,8 @@ def main() -> None:
     chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar")
     if page is not None:
         page.others.update(shown)
-        draw_who()
-        session.take_notice()
+        draw_caller()
+        session.show_notice()
         chosen.run()
     elif credential is not None and session.credential() is not None:
         st.error(f"{as_text(why)}.", icon=":material/cloud_off:")
@@ -66,7 +66,7 @@ def st_page(view: View, page: Page | None) -> StreamlitPage:
     return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=view is PAGES[0])
 
 
-def draw_who() -> None:
+def draw_caller() -> None:
     """Show the signed-in user at the foot of the navigation."""
     me = st.session_state[session.CALLER]
     with st.sidebar:

@@ -115,7 +115,7 @@ def zone() -> ZoneInfo:
         return ZoneInfo("UTC")
 
 
-def take_notice() -> None:
+def show_notice() -> None:
     text = st.session_state.pop(NOTICE, None)
     if text is not None:
         st.toast(as_text(text), icon=":material/check_circle:")

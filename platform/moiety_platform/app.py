@@ -296,13 +296,13 @@ def _operations_routes(services: Services, documents: ServedDocuments) -> list[R
     ]
 
 
-def _answer_nobody(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:
+def _answer_disconnected(_request: Request[Any, Any, Any], _error: ClientDisconnected) -> Response[None]:
     return Response(None, status_code=CLIENT_CLOSED_REQUEST)
 
 
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {
     PlatformError: answer_platform_error,
     HTTPException: answer_framework_error,
-    ClientDisconnected: _answer_nobody,
+    ClientDisconnected: _answer_disconnected,
     Exception: answer_unexpected_error,
 }

@@ -62,7 +62,7 @@ _SYSTEM_BLOCKS = ("text", "tool_addition", "tool_removal")
 
 def _blocks_of(role: str) -> dict[str, Any]:
     """Return a JSON schema of the blocks that a turn of the role may have."""
-    kinds = {"enum": list(_SYSTEM_BLOCKS)} if role == "system" else {"not": {"enum": _foreign(role)}}
+    kinds = {"enum": list(_SYSTEM_BLOCKS)} if role == "system" else {"not": {"enum": _unaccepted_blocks(role)}}
     return {
         "if": {"properties": {"role": {"const": role}}},
         "then": {
@@ -73,7 +73,7 @@ def _blocks_of(role: str) -> dict[str, Any]:
     }
 
 
-def _foreign(role: str) -> list[str]:
+def _unaccepted_blocks(role: str) -> list[str]:
     return [kind for kind, roles in _ROLES_OF_BLOCK.items() if role not in roles]
 
 

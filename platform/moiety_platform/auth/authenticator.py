@@ -107,7 +107,7 @@ class Authenticator:
         )
         self._unknown_lookups = LookupQueue(
             "unknown",
-            self._read_strangers,
+            self._read_unknown_ids,
             clock,
             max_statements=UNKNOWN_STATEMENTS,
             max_waiting=MAX_UNKNOWN_WAITING,
@@ -130,12 +130,12 @@ class Authenticator:
         offered_hash = hash_key(key, self._pepper)
         entry = await self._find(key.key_id)
         stored = entry.stored
-        if stored is None or entry.principal is None or not self._is_right(key, offered_hash, stored):
+        if stored is None or entry.principal is None or not self._secret_matches(key, offered_hash, stored):
             raise Unauthenticated(f"This API key is unknown. Check that it is complete and still valid. {HOW_TO}")
-        self._check_standing(stored)
+        self._check_active(stored)
         return entry.principal
 
-    def _is_right(self, key: KeyText, offered_hash: bytes, stored: StoredKey) -> bool:
+    def _secret_matches(self, key: KeyText, offered_hash: bytes, stored: StoredKey) -> bool:
         """Return whether the key matches the stored hash under the current pepper or another one of the rotation.
 
         A key that matches and lacks the current pepper's mark is noted for rehashing.
@@ -161,10 +161,10 @@ class Authenticator:
             raise Unauthenticated(
                 "The API key of this request no longer exists. Send the request again with another key."
             )
-        self._check_standing(entry.stored)
+        self._check_active(entry.stored)
         return entry.principal
 
-    def _check_standing(self, stored: StoredKey) -> None:
+    def _check_active(self, stored: StoredKey) -> None:
         """Check that the key may be used now. Raises Unauthenticated or Forbidden."""
         if stored.revoked_at is not None and stored.revoked_at <= self._clock.now():
             raise Unauthenticated(
@@ -305,7 +305,7 @@ class Authenticator:
         self._health.answered(asked_at_s)
         return entries
 
-    async def _read_strangers(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
+    async def _read_unknown_ids(self, key_ids: Sequence[str]) -> dict[str, _Entry]:
         """Read the current state of keys that may not exist. Raises Unavailable.
 
         A failure does not count against the store, and is logged once unless it was a timeout.

@@ -66,7 +66,7 @@ class Engines:
             raise
         self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
         self._unwanted: dict[str, float] = {}  # identity → latest time until which it still gets requests
-        self._leaving = PeriodicTask("engines-left", self._let_go, POLL_INTERVAL_S)
+        self._leaving = PeriodicTask("engines-left", self._close_unused_engines, POLL_INTERVAL_S)
 
     async def __aenter__(self) -> Self:
         await self.replicas.__aenter__()
@@ -130,7 +130,7 @@ class Engines:
 
         return PreparedChange(commit, undo)
 
-    async def _let_go(self) -> None:
+    async def _close_unused_engines(self) -> None:
         """Retire removed engines once others serve their model; close their connections once they are idle."""
         now_s = self.clock.monotonic()
         for name, until_s in list(self._unwanted.items()):
@@ -164,7 +164,7 @@ class Engines:
     def _client_of(self, address: str, settings: GatewaySettings) -> EngineClient:
         """Return a new client for the address. Raises CannotUseEngine."""
         if is_external(address):
-            return self._foreign_client(ExternalAddress.parse(address), settings)
+            return self._external_client(ExternalAddress.parse(address), settings)
         return ZmqEngineClient(
             address,
             self._context,
@@ -175,7 +175,7 @@ class Engines:
             adapters=self.adapters.parts,
         )
 
-    def _foreign_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:
+    def _external_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:
         try:
             return ExternalEngineClient(address, self.clock, self._key_of(address, settings))
         except (TextError, OSError, UnicodeDecodeError) as exc:

@@ -143,7 +143,7 @@ async def lock_erasable(session: AsyncSession, is_needed: ColumnElement[bool], n
     return None
 
 
-async def give_ends(session: AsyncSession, *, keep_s: int, now: Now = now_ms) -> int:
+async def set_expiry(session: AsyncSession, *, keep_s: int, now: Now = now_ms) -> int:
     """Set an expiry time, `keep_s` from now, on some files that have none. Return their number.
 
     These files were created while no bound was configured.

@@ -206,7 +206,7 @@ class QuotaReservation:
         """Return the rate limit headers."""
         if self._hold is None or not self._hold.leases:
             return {}
-        return headers(self._enforcer.standings(self._hold))
+        return headers(self._enforcer.limit_statuses(self._hold))
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """Return the amounts that a request of `tokens` tokens needs, by unit."""

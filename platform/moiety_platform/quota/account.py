@@ -15,7 +15,7 @@ from moiety_platform.quota.lease import Lease
 from moiety_platform.quota.slices import ahead_of_peak, ahead_of_use, surplus
 from moiety_platform.quota.store import Grant, LeaseAmounts
 
-TRIFLE, PLENTY = 512, 4  # parts of a limit: see `_trifle` and `balance`
+MINIMUM_PARTS, PLENTY = 512, 4  # parts of a limit: see `_minimum_ahead` and `balance`
 IDLE_S = 30.0  # an unused account gives back all of its free part after this time
 FULL_S = 0.5  # how long the store's statement that nothing more is left is trusted
 FETCHED_S = 1.0  # time for a waiting request to use what was granted for it
@@ -45,8 +45,8 @@ class Account:
     def ahead(self) -> int:
         """Return the amount to keep free beyond current use."""
         if self.lease.meter is Meter.SLOTS:
-            return max(ahead_of_peak(self.peak, self.limit.cap), self._trifle)
-        return max(ahead_of_use(self.use_per_s), self._trifle)
+            return max(ahead_of_peak(self.peak, self.limit.cap), self._minimum_ahead)
+        return max(ahead_of_use(self.use_per_s), self._minimum_ahead)
 
     def balance(self, now_s: float) -> int:
         """Return the amount to request before requests lack it, while much of the limit is left.
@@ -69,13 +69,13 @@ class Account:
         return ahead + ahead // 2 - free  # below the amount that would be given back
 
     @property
-    def _trifle(self) -> int:
+    def _minimum_ahead(self) -> int:
         """Return a part of the limit that is small enough to keep while much is left.
 
         It spares occasional requests a round trip to the store.
         """
         cap = self.limit.cap
-        return cap // TRIFLE if self.remaining is None or self.remaining >= cap // PLENTY else 0
+        return cap // MINIMUM_PARTS if self.remaining is None or self.remaining >= cap // PLENTY else 0
 
     def learn(self, stored: LeaseAmounts) -> None:
         """Apply the store's state of the lease.

@@ -117,7 +117,7 @@ class QuotaEnforcer:
         refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self.clock.now())
-            error.headers = headers(self.standings(hold))
+            error.headers = headers(self.limit_statuses(hold))
             raise error
         return hold
 
@@ -149,7 +149,7 @@ class QuotaEnforcer:
         if not hold.is_good(self.clock.monotonic()):
             raise store_unavailable()
 
-    def standings(self, hold: Hold) -> list[LimitStatus]:
+    def limit_statuses(self, hold: Hold) -> list[LimitStatus]:
         """Return the state of the limits of a request, as far as this process knows it."""
         unix_s, now_s, found = self.clock.unix_ns() / 1e9, self.clock.monotonic(), []
         for lease in hold.leases:

@@ -29,13 +29,13 @@ class LimitStatus(msgspec.Struct, frozen=True):
     whole_in_s: float | None
 
 
-def headers(standings: Sequence[LimitStatus]) -> dict[str, str]:
+def headers(limit_statuses: Sequence[LimitStatus]) -> dict[str, str]:
     """Return the headers; of several limits of one kind, on different levels, the one with the least left counts."""
-    tightest = {standing.kind: standing for standing in standings}
-    if len(tightest) < len(standings):
-        for standing in reversed(standings):
-            if standing.left <= tightest[standing.kind].left:
-                tightest[standing.kind] = standing
+    tightest = {status.kind: status for status in limit_statuses}
+    if len(tightest) < len(limit_statuses):
+        for status in reversed(limit_statuses):
+            if status.left <= tightest[status.kind].left:
+                tightest[status.kind] = status
     if not tightest:
         return {}
     fields: dict[str, str] = {}
@@ -45,7 +45,7 @@ def headers(standings: Sequence[LimitStatus]) -> dict[str, str]:
             fields[f"x-ratelimit-limit-{name}"] = str(rate.cap)
             fields[f"x-ratelimit-remaining-{name}"] = str(rate.left)
             fields[f"x-ratelimit-reset-{name}"] = duration(rate.whole_in_s or 0.0)
-    fields["ratelimit-policy"] = _policies(tuple([(standing.kind, standing.cap) for standing in tightest.values()]))
+    fields["ratelimit-policy"] = _policies(tuple([(status.kind, status.cap) for status in tightest.values()]))
     fields["ratelimit"] = ", ".join(
         [
             f'"{one.kind}";r={one.left}' + ("" if one.whole_in_s is None else f";t={round(one.whole_in_s)}")

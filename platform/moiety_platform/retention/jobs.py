@@ -17,7 +17,7 @@ from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.files.contents import FileContents
-from moiety_platform.files.store import give_ends, read_clock
+from moiety_platform.files.store import read_clock, set_expiry
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.purge import purge_abandoned_rates, purge_windows
@@ -74,7 +74,7 @@ def retention_jobs_of(
         RetentionJob("forsaken_limits", purge_abandoned_rates),
     ]
     if settings.keep_files_s is not None:
-        jobs.insert(1, RetentionJob("files_without_end", partial(give_ends, keep_s=settings.keep_files_s, now=now)))
+        jobs.insert(1, RetentionJob("files_without_end", partial(set_expiry, keep_s=settings.keep_files_s, now=now)))
     if settings.keep_requests_days:
         jobs.append(RetentionJob("usage", purge_old_requests))
     return jobs

@@ -82,16 +82,16 @@ class Sampler:
         return verdict
 
     def _judge(self, ending: EndedRequest) -> SamplingDecision:
-        if (reason := _speaks_for(ending)) is not None:
+        if (reason := _reason_to_keep(ending)) is not None:
             return reason
         if self._num_first < self.terms.first_per_s:
             return SamplingDecision.FIRST
         rate = self.terms.rates.get(ending.service_class, self.terms.rate)
-        is_drawn = rate >= 1 or (rate > 0 and _lot(ending) < rate * _RANGE)
+        is_drawn = rate >= 1 or (rate > 0 and _random_value(ending) < rate * _RANGE)
         return SamplingDecision.RATE if is_drawn else SamplingDecision.UNSAMPLED
 
 
-def _speaks_for(ending: EndedRequest) -> SamplingDecision | None:
+def _reason_to_keep(ending: EndedRequest) -> SamplingDecision | None:
     if ending.has_failed:
         return SamplingDecision.FAILED
     if ending.slo_attained is False:
@@ -101,7 +101,7 @@ def _speaks_for(ending: EndedRequest) -> SamplingDecision | None:
     return SamplingDecision.FAILED_OVER if ending.num_failovers else None
 
 
-def _lot(ending: EndedRequest) -> int:
+def _random_value(ending: EndedRequest) -> int:
     """Return a pseudo-random number of the trace.
 
     It is the same for all requests of one trace at every gateway, so that they are kept or dropped together; because of

@@ -56,7 +56,7 @@ async def check_store(settings: GatewaySettings, admin_key: str | None, clock: C
             yield await check_prices(session, clock)
         async with database.read() as session:
             await take_snapshot_locks(session)
-            async for finding in check_books(session, clock):
+            async for finding in check_usage_ledger(session, clock):
                 yield finding
     finally:
         await database.close()
@@ -128,7 +128,7 @@ async def check_prices(session: AsyncSession, clock: Clock) -> Finding:
     return ok(AREA, "prices", f"every model used in {DRIFT_HOURS} h has a price")
 
 
-async def check_books(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
+async def check_usage_ledger(session: AsyncSession, clock: Clock) -> AsyncIterator[Finding]:
     """Check that requests, ledger, sums and limits agree."""
     until = clock.now()
     report = await reconcile(session, until - timedelta(hours=DRIFT_HOURS), until)

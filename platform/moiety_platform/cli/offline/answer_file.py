@@ -79,9 +79,9 @@ class AnswerFile:
                 try:
                     answer = msgspec.json.decode(line, type=_Answer)
                 except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-                    raise self._foreign(number) from exc
+                    raise self._other_input(number) from exc
                 if not answer.id.startswith(ID_PREFIX):
-                    raise self._foreign(number)
+                    raise self._other_input(number)
                 keys[answer.custom_id] = answer.id.removeprefix(ID_PREFIX)
                 end += len(line)
         return keys
@@ -92,5 +92,5 @@ class AnswerFile:
             raise CommandError(f"{self.path} ends with a line that is not a valid answer; give another --output")
         os.ftruncate(self._fd, end)
 
-    def _foreign(self, number: int) -> CommandError:
+    def _other_input(self, number: int) -> CommandError:
         return CommandError(f"line {number} of {self.path} is not a valid answer of a run; give another --output")
