@@ -16,7 +16,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.history import ExpertPace, LoadHistory
 from moiety_engine.moe.load_watch import REPORT_INTERVAL_S, TAKE_S
 from moiety_engine.moe.shape import ExpertShape
-from moiety_engine.moe.tenants import NOBODY, OTHERS, TenantSlots
+from moiety_engine.moe.tenants import NO_TENANT, OTHER_SLOT, TenantSlots
 from moiety_engine.offline import run_all
 from moiety_kernels.expert_count import count_picks, reference
 from moiety_wire.classes import STANDARD
@@ -174,16 +174,16 @@ def test_minutes_are_kept_for_an_hour_and_sums_since_the_start() -> None:
 
 def test_the_busiest_tenants_are_told_apart_and_the_others_are_one() -> None:
     slots = TenantSlots(num_slots=4)  # padding, other tenants, and two tenants
-    assert slots.slots_of(["", "a", "b", "c", "a"], [9, 1, 1, 90, 1]) == [NOBODY, 2, 3, OTHERS, 2]
+    assert slots.slots_of(["", "a", "b", "c", "a"], [9, 1, 1, 90, 1]) == [NO_TENANT, 2, 3, OTHER_SLOT, 2]
     slots.weigh({"a": 2, "b": 50})
     slots.turn()
-    assert slots.slots_of(["a", "b", "c"], [1, 1, 1]) == [OTHERS, 3, 2]
-    assert slots.names() == {OTHERS: OTHER_TENANTS, 2: "c", 3: "b"}
+    assert slots.slots_of(["a", "b", "c"], [1, 1, 1]) == [OTHER_SLOT, 3, 2]
+    assert slots.names() == {OTHER_SLOT: OTHER_TENANTS, 2: "c", 3: "b"}
     assert slots.take_steps() == 2
     for _ in range(20):
         slots.weigh({"c": 1})
         slots.turn()  # no other tenant comes, so each keeps its slot
-    assert slots.names() == {OTHERS: OTHER_TENANTS, 2: "c", 3: "b"}
+    assert slots.names() == {OTHER_SLOT: OTHER_TENANTS, 2: "c", 3: "b"}
     history = LoadHistory(SHAPE, START_S)
     history.add({"a": even(2), OTHER_TENANTS: even(4)}, np.zeros(3, dtype=np.int64), 1, START_S)
     history.keep_apart(slots.names().values())

@@ -89,7 +89,7 @@ class BlockPool:
                     entries[block] += 1
                     cached.append(block)
         if len(cached) > 2 * self.num_blocks:
-            self._drop_void()
+            self._drop_invalid()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
         """Drop one reference to each block, as if it had not been used.
@@ -205,7 +205,7 @@ class BlockPool:
         self.num_cached -= count
         return evicted
 
-    def _drop_void(self) -> None:
+    def _drop_invalid(self) -> None:
         """Keep only the last entry of each cached block, in order."""
         held, hashes = self._references, self._hash_of
         newest = dict.fromkeys(reversed(self._cached))

@@ -43,7 +43,7 @@ class PrefixRetention(Generic[Key]):
     ) -> None:
         """Create the retention. `end_retention` is called with each key whose retention ends."""
         self.most = int(size * _PART)
-        self._let_go: Callable[[Key], None] = end_retention
+        self._on_release: Callable[[Key], None] = end_retention
         self._clock = clock
         self._accounts: dict[bytes | str, _TenantRetention[Key]] = {}
         self._owner_of: dict[Key, bytes | str] = {}
@@ -74,7 +74,7 @@ class PrefixRetention(Generic[Key]):
             account.prefixes[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
             account.size += size
             self._owner_of[key] = owner
-        self._hold_to_shares()
+        self._enforce_shares()
 
     def drop(self, key: Key) -> None:
         """End the retention of a key that is no longer cached."""
@@ -95,16 +95,16 @@ class PrefixRetention(Generic[Key]):
         for account in list(self._accounts.values()):
             for key in [key for key, prefix in account.prefixes.items() if prefix.until_s <= now_s]:
                 self._forget(key)
-                self._let_go(key)
+                self._on_release(key)
 
-    def _hold_to_shares(self) -> None:
+    def _enforce_shares(self) -> None:
         total = sum(account.weight for account in self._accounts.values())
         for account in list(self._accounts.values()):
             share = self.most * account.weight / total
             while account.size > share:
                 key = next(iter(account.prefixes))
                 self._forget(key)
-                self._let_go(key)
+                self._on_release(key)
 
     def _forget(self, key: Key) -> _RetainedPrefix | None:
         owner = self._owner_of.pop(key, None)

@@ -64,7 +64,7 @@ class DiskIndex:
             self._file_of.setdefault(block_hash, stored)
         gone = []
         while self.num_bytes > self.max_bytes:
-            gone.append(self._first_to_go())
+            gone.append(self._next_to_evict())
             self.drop(gone[-1])
         return gone
 
@@ -104,7 +104,7 @@ class DiskIndex:
             self.drop(stored)
         return theirs
 
-    def _first_to_go(self) -> Stored:
+    def _next_to_evict(self) -> Stored:
         """Return the next file to evict. Retained files are skipped and become as new as others."""
         for _ in range(len(self._files)):
             stored = next(iter(self._files.values()))

@@ -157,7 +157,7 @@ class Restorer:
                 self._index.use(portion.stored, time.time())
                 yield portion
             else:
-                portion.rows.give(portion.taken)
+                portion.rows.release(portion.taken)
                 self._index.drop(portion.stored)
                 self.lost_files_total += 1
 

@@ -37,7 +37,7 @@ class Rows:
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def give(self, rows: list[int]) -> None:
+    def release(self, rows: list[int]) -> None:
         self._free += rows
 
     def view(self, row: int) -> Buffer:

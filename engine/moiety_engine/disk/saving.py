@@ -67,7 +67,7 @@ class Saver:
         self._offers: deque[_Offer] = deque()
         self._known: set[bytes] = set()  # offered, or being written
         self._writing: deque[_Writing] = deque()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer", initializer=_step_back)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer", initializer=_lower_priority)
         self._beside: deque[Future[None]] = deque()  # the writer's tasks other than writing files
         self._paused_until_s = 0.0
         self.written_blocks_total = self.written_bytes_total = 0
@@ -137,7 +137,7 @@ class Saver:
         while self._writing and self._writing[0].future.done():
             done = self._writing.popleft()
             if done.rows is not None:
-                done.rows.give(done.taken)
+                done.rows.release(done.taken)
             self._known.difference_update(done.hashes)
             problem = done.future.exception()
             if problem is None:
@@ -198,7 +198,7 @@ class Saver:
         while self._offers:
             self._drop(self._offers.popleft())
 
-    def let_go_of_rows(self) -> None:
+    def release_rows(self) -> None:
         """Detach from the cache's rows: blocks being written are in host memory that only the writer now holds."""
         for one in self._writing:
             one.rows = None
@@ -240,7 +240,7 @@ def _until_s(kept: Kept | None) -> float:
     return 0.0 if kept is None else kept.until_s
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower the writer thread's priority, where threads have their own niceness."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

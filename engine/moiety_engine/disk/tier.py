@@ -93,7 +93,7 @@ class DiskTier:
         """Write blocks for a few seconds at most, then detach the cache. Only while no request is open."""
         self._flush(copy)
         self.saver.forget()
-        self.saver.let_go_of_rows()
+        self.saver.release_rows()
         self.restorer.forget()
         self._out = self._in = None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.moe.tenants import NO_TENANT
 from moiety_engine.runner.block_tables import BlockTables
 from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.sequence import PENDING, Sequence
@@ -141,7 +141,7 @@ class DraftRows:
             token_ids_T=token_ids_T,
             positions_T=positions_T,
             slots_T=table_SB[sequence_T, in_block].astype(np.int64) * self._block_size + offset,
-            owner_T=np.full(len(token_ids_T), NOBODY, dtype=np.int64),
+            owner_T=np.full(len(token_ids_T), NO_TENANT, dtype=np.int64),
             query_start_S1=starts_S1,
             context_len_S=contexts_S,
             block_table_SB=table_SB,

@@ -249,7 +249,7 @@ class DecodePrograms:
                 self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
                 return output_TD
             if own.owner_T is not None:
-                own.owner_T.zero_()  # its experts are counted now: the second run counts for NOBODY
+                own.owner_T.zero_()  # its experts are counted now: the second run counts for NO_TENANT
         self._recordable = False
         return output_TD
 
@@ -306,7 +306,7 @@ def _refill(own: Batch, batch: Batch) -> None:
     own.positions_T.copy_(batch.positions_T)
     own.slots_T.copy_(batch.slots_T)
     if own.owner_T is not None:
-        own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # NOBODY
+        own.owner_T.copy_(batch.owner_T) if batch.owner_T is not None else own.owner_T.zero_()  # NO_TENANT
     if own.adapted is not None and batch.adapted is not None:
         own.adapted.slot_T.copy_(batch.adapted.slot_T)
     own.query_start_S1.copy_(batch.query_start_S1)

@@ -134,7 +134,7 @@ class ExpertServer:
             coming = layer.receive(announced)
             if following is not None:
                 announced = following.listen()  # before these are computed, so that it can arrive meanwhile
-            given.append(layer.give(coming))
+            given.append(layer.return_rows(coming))
             if len(given) > num_micro_batches:
                 given.popleft().wait()  # already received: the same tokens' rows of the next layer have arrived
         for one in given:
@@ -180,7 +180,7 @@ class _Answering:
         nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int())
         return self._crossing.there.exchange_rows(nothing_NB, self._none, num_received).wait(), num_received
 
-    def give(self, coming: tuple[Tensor, list[int]]) -> PendingRows:
+    def return_rows(self, coming: tuple[Tensor, list[int]]) -> PendingRows:
         packed_NB, num_received = coming
         x_ND, weight_NK, expert_NK = unpack(packed_NB, self._like_TD, self._like_TK)
         given_ND = self._routed(x_ND, weight_NK, expert_NK) if len(x_ND) else x_ND

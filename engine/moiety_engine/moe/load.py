@@ -19,7 +19,7 @@ from moiety_kernels.expert_count import count_picks
 class Counts:
     """Counted picks, and the number of experts of a layer that a step picked at all, summed over the steps."""
 
-    picks_SLE: Tensor  # int64; the counts of slot NOBODY have no meaning
+    picks_SLE: Tensor  # int64; the counts of slot NO_TENANT have no meaning
     active_L: Tensor  # int64
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from moiety_wire.experts import OTHER_TENANTS
 
-NOBODY, OTHERS = 0, 1  # slots; NOBODY is for rows that belong to no request
+NO_TENANT, OTHER_SLOT = 0, 1  # slots; NO_TENANT is for rows that belong to no request
 NUM_SLOTS = 18
 MAX_KNOWN = 4096  # tenants whose tokens are tracked to find the busiest ones
 KEPT_A_TURN = 0.9  # decay of a tenant's weight per turn
@@ -17,14 +17,14 @@ class TenantSlots:
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self._num_slots = num_slots
-        self._slot_of: dict[str, int] = {"": NOBODY, OTHER_TENANTS: OTHERS}
+        self._slot_of: dict[str, int] = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT}
         self._weight_of: dict[str, float] = {}
         self._steps = 0
 
     def slots_of(self, tenants: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
         """Return the slot of each part of a step; part i has `num_tokens[i]` tokens of tenant `tenants[i]`.
 
-        A new tenant gets a free slot if there is one. The empty tenant name has slot NOBODY.
+        A new tenant gets a free slot if there is one. The empty tenant name has slot NO_TENANT.
         """
         known, weight_of = self._slot_of, self._weight_of
         slots = [known.get(tenant_id, -1) for tenant_id in tenants]
@@ -32,7 +32,7 @@ class TenantSlots:
             for part, (tenant_id, count) in enumerate(zip(tenants, num_tokens, strict=True)):
                 if slots[part] < 0:
                     slots[part] = known[tenant_id] if tenant_id in known else self._take(tenant_id)
-                if slots[part] == OTHERS and (tenant_id in weight_of or len(weight_of) < MAX_KNOWN):
+                if slots[part] == OTHER_SLOT and (tenant_id in weight_of or len(weight_of) < MAX_KNOWN):
                     weight_of[tenant_id] = weight_of.get(tenant_id, 0.0) + count
         self._steps += any(slots)
         return slots
@@ -43,8 +43,8 @@ class TenantSlots:
             self._weight_of[tenant_id] = self._weight_of.get(tenant_id, 0.0) + tokens
 
     def names(self) -> dict[int, str]:
-        """Return the tenant of each assigned slot, except slot NOBODY."""
-        return {slot: tenant_id for tenant_id, slot in self._slot_of.items() if slot != NOBODY}
+        """Return the tenant of each assigned slot, except slot NO_TENANT."""
+        return {slot: tenant_id for tenant_id, slot in self._slot_of.items() if slot != NO_TENANT}
 
     def take_steps(self) -> int:
         """Return the number of steps with tokens of any tenant since the last call."""
@@ -53,21 +53,21 @@ class TenantSlots:
 
     def turn(self) -> None:
         """Reassign the slots to the busiest tenants. Call it only while no untaken counts exist."""
-        weights = dict.fromkeys((one for one, slot in self._slot_of.items() if slot > OTHERS), 0.0)
+        weights = dict.fromkeys((one for one, slot in self._slot_of.items() if slot > OTHER_SLOT), 0.0)
         weights |= {one: weight * KEPT_A_TURN for one, weight in self._weight_of.items() if weight >= 1}
         weights.pop(OTHER_TENANTS, None)
         busiest = sorted(weights, key=lambda one: (-weights[one], one))[: self._num_slots - 2]
-        staying = {one: self._slot_of[one] for one in busiest if self._slot_of.get(one, OTHERS) > OTHERS}
-        free = sorted(set(range(OTHERS + 1, self._num_slots)) - set(staying.values()), reverse=True)
+        staying = {one: self._slot_of[one] for one in busiest if self._slot_of.get(one, OTHER_SLOT) > OTHER_SLOT}
+        free = sorted(set(range(OTHER_SLOT + 1, self._num_slots)) - set(staying.values()), reverse=True)
         mtp_input = {one: free.pop() for one in busiest if one not in staying}
         self._weight_of = weights
-        self._slot_of = {"": NOBODY, OTHER_TENANTS: OTHERS} | staying | mtp_input
+        self._slot_of = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT} | staying | mtp_input
 
     def _take(self, tenant_id: str) -> int:
-        """Return a free slot for a new tenant and assign it, or OTHERS if none is free."""
+        """Return a free slot for a new tenant and assign it, or OTHER_SLOT if none is free."""
         taken = len(self._slot_of)
         if taken == self._num_slots:
-            return OTHERS
+            return OTHER_SLOT
         slot = min(set(range(self._num_slots)) - set(self._slot_of.values()))
         self._slot_of[tenant_id] = slot
         return slot

@@ -19,7 +19,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeaturePart
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.model.batch import Spread
-from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.moe.tenants import NO_TENANT
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
@@ -149,7 +149,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         num_sequences = len(arrays["context_len_S"])
         arrays["block_table_SB"] = arrays["block_table_SB"].reshape(num_sequences, -1)
-        arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NOBODY)  # rank 0 counts expert picks for all ranks
+        arrays["owner_T"] = np.full(len(arrays["token_ids_T"]), NO_TENANT)  # rank 0 counts expert picks for all ranks
         return HostBatch(
             **arrays,
             num_scored=self.num_scored,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moiety_engine.model.batch import Batch, GroupTable, KvCache
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.moe.tenants import NOBODY
+from moiety_engine.moe.tenants import NO_TENANT
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch, put_pending
 from moiety_engine.staging import Staging
@@ -63,7 +63,7 @@ def padded(host: HostBatch, num_sequences: int, scratch_block: int, block_size: 
         token_ids_T=longer(host.token_ids_T, 0),
         positions_T=longer(host.positions_T, 0),
         slots_T=longer(host.slots_T, scratch_block * block_size),
-        owner_T=longer(host.owner_T, NOBODY),
+        owner_T=longer(host.owner_T, NO_TENANT),
         query_start_S1=np.arange(num_sequences + 1, dtype=np.int32),
         context_len_S=longer(host.context_len_S, 1),
         block_table_SB=padded_table(host.block_table_SB),
@@ -218,6 +218,6 @@ def _static_inputs(rows: int, width: int, scratch_block: int, kv: KvCache, model
         num_decode=rows,
         max_context=1,
         max_query=1,
-        owner_T=None if model.expert_counter is None else full(rows, value=NOBODY, dtype=torch.int64),
+        owner_T=None if model.expert_counter is None else full(rows, value=NO_TENANT, dtype=torch.int64),
         further_tables=tuple(further),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_engine.model.batch import Batch, GroupTable, ImageRows, Spread
-from moiety_engine.moe.tenants import NOBODY, TenantSlots
+from moiety_engine.moe.tenants import NO_TENANT, TenantSlots
 from moiety_engine.runner.block_tables import BlockTables, HostTable
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
 from moiety_engine.runner.state_rows import HostStates
@@ -170,7 +170,7 @@ class BatchBuilder:
         for s in pending:
             token_ids[s] = 0
         ones, rows, starts = _of_decodes(len(sequences))
-        owners, table = [NOBODY] * len(ones), self._tables.of_decodes(sequences, positions, size)
+        owners, table = [NO_TENANT] * len(ones), self._tables.of_decodes(sequences, positions, size)
         if self._tenants is not None:
             owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
         return HostBatch(
@@ -346,16 +346,16 @@ def scored_of(chunk: Chunk) -> Scored | None:
 
 
 def _owners(tenants: TenantSlots | None, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the tenant slot of each row; padding rows get NOBODY."""
+    """Return the tenant slot of each row; padding rows get NO_TENANT."""
     if tenants is None:
-        return np.full(starts[-1], NOBODY, dtype=np.int64)
+        return np.full(starts[-1], NO_TENANT, dtype=np.int64)
     slots = tenants.slots_of([sequence.request.tenant for sequence in parts.sequences], parts.num_tokens)
     owner_T = np.array(slots, dtype=np.int64)
     if len(owner_T) < starts[-1]:
         owner_T = np.repeat(owner_T, lengths)
     if any(parts.num_pads):
         for end, num_pad in zip(starts[1:], parts.num_pads, strict=True):
-            owner_T[end - num_pad : end] = NOBODY
+            owner_T[end - num_pad : end] = NO_TENANT
     return owner_T
 
 

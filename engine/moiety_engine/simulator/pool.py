@@ -47,7 +47,7 @@ class PoolDevice(Driver):
         """Number of requests given to the device that have not ended."""
         return self._num_open + len(self._inbox)
 
-    def give(self, request: TraceRequest) -> None:
+    def submit(self, request: TraceRequest) -> None:
         """Queue a request; it starts with the first step after its arrival."""
         self._inbox.append(request)
 
@@ -121,7 +121,7 @@ class Pool:
             self._run(request.arrival_s)
             ready = [one for one in self._devices if one.ready_s <= request.arrival_s]
             if ready:
-                min(ready, key=lambda one: one.num_open).give(request)
+                min(ready, key=lambda one: one.num_open).submit(request)
             else:
                 self.num_lost += 1
         self._run(until_s)
