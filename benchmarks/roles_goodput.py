@@ -28,7 +28,7 @@ from moiety_engine.simulator.comparison import Scenario
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.metrics import tpot_s
 from moiety_engine.simulator.records import Record
-from moiety_engine.simulator.roles import Fleet, answer_apart, answer_together
+from moiety_engine.simulator.roles import Fleet, simulate_colocated, simulate_disaggregated
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import OverloadAction, ServiceClass
 
@@ -82,9 +82,9 @@ def compare(options: argparse.Namespace, first_s: float, between_s: float) -> di
         fleet = Fleet(cut, policy, {service_class.name: service_class}, capacity)
         num_decode = options.devices - num_prefill
         records = (
-            answer_apart(workload, fleet, num_prefill, num_decode)
+            simulate_disaggregated(workload, fleet, num_prefill, num_decode)
             if num_prefill
-            else answer_together(workload, fleet, options.devices)
+            else simulate_colocated(workload, fleet, options.devices)
         )
         return sum(attains_slo(record, service_class) for record in records) / len(records)
 

@@ -186,7 +186,7 @@ def test_the_busiest_tenants_are_told_apart_and_the_others_are_one() -> None:
     assert slots.names() == {OTHER_SLOT: OTHER_TENANTS, 2: "c", 3: "b"}
     history = LoadHistory(SHAPE, START_S)
     history.add({"a": even(2), OTHER_TENANTS: even(4)}, np.zeros(3, dtype=np.int64), 1, START_S)
-    history.keep_apart(slots.names().values())
+    history.keep_only_tenants(slots.names().values())
     told = {one.tenant_id: one.tokens for one in history.load(1, 0, None, START_S).tenants}
     assert told == {OTHER_TENANTS: 6 * 24 // 6}
 

@@ -10,7 +10,7 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.attention_ffn import AttentionFfnLayout, Sides, compare, divide, one_way_s, pipelined_s
-from moiety_engine.planning.cli import options_apart
+from moiety_engine.planning.cli import attention_ffn_options
 from moiety_engine.planning.layouts import TrafficDemand
 from moiety_engine.planning.machines import GPUS, find_network
 from moiety_engine.planning.models import find_model
@@ -56,7 +56,7 @@ def test_planned_attention_ffn_layouts_are_valid_layouts_of_the_engine() -> None
     found = compare(served, 8, H200, DEMAND)
     advised = found["advised"].apart
     assert advised.running
-    words = options_apart(advised).split()
+    words = attention_ffn_options(advised).split()
     given = dict(zip((name.removeprefix("--").replace("-", "_") for name in words[::2]), words[1::2], strict=True))
     config = EngineConfig(model="m", name="n", **{name: int(value) for name, value in given.items()})
     layout = layout_of(config)

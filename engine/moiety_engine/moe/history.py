@@ -95,7 +95,7 @@ class LoadHistory:
             self._picks_of[tenant_id] = self._picks_of.get(tenant_id, 0) + picks_LE
             minute.picks_of[tenant_id] = minute.picks_of.get(tenant_id, 0) + picks_LE.astype(np.uint32)
 
-    def keep_apart(self, tenants: Iterable[str]) -> None:
+    def keep_only_tenants(self, tenants: Iterable[str]) -> None:
         """Keep separate sums since the start for these tenants only; merge those of all others into one."""
         leaving = set(self._picks_of) - set(tenants) - {OTHER_TENANTS}
         if leaving:

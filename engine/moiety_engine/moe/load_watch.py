@@ -116,5 +116,5 @@ class ExpertLoadTracker:
             picks_LE = np.sum(list(picks_of.values()), axis=0)
             self.pace = ExpertPace.of(picks_LE, active_L, coming.steps)
             self._picks_LE = picks_LE if self._picks_LE is None else self._picks_LE + picks_LE
-        self.history.keep_apart(self._slots.names().values())
+        self.history.keep_only_tenants(self._slots.names().values())
         self._is_news = True

@@ -122,7 +122,7 @@ def plan_command(
         return
     out = Console()
     out.print(make_table(ranked))
-    for sentence in [*explain(ranked, advised), *explain_apart(apart)]:
+    for sentence in [*explain(ranked, advised), *explain_attention_ffn(apart)]:
         out.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
@@ -195,7 +195,7 @@ def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | 
     return sentences
 
 
-def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
+def explain_attention_ffn(found: dict[str, AttentionFfnComparison]) -> list[str]:
     """Return sentences that say whether attention–FFN disaggregation pays."""
     if not found:
         return []
@@ -204,27 +204,27 @@ def explain_apart(found: dict[str, AttentionFfnComparison]) -> list[str]:
         return ["Attention–FFN disaggregation would not attain the SLO."]
     sentences = []
     if ours.apart.running:
-        run = f": run {ours.apart.replicas} × moiety engine {options_apart(ours.apart)}" if ours.pays else ""
+        run = f": run {ours.apart.replicas} × moiety engine {attention_ffn_options(ours.apart)}" if ours.pays else ""
         sentences.append(
             f"Attention–FFN disaggregation {'pay' if ours.pays else 'do not pay'}, for decoding alone: "
-            f"{_figures_apart(ours)}{run}."
+            f"{_attention_ffn_figures(ours)}{run}."
         )
     if not best.apart.in_engine:
         sentences.append(
             "With expert replicas, which the engine does not support, disaggregation would "
-            f"{'pay' if best.pays else 'not pay'} in another ratio: {_figures_apart(best)}."
+            f"{'pay' if best.pays else 'not pay'} in another ratio: {_attention_ffn_figures(best)}."
         )
     return sentences
 
 
-def options_apart(one: AttentionFfnLayout) -> str:
+def attention_ffn_options(one: AttentionFfnLayout) -> str:
     """Return the layout as options of `moiety engine`."""
     named = (("--dp-attention", one.attention_gpus), ("--ffn-ranks", one.expert_gpus), ("--ep", one.expert_gpus))
     given = " ".join(f"{name} {value}" for name, value in named if value > 1 or name == "--ffn-ranks")
     return f"{given} --micro-batches {one.micro_batches}"
 
 
-def _figures_apart(found: AttentionFfnComparison) -> str:
+def _attention_ffn_figures(found: AttentionFfnComparison) -> str:
     one = found.apart
     return (
         f"{one.replicas} × {one.attention_gpus} GPUs for attention and {one.expert_gpus} for experts "

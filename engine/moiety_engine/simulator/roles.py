@@ -72,10 +72,10 @@ def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode
         raise InvalidConfig("set both --prefill and --decode to at least 1: the number of devices of each role")
     splits = [(count, num_devices - count) for count in range(1, num_devices)]
     requested = f"{num_prefill}:{num_decode}"
-    figures = {CO_LOCATED: _figures(answer_together(workload, fleet, num_devices), workload)}
+    figures = {CO_LOCATED: _figures(simulate_colocated(workload, fleet, num_devices), workload)}
     for prefill, decode in splits:
         fleet.on_progress(f"{prefill}:{decode}")
-        figures[f"{prefill}:{decode}"] = _figures(answer_apart(workload, fleet, prefill, decode), workload)
+        figures[f"{prefill}:{decode}"] = _figures(simulate_disaggregated(workload, fleet, prefill, decode), workload)
     return {
         "devices": num_devices,
         "requested": requested,
@@ -92,7 +92,7 @@ def recommend(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return min(near, key=lambda name: near[name]["tpot_s"]["p99"] or 0.0)
 
 
-def answer_together(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
+def simulate_colocated(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
     """Return the records of the workload on devices that do both prefill and decode."""
     records: list[Record] = []
     work = fleet.capacity.model.of_request
@@ -103,7 +103,7 @@ def answer_together(workload: Workload, fleet: Fleet, num_devices: int) -> list[
     return records
 
 
-def answer_apart(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
+def simulate_disaggregated(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
     """Return the records of the workload on disaggregated prefill and decode devices."""
     model = fleet.capacity.model
     ended: list[Record] = []
@@ -114,7 +114,7 @@ def answer_apart(workload: Workload, fleet: Fleet, num_prefill: int, num_decode:
         for record, request in zip(records, share.requests, strict=True):
             record.request, record.num_wanted = request, request.output_tokens
             if record.completed and request.output_tokens > 1:
-                begun.append((_there_s(record, fleet), record, request))
+                begun.append((_transferred_s(record, fleet), record, request))
             else:
                 ended.append(record)
     begun.sort(key=lambda one: one[0])
@@ -142,7 +142,7 @@ def _answers(
     return ended
 
 
-def _there_s(record: Record, fleet: Fleet) -> float:
+def _transferred_s(record: Record, fleet: Fleet) -> float:
     """Return the time at which the decode engine has the request and its KV."""
     carry_ns = record.request.input_tokens * fleet.device.kv_token_bytes / fleet.kv_bytes_per_s * 1e9
     there_ns = max(record.first_ns, record.scheduled_ns + carry_ns) - START_NS
@@ -165,7 +165,7 @@ def _figures(records: Sequence[Record], workload: Workload) -> dict[str, Any]:
     attained = sum(record.attained for record in records)
     return {
         "attainment": attained / len(records),
-        "ttft_attainment": sum(map(_first_in_time, records)) / len(records),
+        "ttft_attainment": sum(map(_ttft_attained, records)) / len(records),
         "goodput_requests_per_s": attained / workload.duration_s,
         "num": len(records),
         "num_completed": len(served),
@@ -176,7 +176,7 @@ def _figures(records: Sequence[Record], workload: Workload) -> dict[str, Any]:
     }
 
 
-def _first_in_time(record: Record) -> bool:
+def _ttft_attained(record: Record) -> bool:
     service = record.service_class
     if not record.first_ns:
         return False
