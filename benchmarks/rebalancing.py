@@ -36,7 +36,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.moe.balancer import Balancer
 from moiety_engine.offline import run_all
-from moiety_engine.runner.rebalancing import CAREFUL_COST
+from moiety_engine.runner.rebalancing import MIN_MOVE_COST
 from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
 from moiety_placement.matching import keep_in_place, moves
@@ -225,7 +225,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> di
         moved["from_scratch_in_place"] += int(moves(scratch, kept).sum())
         scratch = kept
         online.count(last_LE)
-        assert online.judge(number * EVERY_S, CAREFUL_COST)
+        assert online.judge(number * EVERY_S, MIN_MOVE_COST)
         value, steps, writes = carry_out(online, next_LE)
         moved["online"] += writes
         steps_with_moves.append(steps)

@@ -209,7 +209,7 @@ def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart
         alt.Tooltip(f"{share}:Q", format=".1%"),
     ]
     bars = base.mark_bar(color=colours.TENANTS[0], size=14).encode(tooltip=tooltip)
-    labels = base.mark_text(align="left", dx=5, color=colours.CALM).encode(text=alt.Text(f"{share}:Q", format=".1%"))
+    labels = base.mark_text(align="left", dx=5, color=colours.NEUTRAL).encode(text=alt.Text(f"{share}:Q", format=".1%"))
     return _styled((bars + labels).properties(height=max(HEIGHT, 26 * len(order) + 60)))
 
 

@@ -10,7 +10,7 @@ OUTCOMES = {"served": "#4f9d69", "disconnected": "#9aa0a6", "rejected": "#e0a526
 TENANTS = ("#4c78a8", "#e1812c", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
 LESS, EVEN, MORE_THAN = "#2f6fb5", "#a3a9b0", "#d9702a"  # relative to the mean; readable in both themes
 PREFILL, DECODE = "#e1812c", "#4c78a8"
-GOOD, WARN, BAD, CALM = "#4f9d69", "#e0a526", "#d64545", "#9aa0a6"
+GOOD, WARN, BAD, NEUTRAL = "#4f9d69", "#e0a526", "#d64545", "#9aa0a6"
 
 
 def of_classes(names: Iterable[str]) -> dict[str, str]:

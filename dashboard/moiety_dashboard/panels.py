@@ -165,7 +165,7 @@ STATES = {
     "suspended": colours.WARN,
     "draining": colours.WARN,
     "falling asleep": colours.WARN,
-    "asleep": colours.CALM,
+    "asleep": colours.NEUTRAL,
     "waking": colours.WARN,
     "expired": colours.WARN,
     "quarantined": colours.WARN,

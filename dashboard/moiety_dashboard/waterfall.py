@@ -12,7 +12,7 @@ ROW_HEIGHT = 24  # pixels
 AROUND = 110  # pixels of axis and legend, which a chart's height includes
 STEPS_HEIGHT = 240
 LABEL_WIDTH = 190
-WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.CALM, FAILED: colours.BAD}
+WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.NEUTRAL, FAILED: colours.BAD}
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "demoted": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
 PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
@@ -49,7 +49,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
     bar = drawn.mark_bar(height=13, cornerRadius=2).encode(
         x=alt.X("start_ms:Q", scale=scale, axis=at), x2="drawn_ms:Q", color=who, tooltip=tooltip
     )
-    text = drawn.mark_text(align="left", dx=5, fontSize=11, color=colours.CALM).encode(x="drawn_ms:Q", text="text:N")
+    text = drawn.mark_text(align="left", dx=5, fontSize=11, color=colours.NEUTRAL).encode(x="drawn_ms:Q", text="text:N")
     layers: list[alt.Chart] = [bar, text]
     if not events.empty:
         layers.append(_points(events, y))
@@ -67,7 +67,7 @@ def _points(events: pd.DataFrame, y: alt.Y) -> alt.Chart:
         line=[f"{row:04d} {label}" for row, label in zip(events["row"], events["label"], strict=True)],
         kind=[name if name in EVENTS else MORE_EVENTS for name in events["event"]],
     )
-    inks = {**EVENTS, MORE_EVENTS: colours.CALM}
+    inks = {**EVENTS, MORE_EVENTS: colours.NEUTRAL}
     kinds = [kind for kind in inks if kind in set(shown["kind"])]
     drawn: alt.Chart = (
         alt.Chart(shown)

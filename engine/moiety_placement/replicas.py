@@ -61,7 +61,9 @@ def concentrate(placement: Placement, counts_LE: ArrayLike) -> Ints:
     return open_.quotas(counts_LE, chosen_LMC * open_.tokens_LM[:, :, None])
 
 
-def deal(placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, before_E: ArrayLike | None = None) -> Ints:
+def distribute(
+    placement: Placement, layer: int, expert_TK: Ints, quota_R: Ints, before_E: ArrayLike | None = None
+) -> Ints:
     """Return [T, K]: the slot that computes each pair of a token and an expert.
 
     An expert's pairs go, in order, to its replicas according to the quota. `before_E`: pairs of each expert that other

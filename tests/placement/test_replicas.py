@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moiety_placement.errors import BadLoad
 from moiety_placement.placement import Ints, Placement, rank_loads
 from moiety_placement.placement_planner import plan
-from moiety_placement.replicas import concentrate, deal, spread
+from moiety_placement.replicas import concentrate, distribute, spread
 from moiety_placement.survival import without
 
 EXPERTS, RANKS, REPLICAS, SLOTS = 16, 4, 24, 6
@@ -50,7 +50,7 @@ def test_every_token_gets_a_replica_of_its_expert(
     quota_LR = choose(placement, np.stack([count(expert_TK)] * 2))
     assert quota_LR.min() >= 0
     for layer, quota_R in enumerate(quota_LR):
-        slot_TK = deal(placement, layer, expert_TK, quota_R)
+        slot_TK = distribute(placement, layer, expert_TK, quota_R)
         assert placement.physical_to_logical_LR[layer][slot_TK].tolist() == expert_TK.tolist()
         assert np.bincount(slot_TK.ravel(), minlength=REPLICAS).tolist() == quota_R.tolist()
 
@@ -105,17 +105,17 @@ def test_ranks_that_deal_their_own_tokens_together_keep_the_quota(seed: int, tok
     placement, expert_TK = draw_placement(seed, num_layers=1), draw_tokens(tokens, num_tokens)
     quota_R = spread(placement, count(expert_TK)[None])[0]
     mine, theirs = expert_TK[: num_tokens // 2], expert_TK[num_tokens // 2 :]
-    apart = [deal(placement, 0, mine, quota_R), deal(placement, 0, theirs, quota_R, count(mine))]
-    assert np.concatenate(apart).tolist() == deal(placement, 0, expert_TK, quota_R).tolist()
+    apart = [distribute(placement, 0, mine, quota_R), distribute(placement, 0, theirs, quota_R, count(mine))]
+    assert np.concatenate(apart).tolist() == distribute(placement, 0, expert_TK, quota_R).tolist()
 
 
 def test_tokens_that_nobody_can_compute_are_refused() -> None:
     placement = Placement.of([[0, 1, 0, 2]], num_experts=3, num_ranks=2)
     quota_R = spread(placement, [[4, 1, 1]])[0]
     with pytest.raises(BadLoad, match="expert 1 has 2 tokens, but its quota is 1"):
-        deal(placement, 0, np.array([[1], [1]]), quota_R)
+        distribute(placement, 0, np.array([[1], [1]]), quota_R)
     with pytest.raises(BadLoad, match="a quota is for 4 slots, and experts are 0 to 2"):
-        deal(placement, 0, np.array([[3]]), quota_R)
+        distribute(placement, 0, np.array([[3]]), quota_R)
     with pytest.raises(BadLoad, match="need expert 1, which has no slot"):
         spread(without(placement, {0}).placement, [[4, 1, 1]])
     with pytest.raises(BadLoad, match="must be integers"):

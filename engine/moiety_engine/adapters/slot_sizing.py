@@ -50,8 +50,8 @@ def find_layout(
         rank = padded_rank(max(need.rank for need in stay))
         if len(stay) > max_slots or num_bytes(keys, len(stay), rank) > max_bytes:
             continue
-        wished = min(max_slots, 1 << (len(stay) - 1).bit_length())
-        num_slots = wished if num_bytes(keys, wished, rank) <= max_bytes else len(stay)
+        wanted = min(max_slots, 1 << (len(stay) - 1).bit_length())
+        num_slots = wanted if num_bytes(keys, wanted, rank) <= max_bytes else len(stay)
         return SlotLayout(keys, rank, num_slots, tuple(name for name, _ in idle[:num_evicted]))
     return None
 

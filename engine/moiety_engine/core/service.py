@@ -91,8 +91,8 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
         balance = loop.take_expert_balance()
         if balance is not None:
             link.send(balance)
-        waits_for_company = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
-        waits_soon = waits_for_company or loop.waits_for_others
+        waits_for_batch = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
+        waits_soon = waits_for_batch or loop.waits_for_others
         wait_ms = 0 if stepped else BATCHING_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 

@@ -134,9 +134,9 @@ class Restorer:
     def read(self, rows: Rows) -> None:
         """Start reads for the waiting requests, one portion each in turn, as long as rows are free."""
         most = max(1, min(PORTION_BYTES // rows.host.block_bytes, rows.count // 2))
-        hungry = [pending for pending in self._pending.values() if pending.wanted]
-        while hungry and rows.num_free:
-            hungry = [pending for pending in hungry if rows.num_free and self._read_for(pending, rows, most)]
+        waiting = [pending for pending in self._pending.values() if pending.wanted]
+        while waiting and rows.num_free:
+            waiting = [pending for pending in waiting if rows.num_free and self._read_for(pending, rows, most)]
 
     def take_read(self) -> Iterator[_Portion]:
         """Yield the portions read since the last call that are valid.

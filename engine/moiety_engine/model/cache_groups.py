@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
 
 MAX_GROUPS = 8  # each costs a block table per sequence and step
-WORTH = 0.9  # groups are formed if they need at most this fraction of the memory of a single one
+MAX_MEMORY_FRACTION = 0.9  # groups are formed if they need at most this fraction of the memory of a single one
 _CONTEXT_TOKENS = 32768  # context for which memory is compared, unless the model's is shorter
 
 
@@ -81,7 +81,7 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: b
     ]
     best = min(fitting, key=lambda block: (values(block), -block), default=0)
     in_one = sum(num_of[kind] * kind.values for kind in kinds) * _kept(single[0].window, context)
-    if not best or values(best) > WORTH * in_one:
+    if not best or values(best) > MAX_MEMORY_FRACTION * in_one:
         return single
     found = []
     for kind in kinds:

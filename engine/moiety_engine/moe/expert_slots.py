@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moiety_placement.placement import Placement
-from moiety_placement.replicas import concentrate, deal, spread
+from moiety_placement.replicas import concentrate, distribute, spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ class ExpertSlots:
         exchange counts.
         """
         if self._has_choice and self._counts:
-            return self._dealt(expert_TK, others)
+            return self._distribute(expert_TK, others)
         rows = expert_TK.numel() * (num_ranks if others is None else others.size) / self.placement.num_experts
         if self._has_choice and rows >= self._ridge_rows:
             return self._by_turns(expert_TK)
@@ -103,7 +103,7 @@ class ExpertSlots:
         is_here_TK = (slot_TK >= self._first) & (slot_TK < self._first + self.num_held)
         return torch.where(is_here_TK, slot_TK - self._first, -1)
 
-    def _dealt(self, expert_TK: Tensor, others: Others | None) -> Tensor:
+    def _distribute(self, expert_TK: Tensor, others: Others | None) -> Tensor:
         is_any_TK = expert_TK >= 0
         counts_E = torch.bincount(expert_TK[is_any_TK], minlength=self.placement.num_experts)
         if others is None:
@@ -118,7 +118,7 @@ class ExpertSlots:
         experts_TK = expert_TK.cpu().numpy().astype(np.int64)
         slot_TK = np.full(experts_TK.shape, -1, dtype=np.int32)
         is_any = experts_TK >= 0
-        slot_TK[is_any] = deal(self.placement, 0, experts_TK[is_any], quota_R, all_RE[:rank].sum(axis=0))
+        slot_TK[is_any] = distribute(self.placement, 0, experts_TK[is_any], quota_R, all_RE[:rank].sum(axis=0))
         return torch.from_numpy(slot_TK).to(self._device)
 
     def _by_turns(self, expert_TK: Tensor) -> Tensor:

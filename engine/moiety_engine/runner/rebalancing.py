@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MOVE_BYTES = 64 << 20  # most bytes moved between two steps; at least one expert's weights
-CAREFUL_COST = 0.006  # lower bound of a move's cost, in mean rank loads: below it, many moves gain little
+MIN_MOVE_COST = 0.006  # lower bound of a move's cost, in mean rank loads: below it, many moves gain little
 _BYTES_PER_S = 1e9  # assumed link speed, until one is measured
 _NEWEST = 0.2  # weight of the last measurement in the mean
 
@@ -110,7 +110,7 @@ class Rebalancing:
         That time predicts the layer's time until the next evaluation if nothing changes.
         """
         layer_s = self._busy_s / len(self._shape.layers)
-        return max(CAREFUL_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
+        return max(MIN_MOVE_COST, self._piece_bytes / self._bytes_per_s / max(layer_s, 1e-9))
 
     def _log_figures(self) -> None:
         metrics = {name: round(value, 4) for name, value in self.metrics().items()}

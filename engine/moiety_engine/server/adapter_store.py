@@ -116,7 +116,7 @@ class AdapterStore:
         commands, self._commands = self._commands, []
         return commands
 
-    def left(self, sender: bytes) -> None:
+    def drop_uploads(self, sender: bytes) -> None:
         """Drop the uploads of a gateway that is gone."""
         for key in [key for key in self._uploads if key[0] == sender]:
             self._drop(key)

@@ -347,7 +347,7 @@ class EngineServer:
         self._sessions.flush()
         for session in self._sessions.take_gone():
             self._requests.abort_session(session)
-            self._adapter_store.left(session.identity)
+            self._adapter_store.drop_uploads(session.identity)
         commands = self._requests.take_commands()
         if self.card is not None:
             commands = [

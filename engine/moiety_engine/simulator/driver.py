@@ -120,8 +120,8 @@ class Driver:
             self._account_list.append(account)
         record = Record(len(self._records), request, service, account, arrival_ns)
         self._records.append(record)
-        tenant.came(arrival_ns)
-        account.came()
+        tenant.record_arrival(arrival_ns)
+        account.record_arrival()
         self._num_open += 1
         max_tokens = min(self._max_tokens, self._max_context - request.input_tokens)
         if max_tokens < 1:

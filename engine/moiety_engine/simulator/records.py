@@ -22,7 +22,7 @@ class Tenant:
         self.served_step = -1
         self.longest_gap_ns = 0
 
-    def came(self, now_ns: int) -> None:
+    def record_arrival(self, now_ns: int) -> None:
         if self.num_open == 0:
             self.quiet_since_ns = now_ns
         self.num_open += 1
@@ -47,7 +47,7 @@ class ServiceAccount:
         self.num_waiting = 0
         self.was_backlogged = False  # at every moment since the last sample
 
-    def came(self) -> None:
+    def record_arrival(self) -> None:
         self.num_waiting += 1
 
     def left_queue(self) -> None:

@@ -179,13 +179,13 @@ def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> l
     """Return consecutive turns of one role. Results come first, right after their calls."""
     turns = [turn for _, turn in placed]
     results = [block.for_template(path) for path, block in _paths_of(placed) if isinstance(block, ToolResultBlock)]
-    spoken = [
-        (place, turn) for place, turn in placed if not turn.results or any(_is_spoken(block) for block in turn.content)
+    shown = [
+        (place, turn) for place, turn in placed if not turn.results or any(_is_shown(block) for block in turn.content)
     ]
-    texts = [text_of(turn.content) for _, turn in spoken]
-    blocks = list(_paths_of(spoken))
+    texts = [text_of(turn.content) for _, turn in shown]
+    blocks = list(_paths_of(shown))
     has_images = any(isinstance(block, ImageBlock) for _, block in blocks)
-    if not spoken or (role == "system" and not any(texts)):
+    if not shown or (role == "system" and not any(texts)):
         return results
     message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_images else "\n".join(texts)}
     thoughts = [thought for turn in turns for block in turn.content if (thought := _thought_of(block))]
@@ -195,7 +195,7 @@ def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> l
     return [*results, {**message, "tool_calls": calls} if calls else message]
 
 
-def _is_spoken(block: ContentBlock) -> bool:
+def _is_shown(block: ContentBlock) -> bool:
     return isinstance(block, TextBlock | ImageBlock) or bool(block.read_text)
 
 

@@ -78,7 +78,7 @@ class InputImport:
         try:
             async for data in self._pieces():
                 await asyncio.to_thread(self._check, self._splitter.take(data))
-                if self._checker.gave_up:
+                if self._checker.has_too_many_errors:
                     return True
                 if not self._checker.errors and not await self._add_lines():
                     return False
@@ -99,7 +99,7 @@ class InputImport:
             good = self._checker.check(line)
             if good is not None:
                 self._good.append(good)
-            if self._checker.gave_up:
+            if self._checker.has_too_many_errors:
                 return
 
     async def _add_lines(self) -> bool:

@@ -130,7 +130,7 @@ class Checker:
         self.errors: list[dict[str, Any]] = []
 
     @property
-    def gave_up(self) -> bool:
+    def has_too_many_errors(self) -> bool:
         """True if there are more errors than are listed, or the file has too many lines."""
         return len(self.errors) > MAX_ERRORS or (self.num_lines > self._limits.max_lines and not self._checked)
 

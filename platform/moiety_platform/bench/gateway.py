@@ -34,7 +34,7 @@ START_S = 60.0
 STOP_S = 20.0
 WARM_UP_S = 2.0
 SQL_COUNTER = "moiety_sql_statements_total"
-FAR_AWAY = {
+LARGE_CAPS = {
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**11,
     "concurrent_requests": 10**6,
@@ -256,7 +256,7 @@ async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
             tenant = await call("POST", "/tenants", {"name": f"bench-{number}"})
             project = await call("POST", "/projects", {"name": "default", "tenant_id": tenant["id"]})
             keys.append((await call("POST", "/keys", {"name": "key", "project_id": project["id"]}))["secret"])
-            for kind, cap in FAR_AWAY.items():
+            for kind, cap in LARGE_CAPS.items():
                 limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap}
                 await call("PUT", "/quotas", limit)
         return keys

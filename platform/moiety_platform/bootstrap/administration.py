@@ -55,7 +55,7 @@ class Administration:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._teller = EngineNotice(self.database, self.replicas.connected)
+        self._engine_notice = EngineNotice(self.database, self.replicas.connected)
         self._reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
@@ -70,8 +70,8 @@ class Administration:
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
         self._stack.push_async_callback(self.simulations.stop)
-        self._teller.start()
-        self._stack.push_async_callback(self._teller.stop)
+        self._engine_notice.start()
+        self._stack.push_async_callback(self._engine_notice.stop)
         return self
 
     async def __aexit__(
@@ -92,7 +92,9 @@ class Administration:
             with_services(ExpertController, experts=ExpertService(self.replicas, self.clock)),
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
             with_services(WebhookController, reach=self._reach),
-            with_services(TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._teller.wake)),
+            with_services(
+                TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._engine_notice.wake)
+            ),
             with_services(
                 AdapterController,
                 adapter_cache=self.adapters,

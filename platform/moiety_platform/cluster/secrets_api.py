@@ -96,7 +96,7 @@ class SecretsApi:
         done = self._ask(lambda: self._client.replace(document), f"change the Secret {secret.name}", CONFLICT)
         return done is not None
 
-    def _ask(self, request: Callable[[], T], deed: str, expected: int) -> T | None:
+    def _ask(self, request: Callable[[], T], operation: str, expected: int) -> T | None:
         """Return the answer, None for an error of the expected status."""
         try:
             return request()
@@ -104,7 +104,7 @@ class SecretsApi:
             if exc.status.code == expected:
                 return None
             raise ApiRefused(
-                f"Kubernetes does not allow this pod to {deed}: {exc.status.code} {exc.status.message}. Give its "
+                f"Kubernetes does not allow this pod to {operation}: {exc.status.code} {exc.status.message}. Give its "
                 "service "
                 "account the role that the chart creates for it"
             ) from exc

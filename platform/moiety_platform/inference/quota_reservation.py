@@ -30,13 +30,13 @@ THROTTLED_S = 120.0  # how long a sequence waits for a rate limit before it ends
 class Tariff:
     """Prices of the classes that may serve a request. Shared by many requests. Immutable."""
 
-    __slots__ = ("dearest", "is_complete", "prices")
+    __slots__ = ("is_complete", "most_expensive", "prices")
 
     def __init__(self, by_class: Mapping[str, Price | None]) -> None:
         """Create a tariff. The price None means that the model has no price."""
         self.prices = {name: price for name, price in by_class.items() if price is not None}
         self.is_complete = len(self.prices) == len(by_class)
-        self.dearest = functools.reduce(Price.most, self.prices.values()) if self.prices else FREE
+        self.most_expensive = functools.reduce(Price.most, self.prices.values()) if self.prices else FREE
         """Upper bound of the price, whichever class serves."""
 
 
@@ -104,7 +104,7 @@ class QuotaReservation:
         self._scopes = scopes_of(principal)
         self._hold: Hold | None = None
         self._tariff = NO_TARIFF
-        self._dearest = FREE
+        self._most_expensive = FREE
         self._prompt_tokens = 0
         self._reserved = self._reserved_cost = 0  # tokens, and their maximum cost
         self.refusal_code = QuotaExceeded.default_code  # reason of a refused extension
@@ -115,7 +115,7 @@ class QuotaReservation:
         A quota with less available than requested reduces the credit. Raises QuotaExceeded, RequestExceedsQuota,
         Forbidden or Unavailable.
         """
-        self._prompt_tokens, self._tariff, self._dearest = num_prompt_tokens, tariff, tariff.dearest
+        self._prompt_tokens, self._tariff, self._most_expensive = num_prompt_tokens, tariff, tariff.most_expensive
         least = self._amounts(num_prompt_tokens + num_sequences * min(1, credit_tokens))
         while True:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
@@ -210,12 +210,12 @@ class QuotaReservation:
 
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """Return the amounts that a request of `tokens` tokens needs, by unit."""
-        cost = self._most_cost(tokens) if self._dearest is not FREE else 0
+        cost = self._most_cost(tokens) if self._most_expensive is not FREE else 0
         return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: cost}
 
     def _most_cost(self, tokens: int) -> int:
         """Return the maximum cost of `tokens` tokens, including the prompt."""
-        return self._dearest.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
+        return self._most_expensive.cost(self._prompt_tokens, 0, tokens - self._prompt_tokens)
 
     def _spent(self, used: UsedTokens, cost: int) -> dict[Unit, int]:
         """Return the amounts to settle. A request without billed tokens does not count as a request."""
@@ -229,11 +229,11 @@ class QuotaReservation:
         """
         if unit is Unit.TOKENS:
             return reserved + available
-        if unit is not Unit.MONEY or self._dearest.output == 0:
+        if unit is not Unit.MONEY or self._most_expensive.output == 0:
             return 0
         budget = available + (self._most_cost(reserved) if reserved else 0)
-        left = budget * MILLION - self._prompt_tokens * self._dearest.input
-        return self._prompt_tokens + left // self._dearest.output
+        left = budget * MILLION - self._prompt_tokens * self._most_expensive.input
+        return self._prompt_tokens + left // self._most_expensive.output
 
     def _require_price(self) -> None:
         """Refuse a model without a price under a money quota, which could not be enforced."""

@@ -119,7 +119,7 @@ class Account:
         booked = lease.meter is not Meter.STOCK or lease.settled == stored.settled
         return bool(self.waiters or lease.num_holds or lease.free > 0 or not booked)
 
-    def left(self, now_s: float) -> int | None:
+    def available(self, now_s: float) -> int | None:
         """Return the approximate amount of the limit that is left for all; None before the store was queried."""
         left, lease, cap = self.remaining, self.lease, self.limit.cap
         if left is None:

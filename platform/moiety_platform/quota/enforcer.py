@@ -154,7 +154,7 @@ class QuotaEnforcer:
         unix_s, now_s, found = self.clock.unix_ns() / 1e9, self.clock.monotonic(), []
         for lease in hold.leases:
             account = self._accounts.get(lease.window)
-            left = account.left(now_s) if account is not None else None
+            left = account.available(now_s) if account is not None else None
             if account is None or left is None:
                 continue
             cap, whole_in_s = account.limit.cap, None

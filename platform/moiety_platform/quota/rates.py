@@ -69,8 +69,8 @@ class RateStore:
             if want is not None:
                 amount = 0
                 if want.least <= bucket.remaining:
-                    wish = slice_size(want.lacking, want.ahead, bucket.remaining, REPLICAS_TO_THINK_OF)
-                    amount = min(bucket.remaining, wish)
+                    wanted = slice_size(want.lacking, want.ahead, bucket.remaining, REPLICAS_TO_THINK_OF)
+                    amount = min(bucket.remaining, wanted)
                 bucket = bucket.take(amount)
                 grants[window] = Grant(amount, bucket.remaining)
             buckets[window] = bucket

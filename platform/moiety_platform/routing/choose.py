@@ -317,9 +317,9 @@ def _is_too_slow(engine: EngineState, service: ServiceClass | None, num_coming: 
     if service is None or service.tpot_s is None or load is None or load.step_costs is None:
         return False
     costs, rows = load.step_costs, load.num_running + num_coming + 1
-    bent_s = sum(max(0, rows - bend) * more_s for bend, more_s in costs.bends)
+    extra_s = sum(max(0, rows - bend) * more_s for bend, more_s in costs.bends)
     context_s = costs.context_token_s * load.kv_blocks_used * load.block_size
-    return costs.step_s + rows * costs.row_s + bent_s + context_s > service.tpot_s
+    return costs.step_s + rows * costs.row_s + extra_s + context_s > service.tpot_s
 
 
 def _num_requests(engine: EngineState) -> int:

@@ -33,9 +33,9 @@ async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     counts[Tenant.__tablename__] = await replace_names(session, Tenant, [rows_of(Tenant, tenant_id)])
     counts[Project.__tablename__] = await replace_names(session, Project, [rows_of(Project, tenant_id)])
-    telling = or_(ApiKey.name != ERASED, ApiKey.hint != "", ApiKey.allowed_models.is_not(None))
+    identifying = or_(ApiKey.name != ERASED, ApiKey.hint != "", ApiKey.allowed_models.is_not(None))
     blank = {"name": ERASED, "hint": "", "allowed_models": None}
-    changed = update(ApiKey).where(rows_of(ApiKey, tenant_id), telling).values(blank)
+    changed = update(ApiKey).where(rows_of(ApiKey, tenant_id), identifying).values(blank)
     counts[ApiKey.__tablename__] = await _change(session, changed)
     return counts
 

@@ -73,8 +73,8 @@ class OutputPredictor:
         for histogram, share in self._sources(tenant):
             weight += share * sum(histogram.counts[first:])
             total += share * sum(histogram.sums[first:])
-        unheard_of = max(_UNKNOWN_TOKENS, 1.5 * longer_than)  # no output was longer: assume half as much again
-        guess = total / weight if weight > 1e-6 else unheard_of
+        default = max(_UNKNOWN_TOKENS, 1.5 * longer_than)  # no output was longer: assume half as much again
+        guess = total / weight if weight > 1e-6 else default
         return min(max(guess * self._bias, longer_than + 1.0), float(at_most))
 
     def high(self, tenant: str, quantile: float, *, at_most: int) -> int:

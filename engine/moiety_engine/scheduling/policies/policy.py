@@ -52,12 +52,12 @@ class BatchView:
         "blocks_free",
         "blocks_of_tenant",
         "blocks_total",
+        "lacks_blocks",
         "peers",
         "predicted_output",
         "running",
         "shape",
         "slack_s",
-        "somebody_lacks_blocks",
         "worst_rank",
     )
 
@@ -79,7 +79,7 @@ class BatchView:
         self.blocks_free = blocks_free  # of that rank group, like the total
         self.blocks_total = blocks_total
         self.predicted_output = predicted_output  # predicted total output of the running requests, in tokens
-        self.somebody_lacks_blocks = False  # true if a sequence of this step found too few blocks
+        self.lacks_blocks = False  # true if a sequence of this step found too few blocks
         self.blocks_of_tenant: dict[str, int] | None = None  # counted on first use
 
     def select_group(self, peers: list[Sequence], blocks_free: int) -> None:

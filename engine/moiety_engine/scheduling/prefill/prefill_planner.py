@@ -69,7 +69,7 @@ class PrefillPlanner:
                 sequence.timeline.delay = reason
                 set_aside.append(sequence)
                 if reason is Reason.NO_BLOCKS:
-                    view.somebody_lacks_blocks = True
+                    view.lacks_blocks = True
                     blocked.append(sequence)
                 if self._ends_the_search(reason, sequence, view, now_s, closed, is_full=joinable <= 0):
                     break

@@ -23,7 +23,7 @@ SHOWN = 10  # invalid lines that are listed
 
 _BYTES_A_TOKEN = 4
 _OUTPUT_TOKENS = 256  # of a chat without a maximum
-_CHATTY = "/v1/chat/completions"
+_CHAT_PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +89,5 @@ def _predict_tokens(line: Line) -> int:
         sizes = msgspec.json.decode(bytes(line.body), type=_Sizes)
     except msgspec.MsgspecError:  # its answer reports the error
         return num_input
-    default_tokens = _OUTPUT_TOKENS if line.url == _CHATTY else COMPLETION_DEFAULT_MAX_TOKENS
+    default_tokens = _OUTPUT_TOKENS if line.url == _CHAT_PATH else COMPLETION_DEFAULT_MAX_TOKENS
     return num_input + (sizes.max_completion_tokens or sizes.max_tokens or default_tokens) * (sizes.n or 1)

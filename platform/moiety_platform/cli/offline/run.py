@@ -57,7 +57,7 @@ def run_file(
         raise CommandError(f"{path} is the file of requests; give another --output")
     work = read_work(file, model)
     with AnswerFile(path) as answers:
-        left = _left(work, answers, file)
+        left = _unanswered(work, answers, file)
         report = _report(model, file, path, len(work), len(work) - len(left))
         if left:
             replica = open_replica()
@@ -71,7 +71,7 @@ def run_file(
         show_row({name: value for name, value in report.items() if name not in ("environment", "settings")}, False)
 
 
-def _left(work: list[Work], answers: AnswerFile, file: Path) -> list[Work]:
+def _unanswered(work: list[Work], answers: AnswerFile, file: Path) -> list[Work]:
     """Return the lines without an answer. Raises CommandError if the answers belong to another file or model."""
     keys = {one.custom_id: one.key for one in work}
     for custom_id, key in answers.keys.items():

@@ -259,7 +259,7 @@ class Moiety(Policy):
         """Return the reason if blocks, or its tenant's share of them, keep the sequence out of the batch; else None."""
         if not self._kv_admission.keeps_guarantees(sequence):
             return Reason.NO_BLOCKS
-        if view.somebody_lacks_blocks and self._kv_admission.over_share(sequence, view, num_blocks):
+        if view.lacks_blocks and self._kv_admission.over_share(sequence, view, num_blocks):
             return Reason.SHARE_FULL
         if view.blocks_free - num_blocks >= view.blocks_total / 2:
             return None
