@@ -39,7 +39,7 @@ from open_loop import OpenLoop, Sent  # noqa: E402
 from postgres import Postgres  # noqa: E402
 
 from moiety_platform.bench.environment import describe_environment, installed_version  # noqa: E402
-from moiety_platform.bench.gateway import FAR_AWAY, count_statements  # noqa: E402
+from moiety_platform.bench.gateway import LARGE_CAPS, count_statements  # noqa: E402
 from moiety_platform.bench.report import percentile  # noqa: E402
 
 OUTPUT_TOKENS = 8
@@ -120,7 +120,7 @@ async def _make_tenants(cluster: Cluster, num_far: int) -> tuple[list[str], list
         await call(client, "PUT", "/prices", price)
         for number in range(num_far):
             ids, key = await make_tenant(client, f"far-{number}")
-            await set_limits(client, ids, [("tenant", kind, cap) for kind, cap in FAR_AWAY.items()])
+            await set_limits(client, ids, [("tenant", kind, cap) for kind, cap in LARGE_CAPS.items()])
             far.append(key)
         for number in range(NUM_NEAR * len(VARIANTS)):
             ids, key = await make_tenant(client, f"near-{number}")

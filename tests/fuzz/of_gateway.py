@@ -70,7 +70,7 @@ def open_batch_lines() -> Take:
         checker = Checker(endpoints[way], limits)
         for line in lines:
             assert line.text is None or data[line.start : line.start + line.num_bytes] == line.text
-            if checker.gave_up:
+            if checker.has_too_many_errors:
                 break
             checker.check(line)
         checker.finish()

@@ -86,7 +86,7 @@ async def test_a_response_continues_when_its_events_exceed_the_limit(
         closed.append(log)
 
     monkeypatch.setattr(EventLog, "close", note_closed)
-    monkeypatch.setattr(store, "has_room", always_false)
+    monkeypatch.setattr(store, "has_capacity", always_false)
     monkeypatch.setattr(store, "STORAGE_CHECK_BYTES", 1)
     async with start_gateway([endless], credit_window_tokens=8) as gateway, asyncio.timeout(DEADLINE_S):
         async with await gateway.client.responses.create(**LONG, background=True, stream=True) as stream:

@@ -84,13 +84,13 @@ def test_requests_have_a_tariff_in_common_until_prices_or_classes_are_read_again
     listed = PriceList({("m", ANY_CLASS): Price(100, 10, 1000), ("m:a", "flex"): Price(300, 20, 40)})
     tariff = tariffs.of(listed, catalogue, chosen, "m", "m")
     assert tariff.prices == {"standard": Price(100, 10, 1000), "flex": Price(50, 5, 500)}
-    assert (tariff.dearest, tariff.is_complete) == (Price(100, 10, 1000), True)
+    assert (tariff.most_expensive, tariff.is_complete) == (Price(100, 10, 1000), True)
     assert tariffs.of(listed, catalogue, chosen, "m", "m") is tariff
     adapted = tariffs.of(listed, catalogue, chosen, "m:a", "m")
     assert adapted.prices == {"standard": Price(100, 10, 1000), "flex": Price(300, 20, 40)}
-    assert adapted.dearest == Price(300, 20, 1000)
+    assert adapted.most_expensive == Price(300, 20, 1000)
     free = tariffs.of(PriceList({}), catalogue, chosen, "m", "m")
-    assert (free.prices, free.dearest, free.is_complete) == ({}, FREE, False)
+    assert (free.prices, free.most_expensive, free.is_complete) == ({}, FREE, False)
     dearer = Catalogue({"standard": ClassTerms(STANDARD, price_factor=2.0), "flex": ClassTerms(FLEX)})
     assert tariffs.of(listed, dearer, chosen, "m", "m").prices["standard"] == Price(200, 20, 2000)
     alone = tariffs.of(listed, dearer, ChosenClass(STANDARD, None), "m", "m")

@@ -226,7 +226,7 @@ def test_demand_counts_waiting_requests_that_are_not_late(make_replica: MakeRepl
             replica.abort(key)
         for _ in range(rng.randint(0, 3)):
             replica.step()
-        classes = replica.scheduler.policy._pace.demand._classes
+        classes = replica.scheduler.policy._slo.demand._classes
         demanded = {name: inflow.pending_tokens for name, (_, inflow) in classes.items()}
         records = replica.scheduler.policy._records
         waiting = [s for s in replica.scheduler.queues.waiting.values() if not records[s].demoted]
