@@ -154,7 +154,7 @@ class EngineLoop:
             self.executor.awake().runner.forget_images(marks)
         disk = self.intake.disk
         num_files = 0 if disk is None else disk.forget_tenants(fresh)
-        log.info("tenants_forgotten", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
+        log.info("tenant_blocks_deleted", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
 
     def warm_up(self) -> None:
         """Do the one-time work that the first request would otherwise pay for. Call before the first request only."""

@@ -31,7 +31,7 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
     """Build the scheduler. Without a draft model, drafts are found by n-gram lookup."""
     reason = why_windows_are_kept(config)
     if reason and any(getattr(layer.attention, "window", None) for layer in model.spec.layers):
-        log.info("windows_are_kept", reason=f"blocks behind sliding windows are not freed: {reason}")
+        log.info("sliding_window_blocks_kept", reason=f"blocks behind sliding windows are not freed: {reason}")
     first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.across.size)]
     limits = SchedulerLimits(
         sizes.max_batch_tokens,

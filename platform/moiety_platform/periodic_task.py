@@ -70,11 +70,11 @@ class PeriodicTask:
                 await self._work()
             except Unavailable as error:
                 if not is_unreachable:
-                    log.warning("store_away", what=self._name, reason=str(error))
+                    log.warning("store_unreachable", what=self._name, reason=str(error))
                 is_unreachable = True
                 await _wait(self._stopping, self._pause_s)
             except Exception:  # top level of a task that lives as long as the process: logged, and retried
-                log.exception("round_failed", what=self._name)
+                log.exception("periodic_task_failed", what=self._name)
                 await _wait(self._stopping, self._pause_s)
             else:
                 is_unreachable = False

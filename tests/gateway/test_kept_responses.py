@@ -198,7 +198,7 @@ async def test_responses_that_cannot_be_stored_are_returned_and_marked(
                 await drop_table(gateway)
                 gateway.engine.token_s = 0.0  # the answer ends only now
         assert (one.type, one.response.store) == ("response.incomplete", False)
-        assert "response_not_kept" in capsys.readouterr().out
+        assert "response_not_stored" in capsys.readouterr().out
 
 
 async def test_a_tenant_has_so_much_kept_and_no_more(start_gateway: StartGateway, card: ModelCard) -> None:

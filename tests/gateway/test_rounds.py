@@ -64,8 +64,8 @@ async def test_an_outage_is_logged_once_and_the_task_continues(work: Work, capsy
     await rounds.cancel()
     said = [line for line in capsys.readouterr().out.splitlines() if "what=counting" in line]
     assert work.num_done == 2
-    assert ["store_away" in line for line in said] == [True, True, False]
-    assert "round_failed" in said[2]
+    assert ["store_unreachable" in line for line in said] == [True, True, False]
+    assert "periodic_task_failed" in said[2]
 
 
 async def test_periodic_task_ignores_wake_ups_after_a_failure_and_obeys_stop(work: Work) -> None:

@@ -167,7 +167,7 @@ def test_leftovers_of_a_killed_run_are_replaced_and_a_running_one_is_left_alone(
     (target.with_name("narrow.part") / "model-0.safetensors").write_bytes(b"half of it")
     with capture_logs() as logged:
         write_quantized(source, target, INT8, silent)
-    assert [one["event"] for one in logged] == ["draft_begun_anew"]
+    assert [one["event"] for one in logged] == ["quantization_restarted"]
     assert [path.name for path in target.parent.iterdir()] == ["narrow"]
     assert {path.name for path in target.iterdir()} == {path.name for path in source.iterdir() if path.is_file()}
 

@@ -14,7 +14,7 @@ PROMPT = list(range(3, 84))  # whole blocks, and one token more
 
 def forgotten(server: Any) -> list[dict[str, Any]]:
     """Return what the engine has logged of the deletion."""
-    lines = [line for line in server.output.splitlines() if '"tenants_forgotten"' in line]
+    lines = [line for line in server.output.splitlines() if '"tenant_blocks_deleted"' in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 

@@ -65,7 +65,7 @@ async def test_keys_that_cannot_be_checked_are_logged_once_with_the_cause(
             await authenticator.authenticate(f"Bearer {generate_key().text}")
         clock.advance(1.0)
     said = capsys.readouterr().out
-    assert said.count("key_store_away") == 1
+    assert said.count("key_store_unreachable") == 1
     assert "moiety migrate upgrade" in said
     await database.close()
 

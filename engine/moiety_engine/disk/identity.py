@@ -68,7 +68,7 @@ def digests_of(files: Iterable[Path], parent: Path) -> list[str]:
         found = list(pool.map(lambda path: _digest(path, known), files))
     fresh = {mark: digest for mark, digest in found if mark not in known}
     if fresh:
-        log.info("disk_cache_read_checkpoint", num_files=len(fresh), took_s=round(time.monotonic() - begin_s, 2))
+        log.info("checkpoint_digests_computed", num_files=len(fresh), took_s=round(time.monotonic() - begin_s, 2))
         _write_known(parent / _KNOWN, known | fresh)
     return [digest for _, digest in found]
 
@@ -98,4 +98,4 @@ def _write_known(path: Path, known: dict[str, str]) -> None:
         unfinished.write_bytes(msgspec.json.encode(known))
         unfinished.rename(path)
     except OSError as exc:
-        log.warning("disk_cache_cannot_remember", reason=str(exc))
+        log.warning("disk_cache_digests_not_saved", reason=str(exc))

@@ -174,10 +174,12 @@ class Saver:
         try:
             num_files = self._folder.remove_of(tenant_ids)
         except OSError as exc:
-            log.warning("disk_cache_not_erased", reason=str(exc), advice="delete the files of other models by hand")
+            log.warning(
+                "disk_cache_files_not_deleted", reason=str(exc), advice="delete the files of other models by hand"
+            )
         else:
             if num_files:
-                log.info("disk_cache_erased_elsewhere", num_files=num_files)
+                log.info("disk_cache_files_deleted", num_files=num_files)
 
     def invalidate(self, hashes: Collection[bytes]) -> None:
         """Delete the files with any of these blocks, and cancel offers of these blocks."""

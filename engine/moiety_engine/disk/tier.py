@@ -211,8 +211,8 @@ class DiskTier:
                 self._found.append(stored)
                 num_files += 1
         except OSError as exc:
-            log.warning("disk_cache_not_read", reason=exc.strerror)
-        log.info("disk_cache_found", num_files=num_files, took_s=round(time.monotonic() - begin_s, 3))
+            log.warning("disk_cache_unreadable", reason=exc.strerror)
+        log.info("disk_cache_scanned", num_files=num_files, took_s=round(time.monotonic() - begin_s, 3))
 
     def _take_found(self) -> None:
         while self._found:

@@ -61,7 +61,7 @@ def _check_tokens(folder: Path, draft_folder: Path) -> None:
         try:
             found.append(read_text_model(one).tokenizer_json)
         except TextError as exc:
-            log.warning("draft_tokenizer_unchecked", reason=str(exc))
+            log.warning("draft_tokenizer_not_compared", reason=str(exc))
             return
     if found[0] == found[1]:
         return

@@ -99,7 +99,7 @@ class KvReceiver:
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1
-            log.warning("kv_not_received", num_tokens=len(computed))
+            log.warning("kv_transfer_incomplete", num_tokens=len(computed))
             return
         self.disaggregated_decode_requests_total += 1
         self._there[submit.key] = _Received(submit.transfer_id, arrival, self._clock())

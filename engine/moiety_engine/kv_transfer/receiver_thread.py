@@ -71,7 +71,7 @@ class ReceiverThread:
                 except zmq.ContextTerminated:
                     raise
                 except Exception:  # the root of a thread: a failed transfer is lost, and its KV is recomputed
-                    log.exception("kv_not_taken")
+                    log.exception("kv_receiver_failed")
         self._socket.close(linger=0)
 
     def _take(self, frames: list[zmq.Frame]) -> None:
@@ -91,7 +91,12 @@ class ReceiverThread:
                     return
                 reason = self._zone.begin(message, identity)
                 if reason:
-                    log.warning("kv_refused", reason=reason, num_tokens=message.num_tokens, num_bytes=message.num_bytes)
+                    log.warning(
+                        "kv_transfer_rejected",
+                        reason=reason,
+                        num_tokens=message.num_tokens,
+                        num_bytes=message.num_bytes,
+                    )
                     self._answer(identity, Refused(message.transfer_id, reason))
             case End():
                 is_there = self._zone.end(message.transfer_id, identity)
@@ -109,7 +114,7 @@ class ReceiverThread:
     def _note_disallowed(self, begin: Begin) -> None:
         self.num_disallowed += 1
         if self.num_disallowed <= _NUM_LOGGED or self.num_disallowed % 1000 == 0:
-            log.warning("kv_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
+            log.warning("kv_sender_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
 
     def _answer(self, identity: bytes, message: ToSender) -> None:
         with contextlib.suppress(zmq.Again):  # a sender that does not read times out

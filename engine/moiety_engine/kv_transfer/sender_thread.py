@@ -131,7 +131,7 @@ class SenderThread:
             except queue.Empty:
                 pass
             except Exception:  # the root of a thread: KV that was not sent is lost, and the receiver recomputes it
-                log.exception("kv_not_sent")
+                log.exception("kv_sender_failed")
             self._give_up()
             self._receive_answers()
         for socket in self._links.values():
@@ -180,14 +180,14 @@ class SenderThread:
                 transfer = self._transfers.get(answer.transfer_id)
                 if transfer is not None:
                     transfer.problem = answer.reason
-                    log.warning("kv_was_refused", address=transfer.address, reason=answer.reason)
+                    log.warning("kv_transfer_refused", address=transfer.address, reason=answer.reason)
 
     def _give_up(self) -> None:
         """Drop transfers without an answer, and close the connection to their receiver with its queue."""
         now_s = time.monotonic()
         for transfer in list(self._transfers.values()):
             if now_s - transfer.last_message_s > ANSWER_S:
-                log.warning("kv_not_answered", address=transfer.address, num_bytes=transfer.begin.num_bytes)
+                log.warning("kv_transfer_timed_out", address=transfer.address, num_bytes=transfer.begin.num_bytes)
                 self._forget(transfer.begin.transfer_id)
                 link = self._links.pop(transfer.address, None)
                 if link is not None:

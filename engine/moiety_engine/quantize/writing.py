@@ -93,7 +93,9 @@ def _begun(draft: Path) -> Iterator[None]:
             raise CheckpointError(f"{draft} is being written by another run; wait for that run, or end it") from exc
         left = [path for path in draft.iterdir() if path.name != _UNFINISHED]
         if left:
-            log.warning("draft_begun_anew", folder=str(draft), reason="an earlier run was killed", num_files=len(left))
+            log.warning(
+                "quantization_restarted", folder=str(draft), reason="an earlier run was killed", num_files=len(left)
+            )
         for path in left:
             path.unlink()
         yield

@@ -183,7 +183,7 @@ class DeviceState:
             graphs.capture()
         except RuntimeError as exc:
             log.warning(
-                "decode_steps_are_not_replayed", reason=str(exc), advice="--no-cuda-graphs disables them explicitly"
+                "decode_graphs_unavailable", reason=str(exc), advice="--no-cuda-graphs disables them explicitly"
             )
             return
         self.runner.graphs = graphs

@@ -94,7 +94,7 @@ class AdapterStore:
         except OSError as exc:
             self._drop(key)
             log.error(
-                "adapter_not_kept", adapter=part.adapter_id, reason=str(exc), advice="check the free space on the disk"
+                "adapter_not_saved", adapter=part.adapter_id, reason=str(exc), advice="check the free space on the disk"
             )
 
     def _add(self, key: tuple[bytes, str], part: AdapterPart) -> None:

@@ -298,7 +298,7 @@ class Authenticator:
         except Unavailable as error:
             timed_out = isinstance(error.__cause__, TimeoutError | sa.TimeoutError)
             if self._health.failed(asked_at_s, timed_out=timed_out):
-                log.warning("key_store_away", reason=_reason(error))
+                log.warning("key_store_unreachable", reason=_reason(error))
             raise
         finally:
             del self._reading_since_s[token]
@@ -315,7 +315,7 @@ class Authenticator:
         except Unavailable as error:
             if not self._has_logged_failure and not isinstance(error.__cause__, TimeoutError | sa.TimeoutError):
                 self._has_logged_failure = True
-                log.warning("key_store_away", reason=_reason(error))
+                log.warning("key_store_unreachable", reason=_reason(error))
             raise
         self._has_logged_failure = False
         return entries

@@ -152,7 +152,9 @@ class OidcVerifier:
                 self._keys = await read_keys(self._http, self._terms.issuer)
         except FETCH_ERRORS as exc:
             self._failed = True
-            log.warning("oidc_issuer_away", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300])
+            log.warning(
+                "oidc_issuer_unreachable", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300]
+            )
         else:
             self._failed = False
         finally:  # not earlier: callers that arrive meanwhile wait for this fetch

@@ -70,9 +70,9 @@ class BatchMaintenance:
             try:
                 await work
             except Unavailable as error:
-                log.warning("batch_store_away", reason=str(error), tenant_id=tenant_id)
+                log.warning("batch_store_unreachable", reason=str(error), tenant_id=tenant_id)
             except Exception:  # last resort of the task: log it, and retry once its lease is over
-                log.exception("batch_tending_failed", tenant_id=tenant_id)
+                log.exception("batch_maintenance_failed", tenant_id=tenant_id)
             else:
                 on_change()
             finally:

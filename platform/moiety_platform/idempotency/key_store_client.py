@@ -126,7 +126,7 @@ class IdempotencyKeys:
                     max_bytes=self.limits.max_bytes_per_tenant,
                 )
         except Unavailable as error:
-            log.warning("idempotent_answer_lost", tenant_id=claim.tenant_id, reason=str(error))
+            log.warning("idempotent_response_not_stored", tenant_id=claim.tenant_id, reason=str(error))
         else:
             if not is_held:
                 log.warning("idempotent_claim_lost", tenant_id=claim.tenant_id)
@@ -138,7 +138,7 @@ class IdempotencyKeys:
             async with self._database.write() as session:
                 await self._store.release(session, claim.claim_id)
         except Unavailable as error:
-            log.warning("idempotent_claim_left", tenant_id=claim.tenant_id, reason=str(error))
+            log.warning("idempotent_claim_not_released", tenant_id=claim.tenant_id, reason=str(error))
 
     # ── Lifecycle ──
 

@@ -53,7 +53,12 @@ async def claim_key(
         raise
     if isinstance(found, KeptAnswer):
         metrics.observe_idempotency("replayed")
-        log.info("replayed", request_id=response.request_id, tenant_id=principal.tenant_id, endpoint=endpoint)
+        log.info(
+            "idempotent_response_replayed",
+            request_id=response.request_id,
+            tenant_id=principal.tenant_id,
+            endpoint=endpoint,
+        )
         stream_id = found.headers.get(STREAM_ID)
         if stream_id is None or resume is None:
             await response.replay(found)

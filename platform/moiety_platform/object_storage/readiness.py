@@ -79,7 +79,7 @@ class ObjectStoreReadiness(ReadinessCheck):
     async def _set_aside(self, deployment_id: str) -> str:
         """Rename the folder of a lost database, and begin an empty one. Return the reason for another check."""
         kept = await self._objects.set_aside(deployment_id)
-        log.warning("object_store_set_aside", deployment_id=deployment_id, folder=str(kept))
+        log.warning("object_store_moved_aside", deployment_id=deployment_id, folder=str(kept))
         return f"the objects of the lost database {deployment_id} were set aside in {kept}"
 
     async def _record(self) -> tuple[str, str | None]:

@@ -132,7 +132,7 @@ class Reloader(Generic[S]):
         except (BadSettings, CannotApplySetting) as error:
             self._fail(str(error))
         except Exception as error:  # a defect in the code must neither be reported as the file's, nor end the watching
-            log.exception("config_reload_broke")
+            log.exception("config_reload_crashed")
             self._fail(f"it could not be applied: {type(error).__name__}; see the log")
         else:
             waiting = {name: after for name, (_, after) in changes.at_restart.items()}

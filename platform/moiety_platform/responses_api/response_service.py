@@ -193,11 +193,11 @@ class ResponseService:
             async with self._database.write() as session:
                 is_kept = await self._add(session, response, [*items, *output], lease_ms, stores=stores)
         except Unavailable as error:
-            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=str(error))
+            log.warning("response_not_stored", tenant_id=whose.tenant_id, reason=str(error))
             return False
         if not is_kept:
             reason = "the storage limit is reached, the tenant is erased, or the conversation is gone"
-            log.warning("response_not_kept", tenant_id=whose.tenant_id, reason=reason)
+            log.warning("response_not_stored", tenant_id=whose.tenant_id, reason=reason)
         return is_kept
 
     async def _add(

@@ -100,10 +100,10 @@ class DnsWatch:
             self._replicas.missing.pop(self._address, None)
             for address in self._added - found:
                 self._replicas.retire(address)
-                log.info("engine_left", name=self._address, engine=address)
+                log.info("engine_removed", name=self._address, engine=address)
             self._added &= found
             for address in found - self._added:
                 if await self._replicas.join(address, self._connect):
                     self._added.add(address)
-                    log.info("engine_joined", name=self._address, engine=address)
+                    log.info("engine_added", name=self._address, engine=address)
         await self._replicas.close_retired()

@@ -85,7 +85,7 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     try:
         bill = decode_bill(record.billing_context)
     except msgspec.MsgspecError:
-        log.error("bill_undecodable", request_id=record.request_id, num_bytes=len(record.billing_context))
+        log.error("billing_context_undecodable", request_id=record.request_id, num_bytes=len(record.billing_context))
         raise
     await insert_rows(session, [storable(bill.row)])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()

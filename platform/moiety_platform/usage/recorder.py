@@ -206,11 +206,11 @@ class UsageRecorder:
                 await self.flush()
             except (Unavailable, OSError) as error:
                 if not backoff_s:
-                    _log.warning("usage_store_away", reason=str(error), journaled_rows=self._journaled)
+                    _log.warning("usage_store_unreachable", reason=str(error), journaled_rows=self._journaled)
                 backoff_s = min(MAX_BACKOFF_S, max(self._interval_s, backoff_s * 2))
             else:
                 if backoff_s:
-                    _log.info("usage_store_back", stored_rows=self._stored)
+                    _log.info("usage_store_recovered", stored_rows=self._stored)
                 backoff_s = 0.0
 
     async def _drain(self) -> None:
