@@ -248,7 +248,13 @@ def losses_of(
         try:
             leaving(layout, (*given_up, rank))
         except InvalidConfig as exc:
-            log.warning("rank_not_excluded", rank=rank, lost_times=times, reason=str(exc))
+            log.warning(
+                "rank_not_excluded",
+                rank=rank,
+                lost_times=times,
+                reason=str(exc),
+                advice="repair the rank's host: the group cannot run without this rank",
+            )
             continue
         given_up[rank] = (
             f"rank {rank} failed {times} times in {within_s:g} s according to {config.rank_failure_log}, "

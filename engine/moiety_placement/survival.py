@@ -52,8 +52,8 @@ def start_without(ranks: Collection[int], *, num_ranks: int, num_experts: int, s
 
     Before ranks died, each had its share of the experts, in order, and in the slots beyond it the first ones of the
     next share; `rebalance` then restores lost experts, as if all experts had equal load. No rank has an expert twice.
-    Raises BadNumbers as `without`, or if a rank has more slots than there are experts, and TooFewSlots if the slots are too
-    few.
+    Raises BadNumbers as `without`, or if a rank has more slots than there are experts, and TooFewSlots if the slots are
+    too few.
     """
     if slots_each > num_experts:
         raise BadNumbers(

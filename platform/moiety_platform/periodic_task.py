@@ -70,7 +70,12 @@ class PeriodicTask:
                 await self._work()
             except Unavailable as error:
                 if not is_unreachable:
-                    log.warning("store_unreachable", what=self._name, reason=str(error))
+                    log.warning(
+                        "store_unreachable",
+                        what=self._name,
+                        reason=str(error),
+                        advice="restore the connection to the database",
+                    )
                 is_unreachable = True
                 await _wait(self._stopping, self._pause_s)
             except Exception:  # top level of a task that lives as long as the process: logged, and retried

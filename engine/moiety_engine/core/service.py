@@ -147,7 +147,12 @@ def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSl
             loop.wake(lambda: link.beat(loop.load))
             log.info("core_awake", took_s=round(time.monotonic() - begin_s, 3))
     except OutOfMemory as exc:
-        log.warning("core_sleep_failed", asleep=asleep, reason=str(exc))
+        log.warning(
+            "core_sleep_failed",
+            asleep=asleep,
+            reason=str(exc),
+            advice="free memory on the device or in the host, then send the command again",
+        )
         return CoreSlept(loop.asleep, str(exc))
     return CoreSlept(loop.asleep)
 

@@ -103,7 +103,12 @@ class DiskFolder:
         except FileNotFoundError:
             return False
         except (BadFile, OSError) as exc:
-            log.warning("disk_cache_file_removed", file=name, reason=str(exc))
+            log.warning(
+                "disk_cache_file_removed",
+                file=name,
+                reason=str(exc),
+                advice="none needed: the prompt is computed again",
+            )
             self.remove(name)
             return False
         return True
@@ -150,7 +155,12 @@ class DiskFolder:
                 header, start = read_header(file, self.identity, self.block_bytes)
                 kept = read_kept(file)
         except (BadFile, OSError) as exc:
-            log.warning("disk_cache_file_removed", file=name, reason=str(exc))
+            log.warning(
+                "disk_cache_file_removed",
+                file=name,
+                reason=str(exc),
+                advice="none needed: the prompt is computed again",
+            )
             self.remove(name)
             return None
         num_bytes = start + len(header.hashes) * header.block_bytes + KEPT_BYTES

@@ -98,4 +98,8 @@ def _write_known(path: Path, known: dict[str, str]) -> None:
         unfinished.write_bytes(msgspec.json.encode(known))
         unfinished.rename(path)
     except OSError as exc:
-        log.warning("disk_cache_digests_not_saved", reason=str(exc))
+        log.warning(
+            "disk_cache_digests_not_saved",
+            reason=str(exc),
+            advice="make the folder of --disk-cache writable; until then every start reads the whole checkpoint",
+        )

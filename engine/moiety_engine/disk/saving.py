@@ -233,7 +233,12 @@ class Saver:
     def _failed(self, problem: OSError) -> None:
         self.failed_writes_total += 1
         if not self.is_paused:
-            log.warning("disk_cache_writes_paused", reason=problem.strerror or str(problem), seconds=PAUSE_S)
+            log.warning(
+                "disk_cache_writes_paused",
+                reason=problem.strerror or str(problem),
+                seconds=PAUSE_S,
+                advice="check the free space and the permissions of the folder of --disk-cache",
+            )
         self._paused_until_s = self._clock() + PAUSE_S
         self.forget()
 

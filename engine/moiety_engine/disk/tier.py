@@ -211,7 +211,11 @@ class DiskTier:
                 self._found.append(stored)
                 num_files += 1
         except OSError as exc:
-            log.warning("disk_cache_unreadable", reason=exc.strerror)
+            log.warning(
+                "disk_cache_unreadable",
+                reason=exc.strerror,
+                advice="check the permissions of the folder of --disk-cache; requests are served without it",
+            )
         log.info("disk_cache_scanned", num_files=num_files, took_s=round(time.monotonic() - begin_s, 3))
 
     def _take_found(self) -> None:

@@ -31,9 +31,7 @@ class Layout:
     pp: int = 1
     redundant_experts: int = 0  # slots of a layer beyond its experts
     ffn_ranks: int = 0
-    excluded: tuple[
-        int, ...
-    ] = ()  # numbers among all ranks with experts; the others hold their experts
+    excluded: tuple[int, ...] = ()  # numbers among all ranks with experts; the others hold their experts
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:

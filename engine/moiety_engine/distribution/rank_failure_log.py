@@ -63,7 +63,12 @@ class RankFailureLog:
                 self._begin(lines)
                 lines.write(f"{time.time():.3f} {rank}\n")
         except OSError as exc:
-            structlog.get_logger().warning("rank_failure_log_not_written", rank=rank, reason=str(exc))
+            structlog.get_logger().warning(
+                "rank_failure_log_not_written",
+                rank=rank,
+                reason=str(exc),
+                advice="make the file of --rank-failure-log writable; until then this loss does not count",
+            )
 
     def _begin(self, lines: TextIO) -> None:
         if not lines.seek(0, SEEK_END):

@@ -61,7 +61,11 @@ def _check_tokens(folder: Path, draft_folder: Path) -> None:
         try:
             found.append(read_text_model(one).tokenizer_json)
         except TextError as exc:
-            log.warning("draft_tokenizer_not_compared", reason=str(exc))
+            log.warning(
+                "draft_tokenizer_not_compared",
+                reason=str(exc),
+                advice="make sure that the draft model and the model have the same tokenizer",
+            )
             return
     if found[0] == found[1]:
         return

@@ -86,7 +86,11 @@ class KvReceiver:
             if found is not None and found.since_s <= oldest_s:
                 self.ended(key)
                 self.lost_transfers_total += 1
-                log.warning("received_kv_dropped", num_tokens=found.times.num_tokens)
+                log.warning(
+                    "received_kv_dropped",
+                    num_tokens=found.times.num_tokens,
+                    advice="check whether the gateway lost its connection to this engine",
+                )
 
     def ended(self, key: int) -> None:
         """Drop the KV of a request that has ended, whether or not it was copied into the cache."""
@@ -99,7 +103,11 @@ class KvReceiver:
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1
-            log.warning("kv_transfer_incomplete", num_tokens=len(computed))
+            log.warning(
+                "kv_transfer_incomplete",
+                num_tokens=len(computed),
+                advice="check the network between the engines, and the log of the prefill engine",
+            )
             return
         self.disaggregated_decode_requests_total += 1
         self._there[submit.key] = _Received(submit.transfer_id, arrival, self._clock())

@@ -79,7 +79,11 @@ class ReceiverThread:
         try:
             message = self._decoder.decode(frames[1].buffer)
         except (msgspec.MsgspecError, IndexError) as exc:
-            log.warning("kv_message_undecodable", reason=str(exc))
+            log.warning(
+                "kv_message_undecodable",
+                reason=str(exc),
+                advice="run the same release of all engines, and check which process sends to this engine's KV address",
+            )
             return
         match message:
             case KvChunk():
@@ -96,6 +100,7 @@ class ReceiverThread:
                         reason=reason,
                         num_tokens=message.num_tokens,
                         num_bytes=message.num_bytes,
+                        advice="raise --kv-buffer-bytes if the staging buffer is full",
                     )
                     self._answer(identity, Refused(message.transfer_id, reason))
             case End():
@@ -114,7 +119,12 @@ class ReceiverThread:
     def _note_disallowed(self, begin: Begin) -> None:
         self.num_disallowed += 1
         if self.num_disallowed <= _NUM_LOGGED or self.num_disallowed % 1000 == 0:
-            log.warning("kv_sender_not_allowed", num_bytes=begin.num_bytes, num_disallowed=self.num_disallowed)
+            log.warning(
+                "kv_sender_not_allowed",
+                num_bytes=begin.num_bytes,
+                num_disallowed=self.num_disallowed,
+                advice="check which process sends to this engine's KV address: its token is invalid",
+            )
 
     def _answer(self, identity: bytes, message: ToSender) -> None:
         with contextlib.suppress(zmq.Again):  # a sender that does not read times out

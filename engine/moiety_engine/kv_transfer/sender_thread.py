@@ -168,7 +168,7 @@ class SenderThread:
                 except zmq.Again:
                     break
                 except msgspec.MsgspecError as exc:
-                    log.warning("kv_answer_undecodable", reason=str(exc))
+                    log.warning("kv_answer_undecodable", reason=str(exc), advice="run the same release of all engines")
                     continue
                 self._take(answer)
 
@@ -180,14 +180,24 @@ class SenderThread:
                 transfer = self._transfers.get(answer.transfer_id)
                 if transfer is not None:
                     transfer.problem = answer.reason
-                    log.warning("kv_transfer_refused", address=transfer.address, reason=answer.reason)
+                    log.warning(
+                        "kv_transfer_refused",
+                        address=transfer.address,
+                        reason=answer.reason,
+                        advice="see the log of the decode engine, which computes the prompt itself",
+                    )
 
     def _give_up(self) -> None:
         """Drop transfers without an answer, and close the connection to their receiver with its queue."""
         now_s = time.monotonic()
         for transfer in list(self._transfers.values()):
             if now_s - transfer.last_message_s > ANSWER_S:
-                log.warning("kv_transfer_timed_out", address=transfer.address, num_bytes=transfer.begin.num_bytes)
+                log.warning(
+                    "kv_transfer_timed_out",
+                    address=transfer.address,
+                    num_bytes=transfer.begin.num_bytes,
+                    advice="check the network between the engines; the decode engine computes the prompt",
+                )
                 self._forget(transfer.begin.transfer_id)
                 link = self._links.pop(transfer.address, None)
                 if link is not None:

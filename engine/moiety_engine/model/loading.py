@@ -264,7 +264,13 @@ def _check_moe_kernel(
         reason = unavailable("triton", where, activations, form)
         if reason is not None:
             fallback = "reference" if unavailable("grouped", where, activations, form) else "grouped"
-            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, instead=fallback)
+            log.warning(
+                "moe_kernel_unavailable",
+                kernel="triton",
+                reason=reason,
+                instead=fallback,
+                advice="set --moe-kernel to accept this implementation explicitly",
+            )
 
 
 def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> WeightFormat | None:

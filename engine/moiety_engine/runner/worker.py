@@ -106,7 +106,12 @@ class WorkerBase:
             do()
             succeeded = True
         except (OutOfMemory, RuntimeError) as exc:  # torch raises RuntimeError
-            log.warning("rank_out_of_memory", rank=self._rank_group.heartbeat.rank, reason=str(exc))
+            log.warning(
+                "rank_out_of_memory",
+                rank=self._rank_group.heartbeat.rank,
+                reason=str(exc),
+                advice="give this rank more free memory, or set --kv-memory-bytes lower",
+            )
         self._rank_group.all_succeeded(succeeded)
 
     def _offload_weights(self) -> None:

@@ -101,7 +101,13 @@ class AdapterStore:
         upload = self._begin(key, part) if part.index == 0 else self._uploads.get(key)
         if upload is None or upload.num_parts != part.index or not self._evict_for(len(part.data)):
             self._drop(key)
-            log.warning("adapter_part_dropped", adapter=part.adapter_id, index=part.index, max_bytes=self.max_bytes)
+            log.warning(
+                "adapter_part_dropped",
+                adapter=part.adapter_id,
+                index=part.index,
+                max_bytes=self.max_bytes,
+                advice="raise --adapter-disk-bytes if the adapters in use leave too little space",
+            )
             return
         upload.file.write(part.data)
         upload.num_parts += 1

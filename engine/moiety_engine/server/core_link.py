@@ -164,7 +164,11 @@ class ProcessCore:
             if not await _has_ended(process, STOP_GRACE_S if self._is_ready else LOADING_GRACE_S):
                 process.kill()
         if not await _has_ended(process, KILL_GRACE_S):  # perhaps in a system call that never returns
-            log.error("core_cannot_be_killed", pid=process.pid)
+            log.error(
+                "core_cannot_be_killed",
+                pid=process.pid,
+                advice="end the process by its id, and check the device's driver",
+            )
             return
         if self._watch is not None:
             await self._watch

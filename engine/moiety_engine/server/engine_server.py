@@ -438,7 +438,7 @@ class EngineServer:
             return
         left_s = self._drain_until_s - self._clock()
         if self.num_open and left_s <= 0:
-            log.warning("drain_timed_out", num_open=self.num_open)
+            log.warning("drain_timed_out", num_open=self.num_open, advice="raise --drain-s to wait longer")
             self._requests.abort_all()
             self._loop.call_later(ABORT_GRACE_S, self._end, Ending.DRAINED)
         elif self.num_open:

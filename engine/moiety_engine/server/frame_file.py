@@ -52,7 +52,12 @@ class FrameFile:
         while at < len(data):
             frame = _frame_at(data, at)
             if frame is None:
-                log.error("unacknowledged_usage_damaged", num_bytes=len(data) - at, kept_in=str(self._damaged_file))
+                log.error(
+                    "unacknowledged_usage_damaged",
+                    num_bytes=len(data) - at,
+                    kept_in=str(self._damaged_file),
+                    advice="keep the saved file: its usage is not in the database",
+                )
                 self.save_damaged(data[at:])
                 break
             frames.append(frame)

@@ -115,9 +115,18 @@ class GatewayAuthenticator:
         try:
             gateway = read_gateway_keys(self._keys_file).get(frames[6])
         except InvalidConfig as exc:
-            log.error("gateway_keys_unusable", error=str(exc))
+            log.error(
+                "gateway_keys_unusable",
+                error=str(exc),
+                advice="correct --gateway-keys-file; no gateway can connect until then",
+            )
             return b""
         if gateway is None:
-            log.warning("gateway_refused", public_key=z85.encode(frames[6]).decode(), address=frames[3].decode())
+            log.warning(
+                "gateway_refused",
+                public_key=z85.encode(frames[6]).decode(),
+                address=frames[3].decode(),
+                advice="add the public key to --gateway-keys-file if this gateway may connect",
+            )
             return b""
         return gateway.public_key.encode()

@@ -56,7 +56,12 @@ class GatewayPermissions:
         try:
             self._roles = _read_roles(self._keys_file)
         except InvalidConfig as exc:
-            log.error("gateway_keys_unusable", error=str(exc), kept=len(self._roles))
+            log.error(
+                "gateway_keys_unusable",
+                error=str(exc),
+                kept=len(self._roles),
+                advice="correct the file; the keys that were read last stay in effect",
+            )
             return False
         log.info("gateway_keys_read", num_keys=len(self._roles))
         return True
@@ -86,6 +91,7 @@ class GatewayPermissions:
             gateway_id=session.gateway_id,
             public_key=session.public_key,
             num_refused=self.num_refused,
+            advice="give the gateway's key the role that this message needs in --gateway-keys-file",
         )
 
 

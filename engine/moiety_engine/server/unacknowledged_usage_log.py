@@ -80,7 +80,12 @@ class UnacknowledgedUsageLog:
             try:
                 entries = _decoder.decode(frame)
             except msgspec.MsgspecError as error:
-                log.error("unacknowledged_usage_undecodable", error=str(error), num_bytes=len(frame))
+                log.error(
+                    "unacknowledged_usage_undecodable",
+                    error=str(error),
+                    num_bytes=len(frame),
+                    advice="keep the saved file: its usage is not in the database",
+                )
                 self._file.save_damaged(frame)
                 continue
             for entry in entries:
@@ -107,7 +112,11 @@ class UnacknowledgedUsageLog:
             await asyncio.to_thread(self._file.replace if is_whole else self._file.append, frame)
         except OSError as error:
             if not self._is_failing:
-                log.error("unacknowledged_usage_not_written", error=str(error))
+                log.error(
+                    "unacknowledged_usage_not_written",
+                    error=str(error),
+                    advice="check the free space and the permissions of the data directory",
+                )
             self._is_behind = self._is_failing = True
             return
         if is_whole:

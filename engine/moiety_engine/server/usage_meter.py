@@ -105,7 +105,12 @@ class UsageMeter:
         if len(self._records) > self._max_records:
             lost = self._records[next(iter(self._records))]
             self.num_lost += 1
-            log.error("usage_forgotten", request_id=lost.request_id, replica_id=lost.replica_id)
+            log.error(
+                "usage_forgotten",
+                request_id=lost.request_id,
+                replica_id=lost.replica_id,
+                advice="restore the connection of this gateway: this usage is lost",
+            )
             self.acknowledge(lost.replica_id, [lost.request_id])
 
     def _write_down(self, replica_id: str, submit: Submit, served_class: str, num_cached: int, num_output: int) -> None:
@@ -126,7 +131,13 @@ class UsageMeter:
         try:
             self._journal.add(line)
         except OSError as error:
-            log.error("usage_journal_failed", error=str(error), request_id=submit.request_id, output_tokens=num_output)
+            log.error(
+                "usage_journal_failed",
+                error=str(error),
+                request_id=submit.request_id,
+                output_tokens=num_output,
+                advice="check the free space and the permissions of the folder of the journal",
+            )
 
     def acknowledge_from(self, sender: str, replica_id: str, request_ids: Collection[str]) -> int:
         """Process an acknowledgement by the process `sender`. Return how many of the requests it may not acknowledge.

@@ -253,7 +253,11 @@ class GrammarServiceStart:
         """Return the service, or the reason why there is none."""
         self._thread.join()
         if isinstance(self._found, str):
-            log.warning("structured_outputs_unavailable", reason=self._found)
+            log.warning(
+                "structured_outputs_unavailable",
+                reason=self._found,
+                advice="correct the cause and restart the engine; until then requests with a grammar are refused",
+            )
         return self._found
 
     def _start(self, folder: Path, limits: GrammarLimits) -> None:

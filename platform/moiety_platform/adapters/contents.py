@@ -82,7 +82,12 @@ class AdapterContents:
         try:
             _, key = await self._write(adapter, None)
         except NotFound:
-            log.exception("adapter_content_incomplete", adapter_id=adapter.id, num_bytes=adapter.num_bytes)
+            log.exception(
+                "adapter_content_incomplete",
+                adapter_id=adapter.id,
+                num_bytes=adapter.num_bytes,
+                advice="upload the adapter again",
+            )
             self.incomplete.add(adapter.id)
             return 1
         async with self.database.write() as session:

@@ -298,7 +298,11 @@ class Authenticator:
         except Unavailable as error:
             timed_out = isinstance(error.__cause__, TimeoutError | sa.TimeoutError)
             if self._health.failed(asked_at_s, timed_out=timed_out):
-                log.warning("key_store_unreachable", reason=_reason(error))
+                log.warning(
+                    "key_store_unreachable",
+                    reason=_reason(error),
+                    advice="restore the connection to the database; known keys are accepted meanwhile",
+                )
             raise
         finally:
             del self._reading_since_s[token]
@@ -315,7 +319,11 @@ class Authenticator:
         except Unavailable as error:
             if not self._has_logged_failure and not isinstance(error.__cause__, TimeoutError | sa.TimeoutError):
                 self._has_logged_failure = True
-                log.warning("key_store_unreachable", reason=_reason(error))
+                log.warning(
+                    "key_store_unreachable",
+                    reason=_reason(error),
+                    advice="restore the connection to the database; known keys are accepted meanwhile",
+                )
             raise
         self._has_logged_failure = False
         return entries

@@ -153,7 +153,10 @@ class OidcVerifier:
         except FETCH_ERRORS as exc:
             self._failed = True
             log.warning(
-                "oidc_issuer_unreachable", issuer=self._terms.issuer, reason=f"{type(exc).__name__}: {exc}"[:300]
+                "oidc_issuer_unreachable",
+                issuer=self._terms.issuer,
+                reason=f"{type(exc).__name__}: {exc}"[:300],
+                advice="restore the connection to the issuer; tokens are verified with its last keys meanwhile",
             )
         else:
             self._failed = False

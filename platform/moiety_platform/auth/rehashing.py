@@ -58,7 +58,11 @@ class Rehashing:
                 await self._write({key_id: self._due.pop(key_id) for key_id in key_ids})
         except Unavailable as error:
             self._due.clear()
-            log.warning("keys_not_rehashed", reason=str(error))
+            log.warning(
+                "keys_not_rehashed",
+                reason=str(error),
+                advice="restore the connection to the database; keys are hashed again after their next use",
+            )
         finally:
             self._writing = None
 

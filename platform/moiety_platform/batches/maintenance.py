@@ -70,7 +70,12 @@ class BatchMaintenance:
             try:
                 await work
             except Unavailable as error:
-                log.warning("batch_store_unreachable", reason=str(error), tenant_id=tenant_id)
+                log.warning(
+                    "batch_store_unreachable",
+                    reason=str(error),
+                    tenant_id=tenant_id,
+                    advice="restore the connection to the database; batches continue afterwards",
+                )
             except Exception:  # last resort of the task: log it, and retry once its lease is over
                 log.exception("batch_maintenance_failed", tenant_id=tenant_id)
             else:

@@ -119,7 +119,12 @@ class BatchWorker:
         try:
             await self._store()
         except Unavailable as error:
-            log.warning("batch_outcomes_not_stored", reason=str(error), lines=len(self._outcomes))
+            log.warning(
+                "batch_outcomes_not_stored",
+                reason=str(error),
+                lines=len(self._outcomes),
+                advice="none needed: another gateway runs these lines again when their leases expire",
+            )
 
     async def _round(self) -> None:
         """Run one round. Raises Unavailable; unstored outcomes are then kept for the next round."""

@@ -192,7 +192,11 @@ class Database:
             await asyncio.sleep(POLL_S)
         await self.engine.dispose()
         if not await self.opened.wait_closed(self.close_timeout_s):
-            _log.warning("database_connections_left_open", timeout_s=self.close_timeout_s)
+            _log.warning(
+                "database_connections_left_open",
+                timeout_s=self.close_timeout_s,
+                advice="check the database for statements that do not end",
+            )
 
 
 class _SqliteConnection(sqlite3.Connection):

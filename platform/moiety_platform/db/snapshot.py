@@ -99,7 +99,9 @@ class Snapshot(Generic[T]):
         except (Unavailable, TimeoutError) as error:
             if not self._away:
                 reason = str(error) or "the database does not answer in time"
-                log.warning("store_unreachable", what=self.what, reason=reason)
+                log.warning(
+                    "store_unreachable", what=self.what, reason=reason, advice="restore the connection to the database"
+                )
             self._away = True
             self._read_again_s = self._fresh_until_s = self.clock.monotonic() + OUTAGE_PAUSE_S
         else:

@@ -201,7 +201,9 @@ class Session:
             try:
                 messages = decode_to_gateway(frame)
             except UndecodableMessage as exc:
-                log.warning("engine_message_undecodable", error=str(exc))
+                log.warning(
+                    "engine_message_undecodable", error=str(exc), advice="run the same release of gateway and engine"
+                )
                 messages = []
             for message in messages:
                 if isinstance(message, _STREAM_MESSAGES):  # the common case

@@ -195,7 +195,13 @@ class ZmqEngineClient:
             try:
                 lost = await session.run()
                 self._reason = lost
-                log.warning("engine_lost", engine=self._address, reason=lost, num_streams=len(session.streams))
+                log.warning(
+                    "engine_lost",
+                    engine=self._address,
+                    reason=lost,
+                    num_streams=len(session.streams),
+                    advice="check whether the engine runs and is reachable",
+                )
             finally:
                 message = "the engine was lost while it answered; send the request again"
                 session.close(EngineDied(message, in_first_step=None))
@@ -267,7 +273,12 @@ class StreamContext:
         finally:
             self._forget(session)
             if not stream.ended:
-                log.warning("engine_abort_unanswered", request_id=stream.request_id, engine=session.address)
+                log.warning(
+                    "engine_abort_unanswered",
+                    request_id=stream.request_id,
+                    engine=session.address,
+                    advice="check the log of this engine; it may still compute the request",
+                )
 
     def _forget(self, session: Session) -> None:
         session.streams.pop(self._stream.request_id, None)

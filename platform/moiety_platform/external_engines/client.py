@@ -272,14 +272,26 @@ class ExternalEngineClient:
     def _lost(self, reason: str) -> None:
         was_healthy, self._is_healthy = self._is_healthy, False
         if was_healthy or reason != self._reason:
-            log.warning("engine_lost", engine=self.address, reason=reason, num_streams=len(self._running))
+            log.warning(
+                "engine_lost",
+                engine=self.address,
+                reason=reason,
+                num_streams=len(self._running),
+                advice="check whether the engine runs and is reachable",
+            )
         self._reason = reason
         if was_healthy:
             self._on_change()
 
     def _suspect(self, reason: str) -> None:
         """Check the server at once after a broken connection. Its other connections may be healthy."""
-        log.warning("engine_connection_broken", engine=self.address, reason=reason, num_streams=len(self._running))
+        log.warning(
+            "engine_connection_broken",
+            engine=self.address,
+            reason=reason,
+            num_streams=len(self._running),
+            advice="check whether the engine runs and is reachable",
+        )
         self._has_broken = True
         self._probe_now.set()
 

@@ -91,7 +91,9 @@ class FileContents:
         try:
             await self._move(file)
         except Gone:
-            log.exception("file_content_incomplete", file_id=file.id, num_bytes=file.num_bytes)
+            log.exception(
+                "file_content_incomplete", file_id=file.id, num_bytes=file.num_bytes, advice="upload the file again"
+            )
             self.incomplete.add(file.id)
         return 1
 

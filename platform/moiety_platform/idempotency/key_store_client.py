@@ -126,10 +126,19 @@ class IdempotencyKeys:
                     max_bytes=self.limits.max_bytes_per_tenant,
                 )
         except Unavailable as error:
-            log.warning("idempotent_response_not_stored", tenant_id=claim.tenant_id, reason=str(error))
+            log.warning(
+                "idempotent_response_not_stored",
+                tenant_id=claim.tenant_id,
+                reason=str(error),
+                advice="restore the connection to the database; a repeated request runs again",
+            )
         else:
             if not is_held:
-                log.warning("idempotent_claim_lost", tenant_id=claim.tenant_id)
+                log.warning(
+                    "idempotent_claim_lost",
+                    tenant_id=claim.tenant_id,
+                    advice="none needed: the claim expired, and a repeated request may have run",
+                )
 
     async def give_back(self, claim: KeyClaim) -> None:
         """Release the key of a request without a stored answer. A repetition is served again."""
@@ -138,7 +147,12 @@ class IdempotencyKeys:
             async with self._database.write() as session:
                 await self._store.release(session, claim.claim_id)
         except Unavailable as error:
-            log.warning("idempotent_claim_not_released", tenant_id=claim.tenant_id, reason=str(error))
+            log.warning(
+                "idempotent_claim_not_released",
+                tenant_id=claim.tenant_id,
+                reason=str(error),
+                advice="none needed: the claim expires by itself, and a repeated request waits until then",
+            )
 
     # ── Lifecycle ──
 

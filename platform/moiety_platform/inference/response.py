@@ -191,7 +191,11 @@ class HttpResponse:
             try:
                 await self.claim.release()
             except Exception:  # the request's own error is still to be sent
-                log.exception("idempotency_key_not_released", request_id=self.request_id)
+                log.exception(
+                    "idempotency_key_not_released",
+                    request_id=self.request_id,
+                    advice="none needed: the claim expires by itself, and a repeated request waits until then",
+                )
 
     async def whole(self, status: int, body: bytes) -> None:
         """Send a complete answer."""

@@ -33,7 +33,11 @@ def notes_of(finished: Finished) -> StepNotes:
     try:
         return decode_notes(finished.steps)
     except UndecodableMessage as exc:
-        log.warning("steps_undecodable", reason=str(exc))
+        log.warning(
+            "steps_undecodable",
+            reason=str(exc),
+            advice="run the same release of gateway and engine; the trace has no steps",
+        )
         return NO_STEP_NOTES
 
 

@@ -277,7 +277,12 @@ def _translated(name: str) -> Iterator[None]:
         reason = str(exc).partition("\n")[0]
         if _OUT_OF_RANGE.search(reason):
             raise ObjectMissing(reason) from exc
-        log.warning("object_store_failed", store=name, reason=reason)
+        log.warning(
+            "object_store_failed",
+            store=name,
+            reason=reason,
+            advice="check the object store and the permissions of its credentials",
+        )
         if _NO_SPACE.search(str(exc)) or (isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise InsufficientStorage(
                 "there is no space left for files; nothing was stored: try again later", code=FULL

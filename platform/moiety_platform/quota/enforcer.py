@@ -195,7 +195,12 @@ class QuotaEnforcer:
         try:
             await self.transact(give_back=lambda account: account.lease.free)
         except Unavailable as error:
-            log.warning("quota_leases_not_returned", reason=str(error), replica=self.replica_id)
+            log.warning(
+                "quota_leases_not_returned",
+                reason=str(error),
+                replica=self.replica_id,
+                advice="restore the connection to the database; the leases expire by themselves",
+            )
 
     async def transact(
         self, *, give_back: Callable[[Account], int] | None = None, requested_only: bool = False, renew_all: bool = True

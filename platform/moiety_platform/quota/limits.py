@@ -35,7 +35,12 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
         rows = await _of_scopes.read(session, names[first : first + _SCOPES_AT_ONCE])
         for quota_id, level, scope_id, kind, cap in sorted(rows):
             if kind not in _KINDS:
-                log.warning("limit_of_unknown_kind", kind=kind, quota_id=quota_id)
+                log.warning(
+                    "limit_of_unknown_kind",
+                    kind=kind,
+                    quota_id=quota_id,
+                    advice="run the release of the gateway that created this quota, or delete it; it is not enforced",
+                )
                 continue
             scope = by_name[level, scope_id]
             found[scope].append(Limit(quota_id, scope, _KINDS[kind], cap))

@@ -145,7 +145,12 @@ class Reloader(Generic[S]):
     def _fail(self, problem: str) -> None:
         self.standing = ReloadStatus(self.standing.taken_at, problem, self.standing.waiting)
         self._metrics.failed()
-        log.error("config_reload_failed", file=str(self._path), problem=problem)
+        log.error(
+            "config_reload_failed",
+            file=str(self._path),
+            problem=problem,
+            advice="correct the file; the previous configuration stays in effect",
+        )
 
 
 @asynccontextmanager

@@ -227,7 +227,12 @@ class BackgroundRuns:
             try:
                 await self._locks.release(*lock)
             except Unavailable as error:
-                log.warning("conversation_not_unlocked", response_id=lock[1], reason=str(error))
+                log.warning(
+                    "conversation_not_unlocked",
+                    response_id=lock[1],
+                    reason=str(error),
+                    advice="none needed: the lock expires by itself",
+                )
 
     def cancel(self, response_id: str) -> None:
         """Stop a response if this process makes it."""
@@ -240,7 +245,12 @@ class BackgroundRuns:
         try:
             await self._service.update_run(response_id, body, ends=False)
         except Unavailable as error:
-            log.warning("background_progress_not_stored", response_id=response_id, reason=str(error))
+            log.warning(
+                "background_progress_not_stored",
+                response_id=response_id,
+                reason=str(error),
+                advice="restore the connection to the database",
+            )
 
     async def store_end(self, response_id: str, body: bytes, events: EventLog | None = None) -> bytes:
         """Store a response that has ended, with its last events, and return it as it is stored.
@@ -284,7 +294,12 @@ class BackgroundRuns:
         try:
             await self._service.update_run(response_id, failed, ends=True, **_of_log(run.events))
         except Unavailable as error:  # its lease runs out
-            log.warning("background_response_not_ended", response_id=response_id, reason=str(error))
+            log.warning(
+                "background_response_not_ended",
+                response_id=response_id,
+                reason=str(error),
+                advice="restore the connection to the database; the response ends as failed later",
+            )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._of_task.pop(task)
@@ -303,6 +318,7 @@ class BackgroundRuns:
                         "background_events_not_stored",
                         response_id=response_id,
                         reason="the storage limit of the tenant is reached",
+                        advice="delete stored responses, or raise the tenant's storage limit",
                     )
                     break
                 events.note_stored(chunks)

@@ -306,7 +306,12 @@ class ResponseService:
             if row is None:
                 return None
             if added and not (has_claimed and await self._append(session, row, added)):
-                log.warning("conversation_not_extended", tenant_id=row.tenant_id, response_id=response_id)
+                log.warning(
+                    "conversation_not_extended",
+                    tenant_id=row.tenant_id,
+                    response_id=response_id,
+                    advice="none needed: the conversation was deleted, or its limit is reached",
+                )
                 body = _with_fields(body, conversation=None)
             if ends and row.conversation_id is not None:
                 await unlock(session, row.conversation_id, response_id)

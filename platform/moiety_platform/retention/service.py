@@ -107,7 +107,12 @@ class RetentionService:
         except Unavailable as error:
             if error.code != OBJECTS_UNAVAILABLE:
                 raise
-            log.warning("retention_waits_for_object_store", job=job.name, reason=str(error))
+            log.warning(
+                "retention_waits_for_object_store",
+                job=job.name,
+                reason=str(error),
+                advice="restore the connection to the object store; the job runs again",
+            )
             self.metrics.observe_failure(job.name)
         except Exception:  # top level of a job: logged, and retried when its lease has expired
             log.exception("retention_failed", job=job.name)

@@ -210,6 +210,7 @@ class ReplicaBreakers:
                 outcome=kind.value,
                 for_s=round(breaker.open_for_s(now_s), 3),
                 retry_after_s=outcome.retry_after_s,
+                advice="check the log of this engine; it gets a trial request when the time is over",
             )
         elif before is not BreakerState.CLOSED and breaker.state(now_s) is BreakerState.CLOSED:
             log.info("engine_circuit_closed", engine=address)

@@ -94,7 +94,13 @@ class DnsWatch:
         except (OSError, UnicodeError) as error:
             if not self._added:
                 self._replicas.missing[self._address] = f"the name cannot be resolved: {error}"
-            log.warning("engine_name_unresolved", name=self._address, error=str(error), num_engines=len(self._added))
+            log.warning(
+                "engine_name_unresolved",
+                name=self._address,
+                error=str(error),
+                num_engines=len(self._added),
+                advice="check the DNS name and the name server",
+            )
         else:
             self._found = frozenset(found)
             self._replicas.missing.pop(self._address, None)

@@ -46,7 +46,12 @@ class TraceWriter:
             async with asyncio.timeout(LAST_S):
                 await self._write_all()
         except (TimeoutError, Unavailable) as error:
-            log.warning("spans_lost", spans=self._num_queued, reason=str(error) or "the database does not answer")
+            log.warning(
+                "spans_lost",
+                spans=self._num_queued,
+                reason=str(error) or "the database does not answer",
+                advice="restore the database of the trace store",
+            )
 
     def put(self, rows: Rows) -> bool:
         """Queue the rows; return False if the queue is full."""

@@ -88,10 +88,18 @@ class _ToStore:
         try:
             answer = self._session.post(self._url, body, timeout=EXPORT_TIMEOUT_S)
         except requests.RequestException as exc:
-            log.warning("trace_store_unreachable", reason=type(exc).__name__)
+            log.warning(
+                "trace_store_unreachable",
+                reason=type(exc).__name__,
+                advice="check whether the trace store runs at the configured address",
+            )
             return False
         if not answer.ok:
-            log.warning("trace_store_refused", status=answer.status_code)
+            log.warning(
+                "trace_store_refused",
+                status=answer.status_code,
+                advice="check the status: 401 means that the token of the trace store differs",
+            )
         return answer.ok
 
     def shutdown(self) -> None:

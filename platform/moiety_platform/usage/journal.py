@@ -55,7 +55,12 @@ class Segment:
     def remove(self) -> None:
         """Delete the segment after its rows are stored. Unreadable lines are kept in `damaged.txt`."""
         if self._damaged:
-            _log.error("usage_journal_damaged", segment=self._path.name, num_lines=len(self._damaged))
+            _log.error(
+                "usage_journal_damaged",
+                segment=self._path.name,
+                num_lines=len(self._damaged),
+                advice="keep the damaged lines: their usage is not in the database",
+            )
             SetAside(self._path.parent).add_lines(DAMAGED, self._damaged)
         self._path.unlink(missing_ok=True)
         self.release()
@@ -196,7 +201,12 @@ class LiveLog:
             self._size += len(lines)
         except OSError as error:
             if not self._failing:
-                _log.error("usage_live_log_failed", error=str(error), directory=str(self._directory))
+                _log.error(
+                    "usage_live_log_failed",
+                    error=str(error),
+                    directory=str(self._directory),
+                    advice="check the free space and the permissions of the folder",
+                )
             self._failing = True
         else:
             self._failing = False
@@ -215,7 +225,12 @@ class LiveLog:
                 os.ftruncate(self._descriptor, 0)
                 self._size = 0
         except OSError as error:  # rows that are left are replayed without effect, since each request counts once
-            _log.warning("usage_live_log_untrimmed", error=str(error), directory=str(self._directory))
+            _log.warning(
+                "usage_live_log_untrimmed",
+                error=str(error),
+                directory=str(self._directory),
+                advice="check the free space and the permissions of the folder",
+            )
 
     def close(self, *, keep: bool) -> None:
         """Remove the file, or with `keep` leave it to the next start."""

@@ -68,7 +68,12 @@ class MeterReader:
                     async with self._database.write() as session:
                         self.num_charged += await charge(session, record)
                 except Unavailable as error:
-                    log.warning("metered_usage_waits", reason=str(error), num_records=len(records))
+                    log.warning(
+                        "metered_usage_waits",
+                        reason=str(error),
+                        num_records=len(records),
+                        advice="restore the connection to the database; the engine sends the usage again",
+                    )
                     break
                 except Exception:  # last resort of the task: log it; the engine keeps the record
                     log.exception("metered_usage_not_stored", request_id=record.request_id)
@@ -85,7 +90,12 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     try:
         bill = decode_bill(record.billing_context)
     except msgspec.MsgspecError:
-        log.error("billing_context_undecodable", request_id=record.request_id, num_bytes=len(record.billing_context))
+        log.error(
+            "billing_context_undecodable",
+            request_id=record.request_id,
+            num_bytes=len(record.billing_context),
+            advice="run the same release of all gateways; this usage is not billed",
+        )
         raise
     await insert_rows(session, [storable(bill.row)])
     found = select(UsageRecord).where(UsageRecord.request_id == bill.row.request_id).with_for_update()

@@ -135,7 +135,12 @@ class UsageRecorder:
         try:
             await self.flush()
         except (Unavailable, OSError) as error:
-            _log.warning("usage_left_in_journal", reason=str(error), journal_dir=str(self._journal.directory))
+            _log.warning(
+                "usage_left_in_journal",
+                reason=str(error),
+                journal_dir=str(self._journal.directory),
+                advice="none needed: the next start of the gateway stores the rows",
+            )
         while self._pending:  # only if the journal failed as well
             self._report_unstored(self._pending.popleft(), "stopped while database and journal were away")
         self._write_log()
@@ -206,7 +211,12 @@ class UsageRecorder:
                 await self.flush()
             except (Unavailable, OSError) as error:
                 if not backoff_s:
-                    _log.warning("usage_store_unreachable", reason=str(error), journaled_rows=self._journaled)
+                    _log.warning(
+                        "usage_store_unreachable",
+                        reason=str(error),
+                        journaled_rows=self._journaled,
+                        advice="restore the connection to the database; rows wait in the journal",
+                    )
                 backoff_s = min(MAX_BACKOFF_S, max(self._interval_s, backoff_s * 2))
             else:
                 if backoff_s:
@@ -300,10 +310,21 @@ class UsageRecorder:
         if error is None:
             return []
         if not is_value_error(error):
-            _log.error("usage_row_kept_waiting", request_id=rows[0].request_id, error=_named(error))
+            _log.error(
+                "usage_row_kept_waiting",
+                request_id=rows[0].request_id,
+                error=_named(error),
+                advice="restore the database; the row is stored again later",
+            )
             return list(rows)
         folder = str(self.set_aside.directory)
-        _log.error("usage_row_refused", request_id=rows[0].request_id, error=_named(error), journal_dir=folder)
+        _log.error(
+            "usage_row_refused",
+            request_id=rows[0].request_id,
+            error=_named(error),
+            journal_dir=folder,
+            advice="write the row back with `moiety usage restore` once the cause is corrected",
+        )
         await asyncio.to_thread(self.set_aside.add_row, rows[0])
         self._refused += 1
         return []
@@ -327,7 +348,12 @@ class UsageRecorder:
         try:
             await asyncio.to_thread(self._journal.append, rows, sync=True)
         except OSError as error:
-            _log.error("usage_journal_failed", error=str(error), waiting_rows=len(rows))
+            _log.error(
+                "usage_journal_failed",
+                error=str(error),
+                waiting_rows=len(rows),
+                advice="check the free space and the permissions of the folder of the journal",
+            )
             return
         for _ in rows:
             self._pending.popleft()
@@ -348,7 +374,9 @@ class UsageRecorder:
             self._oldest_spilled = self._oldest_spilled or _ended_at(row)
 
     def _report_unstored(self, row: UsageRow, reason: str) -> None:
-        _log.error("usage_row_unstored", reason=reason, row=to_line(row).decode())
+        _log.error(
+            "usage_row_unstored", reason=reason, row=to_line(row).decode(), advice="restore the row from this line"
+        )
 
 
 def _named(error: Exception) -> str:

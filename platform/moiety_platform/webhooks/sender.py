@@ -110,6 +110,7 @@ class AlertSender:
                 error=error.code,
                 num_tries=delivery.num_tries,
                 given_up=is_last,
+                advice="check the receiver of the webhook",
             )
             return Sent(delivery, error.code, wait_ms)
         return Sent(delivery)
