@@ -72,14 +72,14 @@ class PeriodicTask:
                 if not is_unreachable:
                     log.warning(
                         "store_unreachable",
-                        what=self._name,
+                        task=self._name,
                         reason=str(error),
                         advice="restore the connection to the database",
                     )
                 is_unreachable = True
                 await _wait(self._stopping, self._pause_s)
             except Exception:  # top level of a task that lives as long as the process: logged, and retried
-                log.exception("periodic_task_failed", what=self._name)
+                log.exception("periodic_task_failed", task=self._name)
                 await _wait(self._stopping, self._pause_s)
             else:
                 is_unreachable = False

@@ -187,7 +187,7 @@ def test_groups_of_layers_in_several_formats_are_read_by_name_pattern_and_class(
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
     with capture_logs() as logs:
         kept = load_model(narrow, device="cpu", dtype="bfloat16")
-    said = {one["kept"]: one["of"] for one in logs if one["event"] == "checkpoint_widened"}
+    said = {one["stored_as"]: one["num_tensors"] for one in logs if one["event"] == "checkpoint_widened"}
     assert said == {
         "'int-quantized' (8 bits, int, by channel)": 4,
         "'mxfp8-quantized' (8 bits, float, by group)": 1,

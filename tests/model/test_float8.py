@@ -137,7 +137,7 @@ def test_experts_stacked_on_disk_stay_so_where_gate_and_up_begin_with_blocks_of_
     with capture_logs() as lines:
         kept = make_driver(folder, dtype="bfloat16")
     assert isinstance(layers(kept)[0].ffn.gate_up_E2FD, QuantizedWeight) is keeps
-    assert [line["of"] for line in lines if line["event"] == "checkpoint_widened"] == ([] if keeps else [6])
+    assert [line["num_tensors"] for line in lines if line["event"] == "checkpoint_widened"] == ([] if keeps else [6])
     wide = make_driver(folder, dtype="bfloat16", quantization="none")
     of_kept, of_wide = (driver.prefill(make_sequence(PROMPT), 64) for driver in (kept, wide))
     assert torch.equal(of_kept, of_wide)
@@ -190,7 +190,7 @@ def test_float8_weights_without_a_kernel_are_widened_and_logged(
     (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
     with pytest.raises(UnsupportedModelError, match=f"--quantization fp8 is not available: {reason}"):
         load_model(folder, device="cpu", dtype=dtype, quantization="fp8")
-    assert said["kept"] == "fp8"
+    assert said["stored_as"] == "fp8"
     assert reason in said["reason"]
     assert isinstance(model._weights.layers[0].attention.output_DC, Tensor)
 

@@ -49,7 +49,10 @@ def test_experts_in_four_bits_are_what_transformers_makes_of_them(
     with capture_logs() as lines:
         ours = logprobs(make_driver, make_sequence, checkpoint.folder)
     (said,) = [line for line in lines if line["event"] == "checkpoint_widened"]
-    assert (said["kept"], said["reason"]) == ("mxfp4", "no kernel reads it: --dtype float32 requires exact products")
+    assert (said["stored_as"], said["reason"]) == (
+        "mxfp4",
+        "no kernel reads it: --dtype float32 requires exact products",
+    )
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
     kept, wide = (make_driver(checkpoint.folder, dtype="bfloat16", quantization=name) for name in ("auto", "none"))
     assert isinstance(kept.model._weights.layers[0].ffn.down_EDF, QuantizedWeight)

@@ -248,7 +248,7 @@ def test_tensors_of_other_parts_are_ignored_with_one_line(
     with capture_logs() as logs:
         assert agrees(checkpoint, make_driver, make_sequence)
     (line,) = (one for one in logs if one["event"] == "tensors_ignored")
-    assert (line["first"], line["of"]) == (bias, 4)
+    assert (line["first"], line["num_tensors"]) == (bias, 4)
     edit_weights(checkpoint.folder, lambda tensors: tensors.update({bias: torch.ones(64)}))
     with pytest.raises(WeightsError, match=rf"unexpected {re.escape(bias)}"):
         load_model(checkpoint.folder, device="cpu", dtype="auto")

@@ -221,7 +221,7 @@ def test_in_float32_a_packed_checkpoint_is_the_model_of_its_numbers_times_its_sc
     prompt = list(range(3, 90))
     with capture_logs() as logs:
         widened = make_driver(narrow, dtype="float32")
-    assert [one["kept"] for one in logs if one["event"] == "checkpoint_widened"] == [form.name]
+    assert [one["stored_as"] for one in logs if one["event"] == "checkpoint_widened"] == [form.name]
     assert not any(isinstance(one, QuantizedWeight) for one in products_of(widened.model._weights))
     assert torch.equal(
         widened.prefill(make_sequence(prompt), 64), make_driver(source).prefill(make_sequence(prompt), 64)

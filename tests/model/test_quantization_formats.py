@@ -158,7 +158,10 @@ def test_scales_of_a_kv_cache_are_left_on_disk_with_a_line(
     with capture_logs() as logs:
         driver = make_driver(folder)
     (line,) = (one for one in logs if one["event"] == "kv_scales_ignored")
-    assert (line["first"], line["of"]) == (names[0] if kind != "compressed-tensors" else sorted(names)[0], len(names))
+    assert (line["first"], line["num_tensors"]) == (
+        names[0] if kind != "compressed-tensors" else sorted(names)[0],
+        len(names),
+    )
     assert torch.equal(driver.prefill(make_sequence(list(range(3, 40))), 64), expected)
 
 

@@ -142,10 +142,10 @@ def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSl
     try:
         if asleep and not loop.asleep:
             freed_bytes = loop.sleep(lambda: link.beat(loop.load))
-            log.info("core_asleep", freed_bytes=freed_bytes, took_s=round(time.monotonic() - begin_s, 3))
+            log.info("core_asleep", freed_bytes=freed_bytes, duration_s=round(time.monotonic() - begin_s, 3))
         elif loop.asleep and not asleep:
             loop.wake(lambda: link.beat(loop.load))
-            log.info("core_awake", took_s=round(time.monotonic() - begin_s, 3))
+            log.info("core_awake", duration_s=round(time.monotonic() - begin_s, 3))
     except OutOfMemory as exc:
         log.warning(
             "core_sleep_failed",

@@ -68,7 +68,7 @@ def digests_of(files: Iterable[Path], parent: Path) -> list[str]:
         found = list(pool.map(lambda path: _digest(path, known), files))
     fresh = {mark: digest for mark, digest in found if mark not in known}
     if fresh:
-        log.info("checkpoint_digests_computed", num_files=len(fresh), took_s=round(time.monotonic() - begin_s, 2))
+        log.info("checkpoint_digests_computed", num_files=len(fresh), duration_s=round(time.monotonic() - begin_s, 2))
         _write_known(parent / _KNOWN, known | fresh)
     return [digest for _, digest in found]
 

@@ -216,7 +216,7 @@ class DiskTier:
                 reason=exc.strerror,
                 advice="check the permissions of the folder of --disk-cache; requests are served without it",
             )
-        log.info("disk_cache_scanned", num_files=num_files, took_s=round(time.monotonic() - begin_s, 3))
+        log.info("disk_cache_scanned", num_files=num_files, duration_s=round(time.monotonic() - begin_s, 3))
 
     def _take_found(self) -> None:
         while self._found:

@@ -138,7 +138,7 @@ class ImageDecoder:
             except msgspec.MsgspecError:  # a file may take over its process, which then says what it likes
                 child.kill()
                 return ImageFailure(FailureCode.IMAGE_REFUSED, DECODER_COMPROMISED)
-        log.warning("image_process_ended", end="unknown" if end is None else name_of(end), is_slow=is_slow)
+        log.warning("image_process_ended", ended_by="unknown" if end is None else name_of(end), is_slow=is_slow)
         if end is None:
             template.restart(template_pid)
         elif reached_limit(end) is ProcessLimit.WALL_TIME:

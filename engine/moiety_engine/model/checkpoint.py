@@ -146,7 +146,7 @@ def _check_extra(
             own.append(name)
     _complain("has unexpected", own, folder)
     if extra:
-        log.info("tensors_ignored", first=extra[0], of=len(extra), reason="the model has no such part")
+        log.info("tensors_ignored", first=extra[0], num_tensors=len(extra), reason="the model has no such part")
 
 
 def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
@@ -154,7 +154,9 @@ def _note_kv_scales(folder: Path, names: Iterable[str]) -> None:
     scales, scheme = sorted(name for name in names if name.endswith(KV_SCALES)), kv_cache_scheme(folder)
     if scales or scheme:
         advice = "--kv-dtype sets the format of keys and values; in 8 bits each gets its own scale"
-        log.info("kv_scales_ignored", first=next(iter(scales), None), of=len(scales), scheme=scheme, advice=advice)
+        log.info(
+            "kv_scales_ignored", first=next(iter(scales), None), num_tensors=len(scales), scheme=scheme, advice=advice
+        )
 
 
 def _note_widened(names: Iterable[str], found: dict[str, TensorSource], dtype: torch.dtype) -> None:
@@ -165,7 +167,9 @@ def _note_widened(names: Iterable[str], found: dict[str, TensorSource], dtype: t
             formats.setdefault(found[name].widened, []).append(name)
     for kept, some in formats.items():
         why = "only products stay quantized, all of them in one format that a kernel reads"
-        log.info("checkpoint_widened", kept=kept, to=str(dtype), reason=why, first=some[0], of=len(some))
+        log.info(
+            "checkpoint_widened", stored_as=kept, loaded_as=str(dtype), reason=why, first=some[0], num_tensors=len(some)
+        )
 
 
 def product_names(folder: Path, spec: ModelSpec) -> set[str]:
@@ -198,7 +202,11 @@ def _fewer_bits(
     others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
     if names := sorted(others & products_among(weights, wanted)):
         log.info(
-            "checkpoint_widened", kept=form.name, reason="rows and blocks lie across", first=names[0], of=len(names)
+            "checkpoint_widened",
+            stored_as=form.name,
+            reason="rows and blocks lie across",
+            first=names[0],
+            num_tensors=len(names),
         )
     wide |= others
     return WeightQuantizer(weights, wanted, form, device, wide, kept, offloading)

@@ -268,7 +268,7 @@ def _check_moe_kernel(
                 "moe_kernel_unavailable",
                 kernel="triton",
                 reason=reason,
-                instead=fallback,
+                fallback=fallback,
                 advice="set --moe-kernel to accept this implementation explicitly",
             )
 
@@ -283,7 +283,7 @@ def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> Wei
     if quantization == "auto":
         if not exact or stored is None or stored.floating:
             return stored
-        log.info("checkpoint_widened", kept=stored.name, to=str(torch.float32), reason=_EXACT)
+        log.info("checkpoint_widened", stored_as=stored.name, loaded_as=str(torch.float32), reason=_EXACT)
         return None
     if quantization not in FORMATS:
         known = ", ".join(("auto", "none", *FORMATS))
@@ -322,7 +322,7 @@ def _on_device(
         return form  # read by the kernels of a CPU, or widened before each product
     if is_explicit:
         raise UnsupportedModelError(f"--quantization {form.name} is not available: {reason}; leave it out, or use int8")
-    log.info("checkpoint_widened", kept=form.name, to=str(dtype), reason=f"no kernel reads it: {reason}")
+    log.info("checkpoint_widened", stored_as=form.name, loaded_as=str(dtype), reason=f"no kernel reads it: {reason}")
     return None
 
 

@@ -302,7 +302,7 @@ class EngineServer:
             case ExpertBalance():
                 self._experts.send_balance(self._sessions.all(), message)
             case CoreSlept():
-                log.info("core_sleep_changed", asleep=message.asleep, problem=message.problem)
+                log.info("core_sleep_changed", asleep=message.asleep, reason=message.problem)
                 self._sleep_mode.done(message)
             case CoreHello(state=CoreState.READY):
                 self._become_ready(message)

@@ -59,7 +59,7 @@ class GatewayPermissions:
             log.error(
                 "gateway_keys_unusable",
                 error=str(exc),
-                kept=len(self._roles),
+                num_keys_kept=len(self._roles),
                 advice="correct the file; the keys that were read last stay in effect",
             )
             return False
@@ -87,7 +87,7 @@ class GatewayPermissions:
         log.warning(
             "gateway_message_refused",
             message=type(message).__name__,
-            why=why,
+            reason=why,
             gateway_id=session.gateway_id,
             public_key=session.public_key,
             num_refused=self.num_refused,

@@ -123,7 +123,7 @@ class Sessions:
         if self._by_identity.get(session.identity) is session:
             del self._by_identity[session.identity]
         self._gone.append(session)
-        log.info("gateway_lost", gateway_id=session.gateway_id, why=why, num_open=len(session.open_keys))
+        log.info("gateway_lost", gateway_id=session.gateway_id, reason=why, num_open=len(session.open_keys))
 
     def take_gone(self) -> list[GatewaySession]:
         gone, self._gone = self._gone, []

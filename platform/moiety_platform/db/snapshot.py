@@ -100,7 +100,7 @@ class Snapshot(Generic[T]):
             if not self._away:
                 reason = str(error) or "the database does not answer in time"
                 log.warning(
-                    "store_unreachable", what=self.what, reason=reason, advice="restore the connection to the database"
+                    "store_unreachable", task=self.what, reason=reason, advice="restore the connection to the database"
                 )
             self._away = True
             self._read_again_s = self._fresh_until_s = self.clock.monotonic() + OUTAGE_PAUSE_S

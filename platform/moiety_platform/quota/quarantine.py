@@ -68,7 +68,7 @@ class Quarantine:
             if self.is_proven is not None and self.is_proven(replica_id, one.silent_s + PROOF_MARGIN_S):
                 async with self._database.write() as session:
                     num_leases = await self._store.release_quarantined(session, replica_id)
-                log.info("quarantine_released", of=replica_id, num_leases=num_leases)
+                log.info("quarantine_released", replica=replica_id, num_leases=num_leases)
                 del left[replica_id]
         oldest_s = max((one.silent_s for one in left.values()), default=0.0)
         self._stats = QuarantineStats(len(left), sum(one.num_leases for one in left.values()), oldest_s)

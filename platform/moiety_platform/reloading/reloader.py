@@ -148,7 +148,7 @@ class Reloader(Generic[S]):
         log.error(
             "config_reload_failed",
             file=str(self._path),
-            problem=problem,
+            reason=problem,
             advice="correct the file; the previous configuration stays in effect",
         )
 
