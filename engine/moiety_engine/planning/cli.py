@@ -155,9 +155,9 @@ def make_table(ranked: list[LayoutCandidate]) -> Table:
     table = Table(title="layouts that attain the SLO, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("tp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
-    for name in ("weights\nGB/GPU", "requests\nat once", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ for a\nmillion"):
+    for name in ("weights\nGB/GPU", "concurrent\nrequests", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ per\nmillion"):
         table.add_column(name, justify="right")
-    table.add_column("engine\nhas it")
+    table.add_column("supported\nby engine")
     for one in [one for one in ranked if one.problem is None][:_NUM_SHOWN]:
         layout = one.layout
         table.add_row(

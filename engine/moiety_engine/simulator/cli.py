@@ -214,7 +214,7 @@ def _progress() -> Iterator[Callable[[str, int, float, int], None] | None]:
 
 def _print(done: PolicyComparison) -> None:
     console = Console()
-    table = Table("policy", "class", "requests", "in time", "rejected", "TTFT p50 / p90 / p99 s", "TPOT p99 ms")
+    table = Table("policy", "class", "requests", "SLO attained", "rejected", "TTFT p50 / p90 / p99 s", "TPOT p99 ms")
     for policy, figures in done.policies.items():
         for name, row in figures["classes"].items():
             ttft, tpot = row["ttft_s"], row["tpot_s"]["p99"]
@@ -228,7 +228,9 @@ def _print(done: PolicyComparison) -> None:
                 "–" if tpot is None else f"{1000 * tpot:.0f}",
             )
     console.print(table)
-    table = Table("policy", "goodput ÷ C", "done ÷ C", "tokens/s", "gap (bound)", "Jain", "gave way", "again")
+    table = Table(
+        "policy", "goodput / C", "completed / C", "tokens/s", "gap (bound)", "Jain", "preempted", "recomputed"
+    )
     for policy, figures in done.policies.items():
         fairness = figures["fairness"]
         table.add_row(

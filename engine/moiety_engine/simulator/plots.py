@@ -77,7 +77,7 @@ def _service_rows(policies: Mapping[str, Mapping[str, Any]]) -> list[dict[str, A
 def _bars(altair: Any, rows: list[dict[str, Any]], order: list[str], classes: list[str]) -> Any:
     base = altair.Chart(altair.Data(values=rows)).encode(
         x=altair.X("policy:N", sort=order, title=None, axis=altair.Axis(labelAngle=-30)),
-        y=altair.Y("attainment_percent:Q", title="requests in time, %", scale=altair.Scale(domain=[0, 100])),
+        y=altair.Y("attainment_percent:Q", title="SLO attainment, %", scale=altair.Scale(domain=[0, 100])),
     )
     bars = base.mark_bar().encode(color=altair.Color("policy:N", sort=order, legend=None))
     labels = base.mark_text(dy=-6).encode(text=altair.Text("attainment_percent:Q", format=".1f"))

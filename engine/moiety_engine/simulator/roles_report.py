@@ -69,7 +69,12 @@ def simulate_roles(
 def print_roles(found: dict[str, Any]) -> None:
     console = Console()
     table = Table(
-        "prefill : decode", "in time", "first in time", "good requests/s", "TTFT p50 / p90 / p99 s", "TPOT p50 / p99 ms"
+        "prefill : decode",
+        "SLO attained",
+        "TTFT attained",
+        "goodput requests/s",
+        "TTFT p50 / p90 / p99 s",
+        "TPOT p50 / p99 ms",
     )
     for name, one in found["splits"].items():
         mark = " ←" if name == found["recommended"] else ""

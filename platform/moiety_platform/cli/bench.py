@@ -159,7 +159,7 @@ def print_figures(figures: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{figures['completed']} of {figures['requests']} served in {figures['duration_s']:.1f} s; "
-        f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['goodput_tokens_per_s']:.1f} of them in time; "
+        f"{figures['output_tokens_per_s']:.1f} output tokens/s, {figures['goodput_tokens_per_s']:.1f} within SLO; "
         f"end to end {spread(figures['e2e_ms'])} ms"
     )
     for code, count in figures["errors_by_code"].items():
