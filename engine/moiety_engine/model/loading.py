@@ -161,11 +161,11 @@ def load_share(
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
     dtype = _dtype_name(dtype, spec)
-    own = own_spec(spec, ranks.rank_position)
+    own = own_spec(spec, position := ranks.rank_position)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     if form is not None:
         kept = stored if stored is not None and form.is_stored_as(stored) else form
-        check_cuts(replace(form, group=kept.group), spec, ranks.rank_position.layout)
+        check_cuts(replace(form, group=kept.group), spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
     num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
@@ -186,18 +186,13 @@ def load_share(
         if load_format is LoadFormat.DUMMY:
             weights = draw_weights(own, device=where, dtype=DTYPES[dtype], form=form)
         else:
-            to: dict[str, Any] = {
-                "device": where,
-                "dtype": DTYPES[dtype],
-                "form": form,
-                "rank_position": ranks.rank_position,
-            }
-            weights = load(folder, spec, **to, offloading=offloading, progress=progress)
+            to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "progress": progress}
+            weights = load(folder, spec, **to, rank_position=position, offloading=offloading)
         arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
-        far = ranks.rank_position.layout.ffn_ranks and ranks.rank_position.expert_rank is None
-        staged = ranks.rank_position.layout.pp > 1 and spec.moe_layers
+        far = position.layout.ffn_ranks and position.expert_rank is None
+        staged = position.layout.pp > 1 and spec.moe_layers
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None
         undo.pop_all()
     if compiler is not None:
@@ -264,13 +259,8 @@ def _check_moe_kernel(
         reason = unavailable("triton", where, activations, form)
         if reason is not None:
             fallback = "reference" if unavailable("grouped", where, activations, form) else "grouped"
-            log.warning(
-                "moe_kernel_unavailable",
-                kernel="triton",
-                reason=reason,
-                fallback=fallback,
-                advice="set --moe-kernel to accept this implementation explicitly",
-            )
+            advice = "set --moe-kernel to accept this implementation explicitly"
+            log.warning("moe_kernel_unavailable", kernel="triton", reason=reason, fallback=fallback, advice=advice)
 
 
 def _form(quantization: str, stored: WeightFormat | None, *, exact: bool) -> WeightFormat | None:
