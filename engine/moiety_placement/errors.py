@@ -1,7 +1,7 @@
 """Errors of placements.
 
 PlacementError
-├── BadLoad       the counts are not what a placement can be made from; the message says what is
+├── BadLoad       invalid token counts; the message says what is expected
 ├── BadNumbers    experts, groups, nodes, ranks and replicas that do not divide; the message says what must divide what
 └── TooFewSlots   fewer slots are alive than there are experts; the message says how many are missing
 """

@@ -123,7 +123,7 @@ def tune_command(
     except NoGpu as exc:
         raise failure("kernels tune", str(exc)) from exc
     except OSError as exc:
-        raise failure("kernels tune", f"choices cannot be kept: {exc}; name another folder by --cache-dir") from exc
+        raise failure("kernels tune", f"choices cannot be saved: {exc}; set another folder with --cache-dir") from exc
     if as_json:
         environment = describe_environment("torch", "triton") | {"device": session.device_name}
         settings = {"layers": [one.name for one in session.layers], "tokens": sizes, "weights": kinds, "best": best}

@@ -349,7 +349,7 @@ def test_a_configuration_file_sets_options_and_a_flag_beats_it(moiety: Callable[
     config.write_text("[serve]\nprot = 1\n")
     done = moiety("serve", "--config", str(config))
     assert done.returncode == 2
-    assert "does not know prot" in " ".join(done.stderr.replace("│", " ").split())
+    assert "unknown settings: prot" in " ".join(done.stderr.replace("│", " ").split())
 
 
 def asks(serve: Any, key: str) -> int:

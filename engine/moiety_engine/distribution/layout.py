@@ -51,7 +51,7 @@ class Layout:
         if self.redundant_experts % self.ep and not self.excluded:
             most = -(-self.redundant_experts // self.ep) * self.ep
             raise InvalidConfig(
-                f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: {most} can"
+                f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: use {most}"
             )
 
     @property

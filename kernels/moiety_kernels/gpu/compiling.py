@@ -98,7 +98,7 @@ def _assembled(make: Callable[[Any, dict[str, Any]], bytes], ptx: Any, metadata:
     registers = re.search(r"Used (\d+) registers", said.getvalue())
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
     if registers is None or spilled is None:
-        raise CompilationError(f"ptxas did not say what the kernel takes: {said.getvalue().strip()[:500]}")
+        raise CompilationError(f"ptxas did not report the resources of the kernel: {said.getvalue().strip()[:500]}")
     metadata |= {"registers": int(registers[1]), "spill_bytes": int(spilled[1]) + int(spilled[2])}
     return made
 

@@ -111,7 +111,9 @@ def read(path: Path, device: str) -> Choices:
         choices.found = _parse(json.loads(text), device)
     except (ValueError, TypeError, KeyError, AttributeError) as exc:
         what = f"{type(exc).__name__}: {exc}"
-        _log.warning("tuned choices in %s make no sense (%s); run `moiety kernels tune` to write them anew", path, what)
+        _log.warning(
+            "tuned choices in %s are invalid (%s); run `moiety kernels tune` to write the file again", path, what
+        )
     return choices
 
 

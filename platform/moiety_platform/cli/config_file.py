@@ -25,7 +25,7 @@ def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
     unknown = sorted(set(table) - known)
     if unknown:
         names = ", ".join(sorted(name for name in known if name and name not in ("config", "help")))
-        raise typer.BadParameter(f"[{section}] in {path} does not know {', '.join(unknown)}; it knows: {names}")
+        raise typer.BadParameter(f"[{section}] in {path} has unknown settings: {', '.join(unknown)}; known: {names}")
     context.default_map = {**table, **(context.default_map or {})}
     return path
 

@@ -166,7 +166,7 @@ class ExternalAnswer:
         token_ids, logprobs = piece.token_ids, piece.logprobs
         if logprobs is None:
             if self._submit.sampling.num_logprobs is not None:
-                raise MalformedAnswer("logprobs are not of OpenAI's form")
+                raise MalformedAnswer("logprobs do not have OpenAI's format")
             logprobs = []
         if piece.text is not None:
             are_told = token_ids is not None and num_more in (None, len(token_ids))
@@ -179,7 +179,7 @@ class ExternalAnswer:
         assert token_ids is not None, "a piece has text or ids"
         num_told = self._num_output - self._num_resumed + len(token_ids)
         if num_more is not None and (self._num_counted or 0) > num_told:
-            raise MalformedAnswer(f"{num_told} ids came where the server counts {self._num_counted}")
+            raise MalformedAnswer(f"the server sent {num_told} token ids but counted {self._num_counted} tokens")
         self._num_seen += len(token_ids)
         token_ids = token_ids[: self.num_left]
         ends_by_token = (

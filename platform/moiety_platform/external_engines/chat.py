@@ -135,7 +135,7 @@ class ChatCompletions:
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content, calls = delta.get("content") or "", delta.get("tool_calls") or []
         if not isinstance(thought, str) or not isinstance(content, str) or not isinstance(calls, list):
-            raise MalformedAnswer("a delta has no text as its content")
+            raise MalformedAnswer("the content of a delta is not a string")
         text = ""
         if thought and not self._has_content:
             text = "" if self._is_thinking else self._mark(THINK.opener)
@@ -156,7 +156,7 @@ class ChatCompletions:
         number = count_of(call.get("index"))
         name, arguments = function.get("name") or "", function.get("arguments") or ""
         if not isinstance(name, str) or not isinstance(arguments, str):
-            raise MalformedAnswer("a call has no name and arguments of text")
+            raise MalformedAnswer("the name or the arguments of a call are not strings")
         known, parts = self._calls.setdefault(len(self._calls) if number is None else number, (name, []))
         parts.append(arguments)
         if name and not known:

@@ -33,6 +33,6 @@ async def content_of(response: httpx.Response) -> AsyncGenerator[bytes]:
                 yield piece
     except UnknownCoding:
         known = ", ".join(CODINGS)
-        raise MalformedAnswer(f"its content encoding is none of {known}, and none was asked for") from None
+        raise MalformedAnswer(f"its Content-Encoding must be one of {known}; none was requested") from None
     except UndecodableContent:
-        raise MalformedAnswer("its content is not of its content encoding") from None
+        raise MalformedAnswer("its content cannot be decoded by its Content-Encoding") from None

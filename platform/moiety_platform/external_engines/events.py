@@ -57,7 +57,7 @@ class EventParser:
         self._rest.append(first)
         self._rest_bytes += len(first)
         if self._rest_bytes > MAX_EVENT_BYTES:
-            raise MalformedAnswer(f"a line of more than {MAX_EVENT_BYTES} bytes came")
+            raise MalformedAnswer(f"a line has more than {MAX_EVENT_BYTES} bytes")
         if not lines:
             return
         lines.insert(0, b"".join(self._rest))
@@ -96,7 +96,7 @@ class EventParser:
                 self._data.append(value)
                 self._data_bytes += len(value) + 1
                 if self._data_bytes > MAX_EVENT_BYTES:
-                    raise MalformedAnswer(f"an event of more than {MAX_EVENT_BYTES} bytes came")
+                    raise MalformedAnswer(f"an event has more than {MAX_EVENT_BYTES} bytes")
             case b"data" if value == b"[DONE]":
                 return [DONE]
             case b"data" if value:

@@ -173,7 +173,11 @@ def input_file_of(data: bytes, limits: Limits) -> tuple[bytes, int]:
     if checker.errors:
         named = "; ".join(f"'requests.{error['line'] - 1}': {error['message']}" for error in checker.errors)
         first = checker.errors[0]
-        raise BadRequest(f"some requests are wrong: {named}", code=first["code"], param=f"requests.{first['line'] - 1}")
+        raise BadRequest(
+            f"some requests are invalid; correct them: {named}",
+            code=first["code"],
+            param=f"requests.{first['line'] - 1}",
+        )
     return bytes(content), len(requests)
 
 

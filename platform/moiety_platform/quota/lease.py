@@ -135,7 +135,7 @@ class Hold:
         reserved = self._reserved
         for lease in self.leases:
             if used.get(lease.unit, 0) > reserved[lease.unit]:
-                raise ValueError(f"used {used}, reserved {reserved}: spending runs ahead of the hold")
+                raise ValueError(f"used {used} of {reserved} reserved: usage exceeds the hold")
         self.is_over = True
         for lease in self.leases:
             lease.held -= reserved[lease.unit]

@@ -68,7 +68,7 @@ def read_work(file: Path, model: str) -> list[Work]:
         found.append(Work(raw.number, raw.start, raw.num_bytes, line.custom_id, key, _predict_tokens(line)))
     if wrong:
         more = f"\n… and {len(wrong) - SHOWN:,} more" if len(wrong) > SHOWN else ""
-        raise CommandError(f"{file} cannot be answered; mend these lines:\n" + "\n".join(wrong[:SHOWN]) + more)
+        raise CommandError(f"{file} cannot be answered; correct these lines:\n" + "\n".join(wrong[:SHOWN]) + more)
     return sorted(found, key=lambda work: -work.predicted_tokens)
 
 
