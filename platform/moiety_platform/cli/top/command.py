@@ -79,4 +79,6 @@ def read_on(reader: Reader, interval_s: float, news: queue.SimpleQueue[Report | 
         except CommandError as error:
             news.put(error)
         except Exception as error:  # last resort of the thread: show it, and try again
-            news.put(CommandError(f"what the gateway answered cannot be shown: {error!r}"))
+            news.put(
+                CommandError(f"the gateway's response cannot be shown: {error!r}; run the gateway's release of moiety")
+            )
