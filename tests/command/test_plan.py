@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
-from moiety_platform.supervisor.plan import ServeOptions, announcement, dashboard_part, gateway_part, traces_part
+from moiety_platform.supervisor.plan import (
+    ServeOptions,
+    announcement,
+    dashboard_process,
+    gateway_process,
+    traces_process,
+)
 
 KEYS = FirstKeys(admin_key="mty_admin.secret", tenant="demo", tenant_key="mty_tenant.secret")
 
@@ -19,16 +25,16 @@ def options(host: str) -> ServeOptions:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "server.example"])
 def test_the_dashboard_has_no_key_and_whoever_opens_it_shows_one(host: str) -> None:
-    assert dashboard_part(options(host)).environment == {"MOIETY_ADMIN_KEY": ""}
+    assert dashboard_process(options(host)).environment == {"MOIETY_ADMIN_KEY": ""}
     assert "sign in with the admin key" in announcement(options(host), KEYS, new_keys=False)
 
 
 def test_gateway_and_trace_store_share_a_token_that_is_on_no_command_line(tmp_path: Path) -> None:
     given = replace(options("0.0.0.0"), traces_port=4318, traces_token="a secret token")
     data_dir = DataDir(tmp_path)
-    gateway, traces = gateway_part(given, data_dir, tmp_path / "socket"), traces_part(given, data_dir)
+    gateway, traces = gateway_process(given, data_dir, tmp_path / "socket"), traces_process(given, data_dir)
     assert gateway.environment["MOIETY_TRACES_ENDPOINT"] == "http://127.0.0.1:4318/otlp"
     for part in (gateway, traces):
         assert part.environment["MOIETY_TRACES_TOKEN"] == "a secret token"
         assert "secret" not in f"{part} {given}"
-    assert not gateway_part(options("127.0.0.1"), data_dir, tmp_path / "socket").environment
+    assert not gateway_process(options("127.0.0.1"), data_dir, tmp_path / "socket").environment

@@ -3,7 +3,7 @@
 SupervisorError
 ├── DataDirInUse    another serve holds the data directory
 ├── CannotListen    the port is in use, or the address does not belong to this machine
-└── PartFailed      a part ended before it was ready for the first time
+└── ComponentFailed      a part ended before it was ready for the first time
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ class CannotListen(SupervisorError):
     pass
 
 
-class PartFailed(SupervisorError):
+class ComponentFailed(SupervisorError):
     pass

@@ -50,7 +50,7 @@ class ServeOptions:
         return f"http://{host}:{port}"
 
 
-def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
+def engine_process(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
     arguments = ["engine", "--listen", f"ipc://{socket}", "--name", options.name]
     arguments += ["--unacknowledged-usage", str(data_dir.unacknowledged_usage_path)]
     if options.model is not None:
@@ -58,7 +58,7 @@ def engine_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Proce
     return ProcessSpec("engine", (*arguments, *options.engine_arguments))
 
 
-def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
+def gateway_process(options: ServeOptions, data_dir: DataDir, socket: Path) -> ProcessSpec:
     arguments = [
         "gateway", "--host", options.host, "--port", str(options.port), "--data-dir", str(data_dir.path),
         "--engine", f"ipc://{socket}", "--drain-s", str(options.drain_s),
@@ -75,7 +75,7 @@ def gateway_part(options: ServeOptions, data_dir: DataDir, socket: Path) -> Proc
     return ProcessSpec("gateway", tuple(arguments), environment)
 
 
-def traces_part(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
+def traces_process(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
     """Return the trace store's process; it listens on loopback only, unless the environment says otherwise."""
     assert options.traces_port is not None
     arguments = ["traces", "--port", str(options.traces_port), "--data-dir", str(data_dir.path), "--migrate"]
@@ -84,7 +84,7 @@ def traces_part(options: ServeOptions, data_dir: DataDir) -> ProcessSpec:
     return ProcessSpec("traces", tuple(arguments), {TOKEN_VARIABLE: options.traces_token}, serves_requests=False)
 
 
-def dashboard_part(options: ServeOptions) -> ProcessSpec:
+def dashboard_process(options: ServeOptions) -> ProcessSpec:
     """Return the dashboard's process. It gets no key: its user enters one."""
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)

@@ -31,7 +31,7 @@ class ProcessSpec:
     serves_requests: bool = True  # if False, the end of this part does not affect the gateway's readiness
 
 
-class PartProcess:
+class ComponentProcess:
     """Process of a part, started once and awaited once. When it ends, the rest of its process group is killed."""
 
     def __init__(self, part: ProcessSpec, log_path: Path, console: Console) -> None:

@@ -15,10 +15,10 @@ from moiety_platform.supervisor.errors import SupervisorError
 from moiety_platform.supervisor.plan import (
     ServeOptions,
     announcement,
-    dashboard_part,
-    engine_part,
-    gateway_part,
-    traces_part,
+    dashboard_process,
+    engine_process,
+    gateway_process,
+    traces_process,
 )
 from moiety_platform.supervisor.supervisor import Supervisor
 
@@ -51,20 +51,20 @@ class StopRequest:
 
 
 async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> None:
-    """Run until a signal requests a stop. Raises PartFailed when a part cannot start."""
+    """Run until a signal requests a stop. Raises ComponentFailed when a part cannot start."""
     keys_before = read_first_keys(data_dir.path)
     socket = data_dir.engine_socket()
     socket.unlink(missing_ok=True)
     supervisor = Supervisor(console, data_dir.log_path, *options.operations_address)
     stop = StopRequest(supervisor, console)
-    supervisor.start(engine_part(options, data_dir, socket))  # first, since it takes longest
-    supervisor.start(gateway_part(options, data_dir, socket))
+    supervisor.start(engine_process(options, data_dir, socket))  # first, since it takes longest
+    supervisor.start(gateway_process(options, data_dir, socket))
     console.say(f"starting {options.name}; data and logs are in {data_dir.path}")
     try:
         if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
             announce(supervisor, options, data_dir, console, keys_before)
             if options.traces_port is not None:  # the gateway buffers spans until then
-                supervisor.start(traces_part(options, data_dir))
+                supervisor.start(traces_process(options, data_dir))
             await stop.wait()
         console.say(f"draining: running requests have {options.drain_s} s; Ctrl-C again stops at once")
         await supervisor.drain("gateway", options.drain_s + 1)
@@ -85,7 +85,7 @@ def announce(
     console.write(announcement(options, keys, keys != keys_before))
     console.print_ready(options.url)
     if options.dashboard_port is not None:
-        supervisor.start(dashboard_part(options))
+        supervisor.start(dashboard_process(options))
 
 
 async def wait_for_first(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> bool:

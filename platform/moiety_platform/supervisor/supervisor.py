@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moiety_platform.supervisor.console import Console
-from moiety_platform.supervisor.errors import PartFailed
+from moiety_platform.supervisor.errors import ComponentFailed
 from moiety_platform.supervisor.ports import ask_readiness
-from moiety_platform.supervisor.process import PartProcess, ProcessSpec, describe_exit
+from moiety_platform.supervisor.process import ComponentProcess, ProcessSpec, describe_exit
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 15.0
@@ -32,7 +32,7 @@ class SupervisedProcess:
     """Process specification and its current run; owned by the Supervisor."""
 
     part: ProcessSpec
-    run: PartProcess
+    run: ComponentProcess
     task: asyncio.Task[None] | None = None
 
 
@@ -52,12 +52,12 @@ class Supervisor:
 
     def start(self, part: ProcessSpec) -> None:
         """Start a part and keep it running."""
-        kept = SupervisedProcess(part, PartProcess(part, self._log_path(part.name), self._console))
+        kept = SupervisedProcess(part, ComponentProcess(part, self._log_path(part.name), self._console))
         kept.task = asyncio.create_task(self._keep(kept), name=f"keep {part.name}")
         self._kept[part.name] = kept
 
     async def wait_until_ready(self) -> None:
-        """Wait until the gateway reports that it is ready. Raises PartFailed if a part ends before that."""
+        """Wait until the gateway reports that it is ready. Raises ComponentFailed if a part ends before that."""
         started, next_report = time.monotonic(), time.monotonic() + PROGRESS_EVERY_S
         while True:
             if self._failed.done():
@@ -135,20 +135,22 @@ class Supervisor:
             if time.monotonic() - started >= HEALTHY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
             self._console.say(f"the {name} ended ({describe_exit(status)}); starting it again in {backoff_s:g} s")
-            kept.run = PartProcess(kept.part, self._log_path(name), self._console)
+            kept.run = ComponentProcess(kept.part, self._log_path(name), self._console)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
             self._console.say(f"starting the {name} again")
             if kept.part.serves_requests:
                 self._watch_return(name)
 
-    def _fail(self, run: PartProcess, status: int) -> None:
+    def _fail(self, run: ComponentProcess, status: int) -> None:
         if self._failed.done():
             return
         name = run.part.name
         said = next((line.strip() for line in reversed(run.last_lines) if line.strip()), "it printed nothing")
         self._failed.set_exception(
-            PartFailed(f"the {name} ended before it was ready ({describe_exit(status)}): {said}\n  log: {run.log_path}")
+            ComponentFailed(
+                f"the {name} ended before it was ready ({describe_exit(status)}): {said}\n  log: {run.log_path}"
+            )
         )
 
     def _watch_return(self, name: str) -> None:
