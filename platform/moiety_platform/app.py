@@ -40,7 +40,7 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
-from moiety_platform.idempotency.limits import KeepingLimits
+from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -254,7 +254,7 @@ def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Serv
         app.state.max_body_bytes = settings.max_body_bytes
 
     def keep(settings: GatewaySettings) -> None:
-        services.idempotency.limits = KeepingLimits.of(settings)
+        services.idempotency.limits = AnswerStorageLimits.of(settings)
         services.responses.limits = ConversationLimits.of(settings)
 
     def resume(settings: GatewaySettings) -> None:

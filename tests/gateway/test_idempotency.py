@@ -16,7 +16,7 @@ from tests.database_clock import DatabaseClock
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys
 from moiety_platform.idempotency.keys import KeyBinding
-from moiety_platform.idempotency.limits import KeepingLimits
+from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.idempotency.store import KeyStore
 from moiety_wire.messages import ModelCard, Submit
@@ -29,7 +29,7 @@ MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=10_000, max_keys_per_tenant=100, max_bytes_per_tenant=100_000)
+LIMITS = AnswerStorageLimits(ttl_s=60, max_answer_bytes=10_000, max_keys_per_tenant=100, max_bytes_per_tenant=100_000)
 
 CONVERSATION: dict[str, Any] = {"messages": BODY["messages"], "max_tokens": 4}
 EVERY_ENDPOINT = [

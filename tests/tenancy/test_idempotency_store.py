@@ -11,14 +11,14 @@ from sqlalchemy import func, select
 from tests.database_clock import DatabaseClock
 
 from moiety_platform.db.session import Database
-from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused, TooManyKeys
+from moiety_platform.idempotency.errors import AnswerNotStored, KeyInUse, KeyReused, TooManyKeys
 from moiety_platform.idempotency.key_store_client import CLAIM_S, IdempotencyKeys, KeyClaim
 from moiety_platform.idempotency.keys import KeyBinding
-from moiety_platform.idempotency.limits import KeepingLimits
+from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest
-from moiety_platform.idempotency.store import KeptAnswer, KeyStore
+from moiety_platform.idempotency.store import KeyStore, StoredAnswer
 
-LIMITS = KeepingLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
+LIMITS = AnswerStorageLimits(ttl_s=60, max_answer_bytes=100, max_keys_per_tenant=1000, max_bytes_per_tenant=1000)
 
 NewStore = Callable[..., IdempotencyKeys]
 
@@ -27,7 +27,7 @@ NewStore = Callable[..., IdempotencyKeys]
 def new_store(time: DatabaseClock) -> NewStore:
     """Make a gateway's store of idempotency keys. Nothing renews its claims by itself."""
 
-    def make(database: Database, limits: KeepingLimits = LIMITS) -> IdempotencyKeys:
+    def make(database: Database, limits: AnswerStorageLimits = LIMITS) -> IdempotencyKeys:
         return IdempotencyKeys(database, KeyStore(now=time.now), limits)
 
     return make
@@ -79,7 +79,7 @@ async def test_an_answer_is_kept_until_it_expires(
     here, there = new_store(database), new_store(second)
     await answer(here, b"k", b"hello")
     time.advance(LIMITS.ttl_s - 1)
-    assert await there.claim(b"k", asked()) == KeptAnswer(200, {"content-type": "text/plain"}, b"hello")
+    assert await there.claim(b"k", asked()) == StoredAnswer(200, {"content-type": "text/plain"}, b"hello")
     with pytest.raises(KeyReused):
         await there.claim(b"k", asked(b"another body"))
     time.advance(1)
@@ -107,7 +107,7 @@ async def test_a_claim_is_held_while_it_is_renewed_and_taken_over_when_it_is_not
         await here.claim(b"k", asked())
     taken.note(b"mine")
     await taken.keep(200, {})
-    assert await here.claim(b"k", asked()) == KeptAnswer(200, {}, b"mine")
+    assert await here.claim(b"k", asked()) == StoredAnswer(200, {}, b"mine")
     await assert_sums_are_exact(database)
 
 
@@ -132,12 +132,12 @@ async def test_a_keeper_that_was_started_renews_its_claims_by_itself(database: D
 async def test_too_many_keys_and_too_many_bytes_are_those_of_one_tenant(
     database: Database, new_store: NewStore
 ) -> None:
-    keys = new_store(database, KeepingLimits(60, 100, 3, 150))
+    keys = new_store(database, AnswerStorageLimits(60, 100, 3, 150))
     await answer(keys, b"1", b"x" * 100)
     await answer(keys, b"2", b"x" * 100)  # together more than 150
     await answer(keys, b"3", b"x" * 101)  # more than 100 by itself
     for key in (b"2", b"3"):
-        with pytest.raises(AnswerNotKept):
+        with pytest.raises(AnswerNotStored):
             await keys.claim(key, asked())
     with pytest.raises(TooManyKeys):
         await keys.claim(b"4", asked())
@@ -182,13 +182,13 @@ async def test_sums_stay_exact_whatever_happens_at_once(
     database: Database, second: Database, new_store: NewStore, time: DatabaseClock
 ) -> None:
     rng = random.Random(8)
-    stores = [new_store(one, KeepingLimits(2, 100, 1000, 300)) for one in (database, second)]
+    stores = [new_store(one, AnswerStorageLimits(2, 100, 1000, 300)) for one in (database, second)]
 
     async def one_request(number: int) -> None:
         keys, key, tenant = stores[number % 2], b"%d" % rng.randrange(6), f"ten_{rng.randrange(3)}"
         try:
             found = await keys.claim(key, asked(tenant_id=tenant))
-        except (KeyInUse, AnswerNotKept):
+        except (KeyInUse, AnswerNotStored):
             return
         if isinstance(found, KeyClaim):
             time.advance(rng.choice([0, 0, 1]))

@@ -19,7 +19,7 @@ from moiety_platform.auth.admin_resource import KEYS, WRITE_ADMIN_KEYS
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
-from moiety_platform.auth.schemas import KeyPage, KeyView, MadeKey, NewKey, Rotation
+from moiety_platform.auth.schemas import CreatedKey, KeyPage, KeyView, NewKey, Rotation
 from moiety_platform.clock import Clock
 from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
@@ -45,7 +45,7 @@ class KeyController(Controller):
         pepper: NamedDependency[Pepper],
         caller: NamedDependency[Caller],
         data: JSONBody[NewKey],
-    ) -> MadeKey:
+    ) -> CreatedKey:
         """Make a key; only this response contains its text. Only owners make administrators' keys."""
         if data.project_id is None:
             caller.require(WRITE_ADMIN_KEYS)
@@ -103,7 +103,7 @@ class KeyController(Controller):
         precondition: NamedDependency[Precondition],
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
-    ) -> MadeKey:
+    ) -> CreatedKey:
         """Make a key's successor; the old key works for another `grace_s`, by default one day."""
         grace_s = (data or Rotation()).grace_s
         async with store.write() as session:
@@ -131,5 +131,5 @@ async def _check_may_change(session: AsyncSession, caller: Caller, key_id: str) 
         caller.require(WRITE_ADMIN_KEYS)
 
 
-def _made(key: ApiKey, text: KeyText, clock: Clock) -> MadeKey:
-    return MadeKey(key=KeyView.of(key, clock.now()), secret=text.text)
+def _made(key: ApiKey, text: KeyText, clock: Clock) -> CreatedKey:
+    return CreatedKey(key=KeyView.of(key, clock.now()), secret=text.text)

@@ -100,7 +100,7 @@ class KeyPage(Page[KeyView], frozen=True):
     """A page of keys, oldest first; `next_cursor` is null on the last page."""
 
 
-class MadeKey(msgspec.Struct, frozen=True):
+class CreatedKey(msgspec.Struct, frozen=True):
     """A new key with its text in `secret`, which is shown only once."""
 
     key: KeyView

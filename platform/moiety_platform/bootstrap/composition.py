@@ -39,7 +39,7 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.files.images import UploadedImages
 from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
-from moiety_platform.idempotency.limits import KeepingLimits
+from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
@@ -170,7 +170,7 @@ async def _open_services(
     metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, report_database, keys}))
     store, objects, objects_ready = _open_objects(stack, settings, database)
     usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
-    idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), KeepingLimits.of(settings))
+    idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), AnswerStorageLimits.of(settings))
     await idempotency.start()
     stack.push_async_callback(idempotency.stop)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))

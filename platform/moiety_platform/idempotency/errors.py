@@ -32,7 +32,7 @@ class KeyInUse(Conflict):
         )
 
 
-class AnswerNotKept(Gone):
+class AnswerNotStored(Gone):
     default_code = "idempotency_answer_not_kept"
 
     def __init__(self) -> None:

@@ -16,11 +16,11 @@ import structlog
 
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.idempotency.errors import AnswerNotKept, KeyInUse, KeyReused
+from moiety_platform.idempotency.errors import AnswerNotStored, KeyInUse, KeyReused
 from moiety_platform.idempotency.keys import KeyBinding, hash_of
-from moiety_platform.idempotency.limits import KeepingLimits
+from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.models import State
-from moiety_platform.idempotency.store import Found, KeptAnswer, KeyStore
+from moiety_platform.idempotency.store import Found, KeyStore, StoredAnswer
 from moiety_platform.periodic_task import PeriodicTask
 
 CLAIM_S = 30.0
@@ -57,7 +57,7 @@ class KeyClaim:
         """Store the complete answer. If the database is unavailable, the claim is left to expire."""
         self._is_over = True
         is_small = self._num_bytes <= self._max_bytes
-        await self._keys.end(self, KeptAnswer(status, headers, b"".join(self._parts)) if is_small else None)
+        await self._keys.end(self, StoredAnswer(status, headers, b"".join(self._parts)) if is_small else None)
 
     async def release(self) -> None:
         """Release the key for reuse, unless the answer was stored."""
@@ -76,7 +76,7 @@ class IdempotencyKeys:
         self,
         database: Database,
         store: KeyStore,
-        limits: KeepingLimits,
+        limits: AnswerStorageLimits,
         *,
         claim_s: float = CLAIM_S,
     ) -> None:
@@ -89,10 +89,10 @@ class IdempotencyKeys:
 
     # ── One request ──
 
-    async def claim(self, key: bytes, binding: KeyBinding) -> KeyClaim | KeptAnswer:
+    async def claim(self, key: bytes, binding: KeyBinding) -> KeyClaim | StoredAnswer:
         """Claim the key, or return the stored answer of its first request.
 
-        Raises KeyReused, KeyInUse, AnswerNotKept, TooManyKeys or Unavailable.
+        Raises KeyReused, KeyInUse, AnswerNotStored, TooManyKeys or Unavailable.
         """
         is_small = len(binding.body) <= INLINE_BYTES
         bound_to = binding.fingerprint() if is_small else await asyncio.to_thread(binding.fingerprint)
@@ -112,7 +112,7 @@ class IdempotencyKeys:
         self._running.add(claim.claim_id)
         return claim
 
-    async def end(self, claim: KeyClaim, answer: KeptAnswer | None) -> None:
+    async def end(self, claim: KeyClaim, answer: StoredAnswer | None) -> None:
         """Store the answer, or the fact that it is too large to store."""
         self._running.discard(claim.claim_id)
         try:
@@ -170,11 +170,11 @@ class IdempotencyKeys:
                 await self._store.renew(session, list(self._running), self._claim_ms)
 
 
-def _answer_of(found: Found, bound_to: bytes) -> KeptAnswer:
+def _answer_of(found: Found, bound_to: bytes) -> StoredAnswer:
     if found.fingerprint != bound_to:
         raise KeyReused
     if found.state == State.RUNNING:
         raise KeyInUse
     if found.answer is None:
-        raise AnswerNotKept
+        raise AnswerNotStored
     return found.answer

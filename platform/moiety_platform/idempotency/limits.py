@@ -8,7 +8,7 @@ from moiety_platform.settings import GatewaySettings
 
 
 @dataclass(frozen=True, slots=True)
-class KeepingLimits:
+class AnswerStorageLimits:
     """Limits on stored answers and their lifetime."""
 
     ttl_s: float
@@ -17,7 +17,7 @@ class KeepingLimits:
     max_bytes_per_tenant: int
 
     @classmethod
-    def of(cls, settings: GatewaySettings) -> KeepingLimits:
+    def of(cls, settings: GatewaySettings) -> AnswerStorageLimits:
         return cls(
             ttl_s=settings.idempotency_ttl_s,
             max_answer_bytes=settings.idempotency_max_answer_bytes,

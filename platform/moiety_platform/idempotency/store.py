@@ -27,7 +27,7 @@ CLAIM_ATTEMPTS = 5  # an attempt fails only if another transaction deletes or cl
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class StoredAnswer:
     """A stored answer."""
 
     status: int
@@ -41,7 +41,7 @@ class Found:
 
     fingerprint: bytes
     state: State
-    answer: KeptAnswer | None
+    answer: StoredAnswer | None
 
 
 class KeyStore:
@@ -105,7 +105,7 @@ class KeyStore:
         session: AsyncSession,
         tenant_id: str,
         claim_id: str,
-        answer: KeptAnswer | None,
+        answer: StoredAnswer | None,
         *,
         ttl_ms: int,
         max_bytes: int,
@@ -193,7 +193,7 @@ def _found(record: IdempotentRequest) -> Found:
     answer = None
     if record.state == State.KEPT:
         assert record.status is not None and record.headers is not None and record.body is not None
-        answer = KeptAnswer(record.status, record.headers, record.body)
+        answer = StoredAnswer(record.status, record.headers, record.body)
     return Found(record.fingerprint, State(record.state), answer)
 
 

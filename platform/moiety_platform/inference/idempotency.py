@@ -15,7 +15,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import PlatformError
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import KeyBinding, key_of
-from moiety_platform.idempotency.store import KeptAnswer
+from moiety_platform.idempotency.store import StoredAnswer
 from moiety_platform.inference.response import STREAM_ID, HttpResponse, WatchingForDisconnect
 from moiety_platform.metrics import Metrics
 
@@ -39,7 +39,7 @@ async def claim_key(
 
     Returns None if `response` has replayed the stored answer, or the stored stream that `resume` returns. A body that
     is too large or incomplete claims nothing, since its request is refused. Raises BadKey, KeyReused, KeyInUse,
-    AnswerNotKept, TooManyKeys, Unavailable, and what `resume` raises.
+    AnswerNotStored, TooManyKeys, Unavailable, and what `resume` raises.
     """
     key = key_of(scope["headers"])
     body, receive = await _read_ahead(receive, max_body_bytes)
@@ -51,7 +51,7 @@ async def claim_key(
     except PlatformError as error:
         metrics.observe_idempotency(error.code)
         raise
-    if isinstance(found, KeptAnswer):
+    if isinstance(found, StoredAnswer):
         metrics.observe_idempotency("replayed")
         log.info(
             "idempotent_response_replayed",

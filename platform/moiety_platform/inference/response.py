@@ -15,7 +15,7 @@ from litestar.types import HTTPResponseBodyEvent, Scope, Send
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import ErrorForm, error_headers
 from moiety_platform.idempotency.key_store_client import KeyClaim
-from moiety_platform.idempotency.store import KeptAnswer
+from moiety_platform.idempotency.store import StoredAnswer
 from moiety_platform.request_head import id_headers, request_id_of
 
 DISCONNECT_SIGNAL = "moiety.disconnect"
@@ -242,7 +242,7 @@ class HttpResponse:
             raise ClientDisconnected
         await self._raw_send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def replay(self, answer: KeptAnswer) -> None:
+    async def replay(self, answer: StoredAnswer) -> None:
         """Send the answer of an earlier request, byte for byte."""
         length = str(len(answer.body))
         await self._start(answer.status, [(REPLAYED_HEADER, b"true")], {**answer.headers, "content-length": length})
@@ -250,7 +250,7 @@ class HttpResponse:
             await self._send(_body(answer.body[start : start + REPLAY_BYTES], more=True))
         await self._send(_body(b"", more=False))
 
-    async def resume(self, answer: KeptAnswer, events: AsyncGenerator[bytes]) -> None:
+    async def resume(self, answer: StoredAnswer, events: AsyncGenerator[bytes]) -> None:
         """Send the stored stream that is the answer of an earlier request."""
         headers = {name: value for name, value in answer.headers.items() if name != STREAM_ID}
         self.headers = {**headers, REPLAYED_HEADER.decode(): "true"}

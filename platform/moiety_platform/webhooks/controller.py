@@ -15,7 +15,7 @@ from moiety_platform.webhooks import service
 from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.admin_resource import WEBHOOKS
 from moiety_platform.webhooks.events import derive_secret
-from moiety_platform.webhooks.schemas import MadeWebhook, NewWebhook, WebhookView, WebhookViews
+from moiety_platform.webhooks.schemas import CreatedWebhook, NewWebhook, WebhookView, WebhookViews
 
 
 class WebhookController(Controller):
@@ -31,11 +31,11 @@ class WebhookController(Controller):
         pepper: NamedDependency[Pepper],
         reach: NamedDependency[SkipValidation[AddressPolicy]],
         data: JSONBody[NewWebhook],
-    ) -> MadeWebhook:
+    ) -> CreatedWebhook:
         """Send alerts to this address from now on. Only this response contains the signing secret."""
         async with store.write() as session:
             view = await service.create_webhook(session, data, reach, store.clock.now())
-        return MadeWebhook(view, derive_secret(view.id, pepper.value))
+        return CreatedWebhook(view, derive_secret(view.id, pepper.value))
 
     @get(opt=needs(WEBHOOKS.read))
     async def list_webhooks(self, database: NamedDependency[Database]) -> WebhookViews:

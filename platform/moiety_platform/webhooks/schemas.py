@@ -46,7 +46,7 @@ class WebhookViews(msgspec.Struct, frozen=True):
     data: list[WebhookView]
 
 
-class MadeWebhook(msgspec.Struct, frozen=True):
+class CreatedWebhook(msgspec.Struct, frozen=True):
     """A new webhook with its `secret`, which is shown only once."""
 
     webhook: WebhookView
