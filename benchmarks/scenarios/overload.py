@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.simulator.devices import A100_LLAMA3_8B
-from moiety_engine.simulator.replica import Biases
+from moiety_engine.simulator.replica import PredictionBias
 from moiety_engine.simulator.simulate import SimulationOutcome, simulate
 from scenarios.claims import OURS, Ask, Measurement, Scenario, Settings
 from scenarios.offers import overloaded_mix, variant
@@ -75,10 +75,10 @@ def measure_hour(settings: Settings, seed: int) -> Measurement:
 
 
 WRONG = {
-    "lengths × 1.6": Biases(output_length=1.6),
-    "lengths × 0.4": Biases(output_length=0.4),
-    "step time × 1.1": Biases(step_time=1.1),
-    "step time × 0.9": Biases(step_time=0.9),
+    "lengths × 1.6": PredictionBias(output_length=1.6),
+    "lengths × 0.4": PredictionBias(output_length=0.4),
+    "step time × 1.1": PredictionBias(step_time=1.1),
+    "step time × 0.9": PredictionBias(step_time=0.9),
 }
 
 

@@ -81,12 +81,12 @@ def run_engine(options: EngineOptions) -> None:
         adapters = named_folders(options.adapter or [])
         settings = _server_settings(options, adapters)
         if options.scripted:
-            _refuse_what_has_no_kv(options.role, options.kv_listen, options.disk_cache)
+            _refuse_kv_options(options.role, options.kv_listen, options.disk_cache)
             text, make_core = scripted_text_model(), _scripted(_script(options))
         else:
             folder = resolve_checkpoint(options.model)
             config = serving_config(options, folder, settings.model, adapters)
-            _follow_if_launched_so(config)
+            _run_worker_if_launched(config)
             text, make_core = _text_and_process(folder, config, settings)
         ending = run_server(settings, text, make_core, print_line=_print_line)
     except (CheckpointError, InvalidConfig, TextError) as exc:
@@ -117,7 +117,7 @@ def _server_settings(options: EngineOptions, adapters: dict[str, str]) -> Server
     return ServerSettings(**{**same_values(options, ServerSettings), **chosen})
 
 
-def _refuse_what_has_no_kv(role: EngineRole, kv_listen: str, disk_cache: Path | None) -> None:
+def _refuse_kv_options(role: EngineRole, kv_listen: str, disk_cache: Path | None) -> None:
     if role is not EngineRole.BOTH or kv_listen or disk_cache:
         raise InvalidConfig(
             "a scripted engine has no KV: leave --role, --kv-listen and --disk-cache out, or --scripted"
@@ -153,7 +153,7 @@ def _text_and_process(folder: Path, config: EngineConfig, settings: ServerSettin
     return text, make
 
 
-def _follow_if_launched_so(config: EngineConfig) -> None:
+def _run_worker_if_launched(config: EngineConfig) -> None:
     """Run as a worker rank where a launcher started several ranks with the same command.
 
     Only the first rank has a server.

@@ -171,7 +171,7 @@ class ClientConnection(HttpToolsProtocol):
         try:
             self._feed(data)
         except HttpParserError:
-            self._refuse_what_stopped_the_parser()
+            self._refuse_unparsable()
         if self._is_refused or self.transport.is_closing():
             return
         if self._phase is _Phase.HEAD and self._is_line_too_long(data):
@@ -250,7 +250,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._phase, self._timed = _Phase.NOTHING, None
 
-    def _refuse_what_stopped_the_parser(self) -> None:
+    def _refuse_unparsable(self) -> None:
         """Refuse the request at which the parser stopped: it is not HTTP, or exceeds a bound."""
         if self._head_refusal is not None:
             self._refuse(self._head_refusal)

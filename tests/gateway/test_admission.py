@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.admission.gate import AdmissionGate, refuse_unattainable
 from moiety_platform.clock import ManualClock
-from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_platform.errors import Overloaded
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
@@ -173,7 +173,7 @@ async def test_the_openai_client_comes_back_by_itself_and_is_served(
         tries.append(submit)
         if len(tries) == 1:
             return Failed(submit.request_id, 0, FailureCode.OVERLOADED, "not now", 0, Reason.QUEUE_FULL, 0.2)
-        return count_aloud(submit)
+        return report_counts(submit)
 
     async with start_gateway([FakeEngineClient(card, rejects_once)]) as gateway:
         client = gateway.client.with_options(max_retries=1)
@@ -194,7 +194,7 @@ async def test_one_rejected_sequence_takes_the_others_along_and_nothing_is_bille
     start_gateway: StartGateway, card: ModelCard, until: Until, path: Any, body: Any, stream: bool
 ) -> None:
     def rejects_the_third(submit: Submit) -> Any:
-        return rejects(submit) if submit.request_id.endswith("-2") else count_aloud(submit)
+        return rejects(submit) if submit.request_id.endswith("-2") else report_counts(submit)
 
     engine = FakeEngineClient(card, rejects_the_third)
     async with start_gateway([engine]) as gateway:
@@ -217,7 +217,7 @@ async def test_a_stream_answers_nothing_before_the_last_verdict(start_gateway: S
             await super()._answer(run)
 
     def rejects_the_second(submit: Submit) -> Any:
-        return rejects(submit) if submit.request_id.endswith("-1") else count_aloud(submit)
+        return rejects(submit) if submit.request_id.endswith("-1") else report_counts(submit)
 
     engine = Slow(card, rejects_the_second)
     async with start_gateway([engine]) as gateway:
@@ -245,7 +245,7 @@ async def test_a_verdict_that_is_there_before_it_is_waited_for_counts_no_less(
 
     def rejects_the_second(submit: Submit) -> Any:
         failed = msgspec.structs.replace(rejects(submit), seq=seq)
-        return failed if submit.request_id.endswith("-1") else count_aloud(submit)
+        return failed if submit.request_id.endswith("-1") else report_counts(submit)
 
     async with start_gateway([Quick(card, rejects_the_second)]) as gateway:
         status, _, _ = await gateway.post(CHAT, BODY | {"n": 2, "stream": True})
@@ -286,7 +286,7 @@ async def test_a_tenant_may_have_only_so_much_in_flight(
         for stream in held:
             await stream.close()
         await until(lambda: engine.state.num_inflight == 0)
-        engine.script = count_aloud
+        engine.script = report_counts
         assert (await gateway.post(CHAT, BODY))[0] == 200
         rows = await gateway.rows.wait_for(4)
         assert sorted(row.outcome for row in rows) == ["disconnected", "disconnected", "length", "rejected"]

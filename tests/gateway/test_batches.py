@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from moiety_platform.batches.execution import MAX_FAILURES
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 
 from .batch_requests import CHAT, MODEL, chat_line, jsonl, results, submit, upload, usage_rows, wait_answered, wait_for
@@ -207,7 +207,7 @@ async def test_an_engine_that_fails_or_is_away_costs_a_line_nothing_but_time(
         tries[prompt] += 1
         if tries[prompt] == 1:
             return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "out of luck")
-        return count_aloud(submit)
+        return report_counts(submit)
 
     engine = FakeEngineClient(card, script)
     async with start_gateway([engine]) as gateway:

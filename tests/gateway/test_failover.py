@@ -16,7 +16,7 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
-from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
@@ -47,7 +47,7 @@ def dies_at(engines: Sequence[FakeEngineClient], *positions: Any) -> None:
     left = set(positions)
 
     def script(submit: Submit) -> Iterator[Any]:
-        for position, piece in enumerate(count_aloud(submit)):
+        for position, piece in enumerate(report_counts(submit)):
             if position in left:
                 left.discard(position)
                 busy(engines)[0].die()
@@ -153,7 +153,7 @@ async def test_a_request_that_kills_every_engine_takes_three_and_no_more(
     engines = engines_of(new_card, 5)
 
     def poison(submit: Submit) -> Iterator[Any]:
-        for i, piece in enumerate(count_aloud(submit)):
+        for i, piece in enumerate(report_counts(submit)):
             if i == len(submit.resumed_ids or ()) + 3:
                 for engine in busy(engines):
                     engine.die()

@@ -19,7 +19,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from moiety_platform.connections import ClientConnection
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
@@ -42,7 +42,7 @@ def fails(submit: Submit) -> Any:
 
 
 def breaks(submit: Submit) -> list[Any]:
-    return [*count_aloud(submit)[:2], fails(submit)]
+    return [*report_counts(submit)[:2], fails(submit)]
 
 
 @contextlib.contextmanager
@@ -72,14 +72,14 @@ def found_by_collection() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize(
     ("script", "changes"),
     [
-        (count_aloud, {}),
+        (report_counts, {}),
         (rejects, {}),
         (refuses, {}),
         (fails, {}),
         (breaks, {}),
-        (count_aloud, {"model": "another"}),
-        (count_aloud, {"max_tokens": -1}),
-        (count_aloud, {"max_tokens": 10_000}),
+        (report_counts, {"model": "another"}),
+        (report_counts, {"max_tokens": -1}),
+        (report_counts, {"max_tokens": 10_000}),
     ],
 )
 async def test_a_request_leaves_no_frames(

@@ -23,7 +23,7 @@ from moiety_platform.inference import image_fetcher
 from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookUpName
+from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookupName
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
@@ -137,7 +137,7 @@ async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str
 
 async def test_an_error_of_the_socket_is_the_links() -> None:
     class Broken(AddressPolicy):
-        async def resolve(self, url: httpx.URL, look_up: LookUpName | None = None) -> Address:
+        async def resolve(self, url: httpx.URL, lookup: LookupName | None = None) -> Address:
             raise OverflowError(url.host)
 
     url = "https://example.com/a.png"

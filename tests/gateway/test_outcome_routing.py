@@ -16,7 +16,7 @@ import pytest
 
 from moiety_platform.clock import Clock, ManualClock, SystemClock
 from moiety_platform.engine_addresses import ExternalAddress
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_platform.external_engines.client import ExternalEngineClient, Heartbeat
 from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.routing.circuit_breaker import BreakerState
@@ -190,7 +190,7 @@ async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway: S
     engines = [FakeEngineClient(new_card(f"engine-{i}")) for i in range(2)]
 
     def fail_in_the_middle(submit: Submit) -> Iterator[Any]:
-        yield from list(count_aloud(submit))[:3]
+        yield from list(report_counts(submit))[:3]
         yield Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke")
 
     engines[0].script = fail_in_the_middle
@@ -219,7 +219,7 @@ async def test_failing_engines_with_roles_get_fewer_requests(
     engines = {role: [engine_of(role, i) for i in range(2)] for role in (EngineRole.PREFILL, EngineRole.DECODE)}
 
     def fail(submit: Submit) -> Iterator[Any]:
-        yield from list(count_aloud(submit))[: len(submit.resumed_ids or ())]  # which were said before
+        yield from list(report_counts(submit))[: len(submit.resumed_ids or ())]  # which were said before
         yield Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "it broke")
 
     bad, good = engines[bad_role]

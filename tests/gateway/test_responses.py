@@ -11,7 +11,7 @@ import openai
 import pytest
 import tokenizers
 
-from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.notes import Reason
 
@@ -303,7 +303,7 @@ async def test_a_stream_continues_at_another_engine(start_gateway: StartGateway,
     left = [10]
 
     def dies_once(submit: Submit) -> Iterator[Any]:
-        for position, piece in enumerate(count_aloud(submit)):
+        for position, piece in enumerate(report_counts(submit)):
             if [position] == left:
                 left.clear()
                 next(engine for engine in engines if engine.state.num_inflight).die()

@@ -20,7 +20,7 @@ from moiety_engine.server.engine_server import EngineServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.errors import Unavailable
 from moiety_platform.routing.choose import kv_address_of, partner_among
@@ -114,7 +114,7 @@ async def test_requests_of_a_lost_engine_are_recomputed_by_others(
     killed: list[Any] = []
 
     def script(submit: Submit) -> Iterator[Any]:
-        for position, piece in enumerate(count_aloud(submit)):
+        for position, piece in enumerate(report_counts(submit)):
             if not killed and position == (10 if victim == "decode" else 0):
                 (busy,) = [engine for engine in [*prefills, *decodes] if engine.state.num_inflight]
                 address = submit.hand_over.address if submit.hand_over else ""

@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import Failed, FailureCode, Submit
 
@@ -41,7 +41,7 @@ def dies_before_the_first_token(engines: Sequence[FakeEngineClient]) -> None:
     """A script: each engine dies in the first step of a request whose prompt says so; others are answered."""
 
     def script(submit: Submit) -> Iterator[Any]:
-        for position, piece in enumerate(count_aloud(submit)):
+        for position, piece in enumerate(report_counts(submit)):
             if position == 0 and submit.stopping.max_tokens == 7:
                 next(engine for engine in engines if submit in engine.submits and engine.state.healthy).die()
             yield piece
@@ -121,7 +121,7 @@ async def test_the_engines_failure_report_decides_which_request_is_suspected(
             left.pop()
             message = "the engine's core process died; send the request again"
             return Failed(submit.request_id, 1, FailureCode.ENGINE_FAILED, message, in_first_step=in_first_step)
-        return count_aloud(submit)
+        return report_counts(submit)
 
     for engine in engines:
         engine.script = script

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moiety_platform.engine_client.fake import FakeEngineClient, count_aloud
+from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, store_exporter
 from moiety_platform.traces.sampling import EndedRequest, Sampler, SamplingDecision, SamplingTerms
@@ -100,7 +100,7 @@ async def test_many_requests_of_every_end_at_once_leave_a_whole_trace_each(
         if submit.stopping.max_tokens == MOVES and submit.request_id not in lost:
             lost.add(submit.request_id)
             return Failed(submit.request_id, 0, FailureCode.ENGINE_FAILED, "gone")
-        return count_aloud(submit)
+        return report_counts(submit)
 
     def verdict(submit: Submit) -> Any:
         events = (Event(1, EventKind.PREEMPTED, Reason.OVER_SHARE),) if submit.stopping.max_tokens == PREEMPTED else ()

@@ -37,7 +37,7 @@ def serve_encoder(link: ServerLink, loop: EncoderLoop) -> None:
         for command in link.receive(wait_ms=wait_ms):
             if isinstance(command, CoreShutdown):
                 return
-            _obey(link, loop, command)
+            _execute(link, loop, command)
         stepped = loop.step()
         outputs = loop.take_outputs()
         if outputs is not None:
@@ -47,7 +47,7 @@ def serve_encoder(link: ServerLink, loop: EncoderLoop) -> None:
         wait_ms = 0 if stepped else IDLE_WAIT_MS
 
 
-def _obey(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
+def _execute(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
     match command:
         case CoreSubmit():
             loop.submit(command)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _RIDGE_ROWS = {"cuda": 184, "cpu": 16}
 
 
-class Others(Protocol):
+class OtherRanks(Protocol):
     """Ranks that process other tokens (data-parallel attention)."""
 
     rank: int
@@ -85,7 +85,7 @@ class ExpertSlots:
         self._slots_EC = torch.from_numpy(slots_EC).to(self._device)
         self._copies_E = torch.from_numpy(np.append(placement.counts_LE[0], 1)).to(self._device)
 
-    def of(self, expert_TK: Tensor, others: Others | None = None, num_ranks: int = 1) -> Tensor:
+    def of(self, expert_TK: Tensor, others: OtherRanks | None = None, num_ranks: int = 1) -> Tensor:
         """Return the slot of each chosen expert, [T, K], int32; -1 for -1, which stands for no expert.
 
         `others`: None where all ranks have the same tokens, or where `num_ranks` ranks have their own tokens and do not
@@ -103,7 +103,7 @@ class ExpertSlots:
         is_here_TK = (slot_TK >= self._first) & (slot_TK < self._first + self.num_held)
         return torch.where(is_here_TK, slot_TK - self._first, -1)
 
-    def _distribute(self, expert_TK: Tensor, others: Others | None) -> Tensor:
+    def _distribute(self, expert_TK: Tensor, others: OtherRanks | None) -> Tensor:
         is_any_TK = expert_TK >= 0
         counts_E = torch.bincount(expert_TK[is_any_TK], minlength=self.placement.num_experts)
         if others is None:

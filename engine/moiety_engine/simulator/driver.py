@@ -18,7 +18,7 @@ from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.records import Record, Run, Samples, ServiceAccount, Tenant
-from moiety_engine.simulator.replica import NO_BIAS, Biases, make_scheduler, num_copied
+from moiety_engine.simulator.replica import NO_BIAS, PredictionBias, make_scheduler, num_copied
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import Sampling
 from moiety_workload.request import TraceRequest, Workload
@@ -45,7 +45,7 @@ class Driver:
         policy_name: str,
         classes: Mapping[str, ServiceClass],
         *,
-        biases: Biases = NO_BIAS,
+        biases: PredictionBias = NO_BIAS,
         max_tokens: int | None = None,
         drain: bool = True,
         on_progress: Callable[[float, int], None] | None = None,

@@ -24,14 +24,14 @@ from moiety_wire.engine_choices import Batching
 
 
 @dataclass(frozen=True, slots=True)
-class Biases:
+class PredictionBias:
     """Factors on the scheduler's predictions, for experiments on the harm of wrong ones."""
 
     step_time: float = 1.0
     output_length: float = 1.0
 
 
-NO_BIAS = Biases()
+NO_BIAS = PredictionBias()
 
 
 def check_policy(name: str) -> None:
@@ -41,7 +41,7 @@ def check_policy(name: str) -> None:
 
 
 def make_scheduler(
-    device: SimulatedDevice, policy_name: str, *, prefix_caching: bool, biases: Biases = NO_BIAS
+    device: SimulatedDevice, policy_name: str, *, prefix_caching: bool, biases: PredictionBias = NO_BIAS
 ) -> Scheduler:
     """Return a scheduler under this policy, with the device's limits and memory. Raises InvalidConfig."""
     check_policy(policy_name)

@@ -15,7 +15,7 @@ from moiety_engine.simulator.devices import SimulatedDevice, find_device
 from moiety_engine.simulator.driver import Driver
 from moiety_engine.simulator.metrics import summarise
 from moiety_engine.simulator.records import Run
-from moiety_engine.simulator.replica import NO_BIAS, Biases
+from moiety_engine.simulator.replica import NO_BIAS, PredictionBias
 from moiety_wire.classes import SHIPPED, ServiceClass
 from moiety_workload.request import Workload
 
@@ -41,7 +41,7 @@ def simulate(
     *,
     classes: Iterable[ServiceClass] = SHIPPED,
     capacity: Capacity | None = None,
-    biases: Biases = NO_BIAS,
+    biases: PredictionBias = NO_BIAS,
     max_tokens: int | None = None,
     max_batch_tokens: int | None = None,
     drain: bool = True,

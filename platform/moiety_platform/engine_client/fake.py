@@ -60,7 +60,7 @@ def admit(submit: Submit) -> FakeVerdict:
     return FakeVerdict(submit.service.name)
 
 
-def count_aloud(submit: Submit) -> Sequence[Piece]:
+def report_counts(submit: Submit) -> Sequence[Piece]:
     """Return the default script: the numerals '1', '2' …, one token each, up to the maximum number of tokens."""
     return [(1 + i % 9, f"{' ' if i else ''}{i + 1}") for i in range(submit.stopping.max_tokens)]
 
@@ -98,7 +98,7 @@ class FakeEngineClient:
     """
 
     card: ModelCard
-    script: Script = count_aloud
+    script: Script = report_counts
     clock: Clock = field(default_factory=SystemClock)
     verdict: Callable[[Submit], FakeVerdict] = admit
     token_s: float = 0.0

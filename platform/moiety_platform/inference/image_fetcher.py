@@ -20,7 +20,7 @@ from typing import Self
 import httpx
 
 from moiety_platform.errors import RateLimited
-from moiety_platform.inference.name_look_ups import MAX_LOOK_UPS, LookUp, new_pool
+from moiety_platform.inference.dns_lookups import MAX_LOOKUPS, DnsLookup, new_pool
 from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
@@ -75,7 +75,7 @@ class ImageFetcher:
     _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
     _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
-    _slots: TenantSlots = field(default_factory=lambda: TenantSlots(MAX_LOOK_UPS))
+    _slots: TenantSlots = field(default_factory=lambda: TenantSlots(MAX_LOOKUPS))
 
     async def __aenter__(self) -> Self:
         return self
@@ -120,8 +120,8 @@ class ImageFetcher:
 
         async def fetch(link: str) -> None:
             try:
-                async with self._slot(tenant_id) as look_up:
-                    found[link] = await self._fetch(link, max_bytes, budget, look_up)
+                async with self._slot(tenant_id) as lookup:
+                    found[link] = await self._fetch(link, max_bytes, budget, lookup)
             except CannotFetch as exc:
                 found[link] = exc
 
@@ -136,22 +136,22 @@ class ImageFetcher:
         return found
 
     @asynccontextmanager
-    async def _slot(self, tenant_id: str) -> AsyncIterator[LookUp]:
+    async def _slot(self, tenant_id: str) -> AsyncIterator[DnsLookup]:
         """Hold one of the tenant's fetches, until the look-up of the name has ended too."""
         await self._slots.acquire(tenant_id, self.limits.max_per_tenant)
-        look_up = LookUp(self._names)
+        lookup = DnsLookup(self._names)
         try:
-            yield look_up
+            yield lookup
         finally:
-            look_up.when_ended(partial(self._slots.release, tenant_id))
+            lookup.when_ended(partial(self._slots.release, tenant_id))
 
-    async def _fetch(self, link: str, max_bytes: int, budget: _Budget, look_up: LookUp) -> bytes:
+    async def _fetch(self, link: str, max_bytes: int, budget: _Budget, lookup: DnsLookup) -> bytes:
         """Return the file of a link. Raises CannotFetch."""
         url = self._checked(link)
         if self._http is None:
             self._http = guarded_client(self.limits.timeout_s, self.tls)
         try:
-            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS, look_up=look_up)
+            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS, lookup=lookup)
             answer = await self._http.send(request, stream=True)
             try:
                 return await _read(answer, max_bytes, budget)

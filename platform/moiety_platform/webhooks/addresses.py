@@ -23,7 +23,7 @@ from moiety_platform.webhooks.special_addresses import is_special
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 Found = Sequence[tuple[Any, ...]]  # as `socket.getaddrinfo` returns it
-LookUpName = Callable[[str, int | None], Awaitable[Found]]  # by host and port
+LookupName = Callable[[str, int | None], Awaitable[Found]]  # by host and port
 
 ADDRESS_NOT_ALLOWED = "address_not_allowed"
 NAME_NOT_RESOLVED = "name_not_resolved"
@@ -81,21 +81,21 @@ class AddressPolicy:
             return True
         return scheme == "https" and not is_special(address)
 
-    async def resolve(self, url: httpx.URL, look_up: LookUpName | None = None) -> Address:
+    async def resolve(self, url: httpx.URL, lookup: LookupName | None = None) -> Address:
         """Return an address of the URL's host to connect to. Raises CannotReach.
 
-        `look_up` resolves a name; by default the event loop does.
+        `lookup` resolves a name; by default the event loop does.
 
         One forbidden address among several suffices for CannotReach.
         """
         literal = _literal(url.host)
-        addresses = [literal] if literal is not None else await _look_up(url, look_up or _ask_loop)
+        addresses = [literal] if literal is not None else await _lookup(url, lookup or _ask_loop)
         if not all(self.allows(address, url.scheme) for address in addresses):
             raise CannotReach(ADDRESS_NOT_ALLOWED)
         return addresses[0]
 
 
-async def _look_up(url: httpx.URL, ask: LookUpName) -> Sequence[Address]:
+async def _lookup(url: httpx.URL, ask: LookupName) -> Sequence[Address]:
     try:
         found = await ask(url.raw_host.decode("ascii"), url.port)
     except (OSError, UnicodeError) as exc:

@@ -12,7 +12,7 @@ from functools import cache
 
 import httpx
 
-from moiety_platform.webhooks.addresses import AddressPolicy, LookUpName
+from moiety_platform.webhooks.addresses import AddressPolicy, LookupName
 
 
 def guarded_client(timeout_s: float, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
@@ -33,15 +33,15 @@ async def guarded_request(
     url: httpx.URL,
     headers: Mapping[str, str],
     content: bytes | None = None,
-    look_up: LookUpName | None = None,
+    lookup: LookupName | None = None,
 ) -> httpx.Request:
     """Return a request to an address of the URL's host that has been checked. Raises CannotReach.
 
-    `look_up` resolves the host's name; by default the event loop does.
+    `lookup` resolves the host's name; by default the event loop does.
     """
     return http.build_request(
         method,
-        url.copy_with(host=str(await reach.resolve(url, look_up))),
+        url.copy_with(host=str(await reach.resolve(url, lookup))),
         content=content,
         headers={**headers, "Host": url.netloc.decode("ascii")},
         extensions={"sni_hostname": url.raw_host.decode("ascii")},

@@ -51,7 +51,7 @@ from moiety_engine.model.families.granite import (
 )
 from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3
-from moiety_engine.model.families.ignored import Noting, ignored_of
+from moiety_engine.model.families.ignored import RecordingConfig, ignored_of
 from moiety_engine.model.families.jamba import jamba
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
@@ -225,7 +225,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def ignored_keys(folder: Path) -> list[str]:
     """Return the keys of config.json that reading the spec ignores and that may matter. Raises like `read_spec`."""
     stated = _text_part(_read(folder))
-    config = Noting(filled(stated, stated["model_type"]))
+    config = RecordingConfig(filled(stated, stated["model_type"]))
     _spec_of(config)
     return ignored_of(stated, config.seen)
 

@@ -77,7 +77,7 @@ _OF_LAYERS = frozenset({"max_window_layers", "sliding_window_pattern", "_sliding
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {})  # values that mean absence
 
 
-class Noting(dict[str, Any]):
+class RecordingConfig(dict[str, Any]):
     """Configuration that records which keys are looked up; results of `|` record into the same set."""
 
     def __init__(self, config: Config, seen: set[str] | None = None) -> None:
@@ -96,11 +96,11 @@ class Noting(dict[str, Any]):
         self.seen.add(key)
         return super().get(key, default)
 
-    def __or__(self, other: Config) -> Noting:  # type: ignore[override]
-        return Noting(super().__or__(other), self.seen)
+    def __or__(self, other: Config) -> RecordingConfig:  # type: ignore[override]
+        return RecordingConfig(super().__or__(other), self.seen)
 
-    def __ror__(self, other: Config) -> Noting:  # type: ignore[override]
-        return Noting(super().__ror__(other), self.seen)
+    def __ror__(self, other: Config) -> RecordingConfig:  # type: ignore[override]
+        return RecordingConfig(super().__ror__(other), self.seen)
 
 
 def ignored_of(stated: Config, seen: set[str]) -> list[str]:

@@ -76,7 +76,7 @@ class KvAdmission:
             view.tenant_blocks(sequence.request.tenant) + num_blocks > self.victims.share(sequence) * view.blocks_total
         )
 
-    def has_its_places(self, newcomer: Sequence) -> bool:
+    def has_its_slots(self, newcomer: Sequence) -> bool:
         """Return whether its tenant holds its share of slots and has been served no less than the waiting tenants.
 
         Always False if the tenant is the only one of its rank, or if the sequence was scheduled before.

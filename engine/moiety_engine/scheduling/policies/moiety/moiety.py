@@ -171,7 +171,7 @@ class Moiety(Policy):
     def _decide_admission(self, sequence: Sequence, service: ServiceClass) -> AdmissionDecision:
         accounts = self._accounts.get(service.rank)
         account = accounts.get(self._name_of(sequence)) if accounts is not None else None
-        if account is not None and account.num_queued and account.num_queued >= self._places_of_tenant(service.rank):
+        if account is not None and account.num_queued and account.num_queued >= self._slots_of_tenant(service.rank):
             retry_s = self._flow.wait_s(service.rank, account.pending_tokens) / 2
             return AdmissionDecision(None, Reason.TENANT_QUEUE_FULL, retry_after_s=max(1.0, retry_s))
         weight = max(1e-6, sequence.request.submit.tenant_weight * service.weight)
@@ -290,7 +290,7 @@ class Moiety(Policy):
         Prompts of tenants with smaller demand would then wait for it.
         """
         tpot_s = sequence.service.tpot_s
-        if tpot_s is None or not view.running or not self._kv_admission.has_its_places(sequence):
+        if tpot_s is None or not view.running or not self._kv_admission.has_its_slots(sequence):
             return False
         return self._decode_s(view, sequence) > self.tuning.decode_part_beyond_share * tpot_s
 
@@ -299,7 +299,7 @@ class Moiety(Policy):
         shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
         return self.context.step_time.predict_s(shape)
 
-    def _places_of_tenant(self, rank: int) -> float:
+    def _slots_of_tenant(self, rank: int) -> float:
         """Return how many queue slots one tenant's requests of this rank may take.
 
         Worse ranks do not count as taken, since they are shed when necessary.

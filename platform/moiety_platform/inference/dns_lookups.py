@@ -15,15 +15,15 @@ from functools import partial
 
 from moiety_platform.webhooks.addresses import Found
 
-MAX_LOOK_UPS = 64  # at the same time in this process
+MAX_LOOKUPS = 64  # at the same time in this process
 
 
 def new_pool() -> ThreadPoolExecutor:
     """Return the threads for look-ups; they start as they are needed."""
-    return ThreadPoolExecutor(MAX_LOOK_UPS, thread_name_prefix="image-link-name")
+    return ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="image-link-name")
 
 
-class LookUp:
+class DnsLookup:
     """One look-up, which may go on in its thread after its caller was cancelled."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
