@@ -314,7 +314,7 @@ def replay(
             missing = [expert for expert in np.unique(guess) if shelf.slot_E[expert] < 0]
             if aims[visit.layer].pays or "where it pays" not in speculative_prefill:
                 loads += fetch(shelf, np.unique(guess))
-            aims[visit.layer].judged(len(np.intersect1d(missing, wanted)), len(missing))
+            aims[visit.layer].record_predictions(len(np.intersect1d(missing, wanted)), len(missing))
         shelf.visited(wanted)
         there = int((shelf.slot_E[wanted] >= 0).sum())
         hits, misses, loads = hits + there, misses + len(wanted) - there, loads + len(wanted) - there
