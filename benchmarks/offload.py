@@ -312,7 +312,7 @@ def replay(
         )
         if guess is not None:
             missing = [expert for expert in np.unique(guess) if shelf.slot_E[expert] < 0]
-            if aims[visit.layer].pays or "where it pays" not in speculative_prefill:
+            if aims[visit.layer].is_worthwhile or "where it pays" not in speculative_prefill:
                 loads += fetch(shelf, np.unique(guess))
             aims[visit.layer].record_predictions(len(np.intersect1d(missing, wanted)), len(missing))
         shelf.visited(wanted)

@@ -225,7 +225,7 @@ def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> di
         moved["from_scratch_in_place"] += int(moves(scratch, kept).sum())
         scratch = kept
         online.count(last_LE)
-        assert online.judge(number * EVERY_S, MIN_MOVE_COST)
+        assert online.evaluate(number * EVERY_S, MIN_MOVE_COST)
         value, steps, writes = carry_out(online, next_LE)
         moved["online"] += writes
         steps_with_moves.append(steps)

@@ -108,7 +108,7 @@ class EngineLoop:
     def _step(self, device_state: DeviceState) -> bool:
         disk, draft = self.intake.disk, self.executor.draft
         if disk is not None:
-            disk.turn(device_state.move)
+            disk.run_copies(device_state.move)
         self.intake.queue_ready()
         plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=not self.intake.has_pending)
         device_state.copy_blocks(plan)

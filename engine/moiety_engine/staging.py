@@ -30,7 +30,7 @@ class Staging:
         self._half = 0
         self._used = 0
 
-    def turn(self) -> None:
+    def begin_step(self) -> None:
         """Begin a new step: the uploads of the step before the last one have arrived."""
         self._half = 1 - self._half
         self._used = 0

@@ -32,7 +32,7 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready = "1 if the database has the schema that this version needs; 0 if a migration is pending."
-        yield GaugeMetricFamily("moiety_store_ready", ready, self.store.look())
+        yield GaugeMetricFamily("moiety_store_ready", ready, self.store.poll())
         yield GaugeMetricFamily("moiety_open_requests", "Open requests of this gateway.", self.requests.num_open)
         yield from self._ledger()
         yield from self._leases()

@@ -176,13 +176,13 @@ def test_the_busiest_tenants_are_told_apart_and_the_others_are_one() -> None:
     slots = TenantSlots(num_slots=4)  # padding, other tenants, and two tenants
     assert slots.slots_of(["", "a", "b", "c", "a"], [9, 1, 1, 90, 1]) == [NO_TENANT, 2, 3, OTHER_SLOT, 2]
     slots.weigh({"a": 2, "b": 50})
-    slots.turn()
+    slots.reassign()
     assert slots.slots_of(["a", "b", "c"], [1, 1, 1]) == [OTHER_SLOT, 3, 2]
     assert slots.names() == {OTHER_SLOT: OTHER_TENANTS, 2: "c", 3: "b"}
     assert slots.take_steps() == 2
     for _ in range(20):
         slots.weigh({"c": 1})
-        slots.turn()  # no other tenant comes, so each keeps its slot
+        slots.reassign()  # no other tenant comes, so each keeps its slot
     assert slots.names() == {OTHER_SLOT: OTHER_TENANTS, 2: "c", 3: "b"}
     history = LoadHistory(SHAPE, START_S)
     history.add({"a": even(2), OTHER_TENANTS: even(4)}, np.zeros(3, dtype=np.int64), 1, START_S)

@@ -47,16 +47,16 @@ def follow(balancer: Balancer) -> int:
 def test_a_skewed_load_moves_experts_once_and_the_same_load_moves_no_more() -> None:
     balancer, load_LE = make_balancer(), skewed(0)
     balancer.count(load_LE)
-    assert not balancer.judge(EVERY_S - 1, CAREFUL)
-    assert balancer.judge(EVERY_S, CAREFUL)
+    assert not balancer.evaluate(EVERY_S - 1, CAREFUL)
+    assert balancer.evaluate(EVERY_S, CAREFUL)
     moved = follow(balancer)
     assert moved > 0
     assert balancer.rebalances_total == 1
     assert balancer.balancedness == balancedness(in_order(), load_LE) < 0.8
     assert balancer.balancedness_planned == balancedness(balancer.placement, load_LE) > 0.9
-    assert not balancer.judge(2 * EVERY_S, CAREFUL)  # nothing was counted since
+    assert not balancer.evaluate(2 * EVERY_S, CAREFUL)  # nothing was counted since
     balancer.count(load_LE)
-    assert balancer.judge(3 * EVERY_S, CAREFUL)
+    assert balancer.evaluate(3 * EVERY_S, CAREFUL)
     assert follow(balancer) == 0
     assert balancer.rebalances_total == 1
     assert balancer.balancedness == balancer.balancedness_planned > 0.9
@@ -67,7 +67,7 @@ def test_a_rebalance_ends_with_its_last_layer_also_where_that_one_stays_as_it_is
     load_LE[:4, 1] = 30_000  # planned first, all at once
     load_LE[5] = [16_000, *[0] * 15]  # on two ranks already; a third gains 0.67
     balancer.count(load_LE)
-    assert balancer.judge(EVERY_S, 0.8)
+    assert balancer.evaluate(EVERY_S, 0.8)
     assert follow(balancer) > 0
     assert balancer.rebalances_total == 1
 
@@ -77,7 +77,7 @@ def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights
     load_LE[[0, 2, 3, 5], [1, 5, 9, 13]] = 9000  # as many layers as are planned at once, …
     load_LE[4, 1] = 20_000  # … of which this is one
     balancer.count(load_LE)
-    assert balancer.judge(EVERY_S, CAREFUL)
+    assert balancer.evaluate(EVERY_S, CAREFUL)
     layers = []
     while (move := balancer.next_move()) is not None:
         assert len(move[1]) <= 4  # two, or experts that change places in a ring
@@ -90,11 +90,11 @@ def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights
 def test_no_expert_moves_with_few_tokens_or_when_the_cost_exceeds_the_gain() -> None:
     few, dear = make_balancer(), make_balancer()
     few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64) * (MIN_PICKS * EXPERTS - 1))
-    assert not few.judge(EVERY_S, CAREFUL)
+    assert not few.evaluate(EVERY_S, CAREFUL)
     few.count(np.eye(LAYERS, EXPERTS, dtype=np.int64))  # the counts of before are enough
-    assert few.judge(2 * EVERY_S, CAREFUL)
+    assert few.evaluate(2 * EVERY_S, CAREFUL)
     dear.count(skewed(1))
-    assert dear.judge(EVERY_S, 10.0)
+    assert dear.evaluate(EVERY_S, 10.0)
     assert follow(dear) == 0
     assert dear.balancedness < 0.8
 

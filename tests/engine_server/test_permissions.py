@@ -122,10 +122,10 @@ async def test_an_identity_that_is_connected_cannot_be_taken_with_another_key(
 def test_an_identity_that_another_key_takes_up_again_gets_a_session_of_its_own() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         sessions = Sessions(router, max_outbox_messages=1)
-        first = sessions.heard(b"known", 0.0, "key of the first")
+        first = sessions.session_of_sender(b"known", 0.0, "key of the first")
         first.open_keys["r"] = 1
-        assert sessions.heard(b"known", 1.0, "key of the first") is first
-        second = sessions.heard(b"known", 2.0, "key of the second")
+        assert sessions.session_of_sender(b"known", 1.0, "key of the first") is first
+        second = sessions.session_of_sender(b"known", 2.0, "key of the second")
         assert second is not first and not second.open_keys
         assert sessions.take_gone() == [first] and sessions.all() == [second]
 

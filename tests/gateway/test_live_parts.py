@@ -104,7 +104,7 @@ class Whole:
         """Write the first contents of the file with these changes, and reload it."""
         self.file.write_text(json.dumps({"gateway": self.given | settings}))
         self.services.reloader.ask()
-        await self.services.reloader.look()
+        await self.services.reloader.check_file()
         assert self.services.reloader.standing.problem == ""
         for name, value in settings.items():
             assert name in type(self.services.live.now).model_fields, (name, value)
@@ -219,7 +219,7 @@ async def test_the_key_of_servers_of_others_is_read_again_from_its_file_too(
         assert await receiver.wait("bearer first")
         key_file.write_text("second\n")
         for _ in range(2):
-            await gateway.services.reloader.look()
+            await gateway.services.reloader.check_file()
         assert await receiver.wait("bearer second")
 
 

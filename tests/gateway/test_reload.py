@@ -199,14 +199,14 @@ async def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> Non
     file = tmp_path / "moiety.toml"
     file.write_text("[gateway]\nmax_choices = 5\nmax_tools = 5\n")
     one = watched(file)
-    await one.reloader.look()
+    await one.reloader.check_file()
     file.write_text("[gateway]\nmax_choices = 6\n")  # so far
-    await one.reloader.look()
+    await one.reloader.check_file()
     assert one.live.now.max_choices == 5, "it has changed since the last look, and may be changing"
     file.write_text("[gateway]\nmax_choices = 6\nmax_tools = 6\n")
-    await one.reloader.look()
+    await one.reloader.check_file()
     assert one.live.now.max_choices == 5
-    await one.reloader.look()
+    await one.reloader.check_file()
     assert (one.live.now.max_choices, one.live.now.max_tools) == (6, 6)
 
 
@@ -217,12 +217,12 @@ async def test_a_file_that_is_cut_short_empty_wrong_or_gone_changes_nothing(tmp_
     one = watched(file)
     file.unlink() if text is None else file.write_text(text)
     for _ in range(2):
-        await one.reloader.look()
+        await one.reloader.check_file()
     assert one.live.now.max_choices == 5
     assert one.reloader.standing.problem
     file.write_text("[gateway]\nmax_choices = 7\n")
     for _ in range(2):
-        await one.reloader.look()
+        await one.reloader.check_file()
     assert (one.live.now.max_choices, one.reloader.standing.problem) == (7, "")
 
 
@@ -232,7 +232,7 @@ async def test_a_file_that_is_of_other_parts_only_may_stay_so(tmp_path: Path) ->
     one = watched(file)
     file.write_text("[serve]\nport = 2\n")
     for _ in range(2):
-        await one.reloader.look()
+        await one.reloader.check_file()
     assert (one.reloader.standing.problem, one.live.now.max_choices) == ("", 16)
 
 
@@ -258,12 +258,12 @@ async def test_a_change_that_one_part_cannot_follow_is_taken_by_none(tmp_path: P
     one.live.follow_with(["max_tools"], cannot)
     file.write_text("[gateway]\nmax_choices = 6\nmax_tools = 1\n")
     for _ in range(2):
-        await one.reloader.look()
+        await one.reloader.check_file()
     assert (taken, opened, one.live.now.max_choices) == ([], [], 16)
     assert one.reloader.standing.problem == "there is no such file; write another one"
     file.write_text("[gateway]\nmax_choices = 6\nmax_tools = 7\n")
     for _ in range(2):
-        await one.reloader.look()
+        await one.reloader.check_file()
     assert (taken, opened, one.live.now.max_choices) == ([6, 7], [6], 6)
 
 
@@ -276,7 +276,7 @@ async def test_settings_from_the_environment_are_not_changed_by_a_reload(
     one = watched(file)
     file.write_text("[gateway]\nmax_choices = 6\n")
     one.reloader.ask()
-    await one.reloader.look()
+    await one.reloader.check_file()
     assert one.live.now.max_choices == 9
     assert one.reloader.standing.problem == ""
 

@@ -100,7 +100,7 @@ class DiskTier:
     def _flush(self, copy: Callable[[Copies], None]) -> None:
         until_s = time.monotonic() + FLUSH_S
         while not self.saver.is_quiet and (left_s := until_s - time.monotonic()) > 0:
-            self.turn(copy, most_bytes=ROW_BYTES[self._kind])
+            self.run_copies(copy, most_bytes=ROW_BYTES[self._kind])
             self.saver.wait(left_s)
 
     def close(self, copy: Callable[[Copies], None] | None) -> None:
@@ -119,7 +119,7 @@ class DiskTier:
         """
         return submit.cache_salt + self._adapters.get(submit.adapter, b"")
 
-    def turn(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:
+    def run_copies(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:
         """Copy restored blocks to the device and released blocks from it, between two steps.
 
         `copy` runs copies between device and host memory.

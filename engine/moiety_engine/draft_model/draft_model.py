@@ -140,7 +140,7 @@ class DraftModel:
     @torch.inference_mode()
     def _run(self, rows: DraftRows, sampled_L: Tensor | None) -> list[list[int]]:
         """Run all passes; return the draft tokens of each sequence in `rows.drafting`."""
-        self._staging.turn()
+        self._staging.begin_step()
         drafted_rows = [DraftedRow(piece.sequence) for piece in rows.drafting]
         said: list[Tensor] = []
         host: HostBatch | None = rows.first_pass()

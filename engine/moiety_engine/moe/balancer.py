@@ -38,7 +38,7 @@ class Balancer:
         self._slots_LR = placement.physical_to_logical_LR.copy()
         self._every_s, self._most_writes, self._due_s = every_s, most_writes, now_s + every_s
         self._picks_LE = np.zeros((placement.num_layers, placement.num_experts), dtype=np.int64)
-        self._judged_LE = self._picks_LE  # load that the current plan is based on
+        self._evaluated_LE = self._picks_LE  # load that the current plan is based on
         self._waiting: list[int] = []  # layers to be planned
         self._moves: deque[tuple[int, list[Write]]] = deque()
         self._move_cost = 0.0
@@ -67,7 +67,7 @@ class Balancer:
         new = Placement.of([slots_R], num_experts=old.num_experts, num_ranks=old.num_ranks)
         self._moves.extend((layer, batch) for batch in transition(old, new, 0, most_writes=self._most_writes))
 
-    def judge(self, now_s: float, move_cost: float) -> bool:
+    def evaluate(self, now_s: float, move_cost: float) -> bool:
         """Find the layers that are worth moving, if an evaluation is due and there are enough picks.
 
         `move_cost` is the parameter of `rebalance`. Returns whether it evaluated the load.
@@ -77,14 +77,14 @@ class Balancer:
         self._due_s = now_s + self._every_s
         if self._picks_LE.sum(axis=1).min() < MIN_PICKS * self._of_shape.num_experts:
             return False
-        self._judged_LE, self._picks_LE = self._picks_LE, np.zeros_like(self._picks_LE)
-        loads_LG = rank_loads(self.placement, self._judged_LE)
+        self._evaluated_LE, self._picks_LE = self._picks_LE, np.zeros_like(self._picks_LE)
+        loads_LG = rank_loads(self.placement, self._evaluated_LE)
         uneven_L = loads_LG.max(axis=1) / loads_LG.mean(axis=1) - 1
         self._waiting = [
             layer for layer in np.argsort(-uneven_L, kind="stable").tolist() if uneven_L[layer] > move_cost
         ]
         self._move_cost = move_cost
-        self.balancedness = self.balancedness_planned = balancedness(self.placement, self._judged_LE)
+        self.balancedness = self.balancedness_planned = balancedness(self.placement, self._evaluated_LE)
         return True
 
     def next_move(self) -> tuple[int, list[Write]] | None:
@@ -102,13 +102,13 @@ class Balancer:
         if self._has_moved and not self.is_moving:
             self._has_moved = False
             self.rebalances_total += 1
-            self.balancedness_planned = balancedness(self.placement, self._judged_LE)
+            self.balancedness_planned = balancedness(self.placement, self._evaluated_LE)
         return move
 
     def _plan(self) -> None:
         """Plan the moves of the next few waiting layers."""
         layers, self._waiting = self._waiting[:_LAYERS_AT_ONCE], self._waiting[_LAYERS_AT_ONCE:]
-        done = rebalance(self._placement_of(layers), self._judged_LE[layers], move_cost=self._move_cost)
+        done = rebalance(self._placement_of(layers), self._evaluated_LE[layers], move_cost=self._move_cost)
         for place in done.order:
             self.aim(layers[place], done.placement.physical_to_logical_LR[place])
 

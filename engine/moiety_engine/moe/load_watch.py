@@ -101,7 +101,7 @@ class ExpertLoadTracker:
         minute = int(now_s) // INTERVAL_S
         if minute != self._minute:
             self._minute = minute
-            self._slots.turn()
+            self._slots.reassign()
 
     def _read(self, now_s: float) -> None:
         coming, self._coming = self._coming, None

@@ -9,7 +9,7 @@ from moiety_wire.experts import OTHER_TENANTS
 NO_TENANT, OTHER_SLOT = 0, 1  # slots; NO_TENANT is for rows that belong to no request
 NUM_SLOTS = 18
 MAX_KNOWN = 4096  # tenants whose tokens are tracked to find the busiest ones
-KEPT_A_TURN = 0.9  # decay of a tenant's weight per turn
+KEPT_A_MINUTE = 0.9  # decay of a tenant's weight per turn
 
 
 class TenantSlots:
@@ -51,17 +51,17 @@ class TenantSlots:
         steps, self._steps = self._steps, 0
         return steps
 
-    def turn(self) -> None:
+    def reassign(self) -> None:
         """Reassign the slots to the busiest tenants. Call it only while no untaken counts exist."""
         weights = dict.fromkeys((one for one, slot in self._slot_of.items() if slot > OTHER_SLOT), 0.0)
-        weights |= {one: weight * KEPT_A_TURN for one, weight in self._weight_of.items() if weight >= 1}
+        weights |= {one: weight * KEPT_A_MINUTE for one, weight in self._weight_of.items() if weight >= 1}
         weights.pop(OTHER_TENANTS, None)
         busiest = sorted(weights, key=lambda one: (-weights[one], one))[: self._num_slots - 2]
         staying = {one: self._slot_of[one] for one in busiest if self._slot_of.get(one, OTHER_SLOT) > OTHER_SLOT}
         free = sorted(set(range(OTHER_SLOT + 1, self._num_slots)) - set(staying.values()), reverse=True)
-        mtp_input = {one: free.pop() for one in busiest if one not in staying}
+        new = {one: free.pop() for one in busiest if one not in staying}
         self._weight_of = weights
-        self._slot_of = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT} | staying | mtp_input
+        self._slot_of = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT} | staying | new
 
     def _take(self, tenant_id: str) -> int:
         """Return a free slot for a new tenant and assign it, or OTHER_SLOT if none is free."""

@@ -68,7 +68,7 @@ class Rebalancing:
         self._updated_s = now_s
         if picks_LE is not None:
             self.balancer.count(picks_LE[:, : self._shape.num_placed])
-        if self.balancer.judge(now_s, self._move_cost()):
+        if self.balancer.evaluate(now_s, self._move_cost()):
             self._busy_s = 0.0
         before, move = self.balancer.rebalances_total, self.balancer.next_move()
         if move is not None:

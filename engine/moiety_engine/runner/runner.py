@@ -128,7 +128,7 @@ class Runner:
 
     def launch(self, plan: Plan) -> InFlightStep:
         """Queue the step. A pending token of its sequences is one that the previously launched step samples."""
-        self.staging.turn()
+        self.staging.begin_step()
         if self.features is not None:
             self._encode_images(plan, self.features)
         hosts, rows = self._arrange(plan), rows_of(plan)

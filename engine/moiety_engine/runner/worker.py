@@ -176,7 +176,7 @@ class Worker(WorkerBase):
     @torch.inference_mode()
     def _step(self, step: RunStep) -> None:
         assert self._kv is not None, "a step runs without a KV cache"
-        self._staging.turn()
+        self._staging.begin_step()
         host, spread = step.parts[self._group].batch(), step.spread(self._staging)
         batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
         if self._features is not None:

@@ -288,7 +288,7 @@ class Scheduler:
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
         self._retire_padding_rows()
-        self.queues.stepped()
+        self.queues.renew_sums()
         seconds = self._step_timing.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)

@@ -219,7 +219,7 @@ class EngineServer:
             for message in messages:
                 self._permissions.note_refusal(session, message, "its key is not in the gateway keys file")
             return
-        session = self._sessions.heard(identity, self._clock(), public_key)
+        session = self._sessions.session_of_sender(identity, self._clock(), public_key)
         for message in messages:
             if may_send(roles, message):
                 self._take(session, message)

@@ -58,7 +58,7 @@ class Sessions:
     def all(self) -> list[GatewaySession]:
         return list(self._by_identity.values())
 
-    def heard(self, identity: bytes, now_s: float, public_key: str = "") -> GatewaySession:
+    def session_of_sender(self, identity: bytes, now_s: float, public_key: str = "") -> GatewaySession:
         """Return the session of a gateway that has just sent a message; create it if the gateway is new.
 
         If the identity is used with another key, the old session ends, and nothing of it passes to the new one.

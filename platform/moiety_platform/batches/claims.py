@@ -17,7 +17,7 @@ from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, 
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import Now
 
-MAX_OPEN_BATCHES = 1000  # per look
+MAX_OPEN_BATCHES = 1000  # per poll
 
 LineKey = tuple[str, int]  # (batch, number)
 

@@ -72,7 +72,7 @@ class BatchWorker:
         self._rounds = PeriodicTask("batch-worker", self._round, self.poll_s, pause_s=OUTAGE_PAUSE_S)
         self._running: dict[LineKey, tuple[ClaimedLine, asyncio.Task[Outcome]]] = {}
         self._outcomes: list[Outcome] = []
-        self._batches: list[OpenBatch] = []  # as of the last look
+        self._batches: list[OpenBatch] = []  # as of the last poll
         self._paces: dict[str, BatchPacing] = {}
         self._dry: set[str] = set()  # batches without lines to claim at the last look
         self._polled_s = self._renewed_s = float("-inf")

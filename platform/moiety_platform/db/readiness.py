@@ -53,13 +53,13 @@ class ReadinessCheck(ABC):
         self._said = reason
         return reason
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether the store was ready at the last check; until it was, start another check without waiting.
 
         Call it in the event loop.
         """
         if not self._ready and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self.why_not_ready(), name="store-look")
+            self._asking = asyncio.create_task(self.why_not_ready(), name="store-check")
         return self._ready
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ class Account:
     lease: Lease
     limit: Limit
     ends_unix_s: float = math.inf  # end of the window, for a stock
-    counted: int = 0  # settled and held amounts at the last look
+    counted: int = 0  # settled and held amounts at the last check
     use_per_s: float = 0.0
     peak: float = 0.0  # of held amounts; decays
     used_s: float = 0.0

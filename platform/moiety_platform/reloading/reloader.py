@@ -96,7 +96,7 @@ class Reloader(Generic[S]):
         self._beside = beside
         self._taken = self._seen = (*source.mark, *mark_of(beside(live.now)))
         self._is_asked = False
-        self._rounds = PeriodicTask("settings", self.look, every_s)
+        self._rounds = PeriodicTask("settings", self.check_file, every_s)
 
     async def start(self) -> None:
         self._rounds.start()
@@ -110,8 +110,8 @@ class Reloader(Generic[S]):
         self._is_asked = True
         self._rounds.wake()
 
-    async def look(self) -> None:
-        """Apply a change that stayed the same between two looks, or one that `ask` requested."""
+    async def check_file(self) -> None:
+        """Apply a change that stayed the same between two checks, or one that `ask` requested."""
         asked, self._is_asked = self._is_asked, False
         mark = await asyncio.to_thread(self._mark)
         rests, self._seen = mark == self._seen, mark
@@ -127,7 +127,7 @@ class Reloader(Generic[S]):
             wanted = await asyncio.to_thread(self._source.read)
             if await asyncio.to_thread(self._mark) != mark:
                 self._is_asked = False
-                return  # written during the read: the next look reads it again
+                return  # written during the read: the next check reads it again
             changes = await self._live.change(wanted)
         except (BadSettings, CannotApplySetting) as error:
             self._fail(str(error))

@@ -82,7 +82,7 @@ class RequestQueues:
             self._predicted_output = sum([sequence.predicted_output for sequence in self.running])
         return self._predicted_output
 
-    def stepped(self) -> None:
+    def renew_sums(self) -> None:
         """Renew the sums over running sequences, right after the results of a step were recorded."""
         self.invalidate_sums()
         self._sums_of_all()
