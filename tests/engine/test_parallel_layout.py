@@ -33,7 +33,7 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ({"ffn_ranks": -1}, "--ffn-ranks must be 0"),
         ({"ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant is not available over several ranks"),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
-        ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: 4 can"),
+        ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: use 4"),
         ({"tp": 2, "rebalance_every_s": 60}, "leave them out, or use --ep"),
         ({"tp": 2, "redundant_experts": 2, "rebalance_every_s": 0}, "leave them out, or use --ep"),
         ({"redundant_experts": -1}, "redundant_experts must be 0"),

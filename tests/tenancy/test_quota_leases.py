@@ -341,7 +341,7 @@ def test_a_hold_is_left_once_and_spends_no_more_than_it_reserved() -> None:
     hold = Hold([lease])
     assert hold.reserve({Unit.TOKENS: 60})
     assert not hold.reserve({Unit.TOKENS: 101})
-    with pytest.raises(ValueError, match="runs ahead"):
+    with pytest.raises(ValueError, match="usage exceeds the hold"):
         hold.settle({Unit.TOKENS: 61})
     assert [charge.amount for charge in hold.settle({Unit.TOKENS: 40})] == [40]
     assert (lease.settled, lease.held, lease.free) == (40, 0, 60)
