@@ -34,6 +34,7 @@ from moiety_engine.distribution.rendezvous_address import (
     require_private_ranks,
     require_ranks,
 )
+from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
 from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.runner.overlap import steps_overlap
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 # settings that may differ between ranks
 _SINGLE_RANK_FEATURES = (
     "model",
+    "draft_model",
     "name",
     "num_threads",
     "join_timeout_s",
@@ -70,6 +72,7 @@ class Assembled:
     """A model on its ranks. `rank_group` is None where there is only one rank."""
 
     model: Transformer
+    draft_model: Transformer | None
     rank_group: RankGroup | None
     local_ranks: int  # ranks on this host that have a KV cache
 
@@ -84,7 +87,8 @@ def assemble(
     """
     layout = layout_of(config)
     if rendezvous is None and layout.num_ranks == 1:
-        return Assembled(_load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer(), None, 1)
+        model = _load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer()
+        return Assembled(model, _load_drafter(config, model, progress), None, 1)
     rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
@@ -95,13 +99,13 @@ def assemble(
 
     with abandon_on_error(rank_group):
         model = _load(config, rendezvous, rank_group.ranks, watched).transformer()
+        draft_model = _load_drafter(config, model, watched)
         heartbeat.wait_loaded()
     heartbeat.guard()
     if rank_group.excluded:
         _log_excluded_ranks(rank_group, layout, model)
-    return Assembled(
-        model, rank_group, min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
-    )
+    local_ranks = min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
+    return Assembled(model, draft_model, rank_group, local_ranks)
 
 
 def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
@@ -127,7 +131,7 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
         experts = share.experts()
         return ExpertWorker(experts, rank_group, overlaps=steps_overlap(experts, config))
     model = share.transformer()
-    return Worker(model, rank_group, overlaps=steps_overlap(model, config))
+    return Worker(model, rank_group, load_drafter(config, model), overlaps=steps_overlap(model, config))
 
 
 @contextlib.contextmanager
@@ -210,6 +214,8 @@ def _join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     versions = {"torch": str(torch.__version__), "numpy": np.__version__}
+    if config.draft_model:
+        versions["draft_model"] = fingerprint(Path(config.draft_model))
     if device.type == "cpu":
         from moiety_kernels.cpu.gemm import arithmetic  # noqa: PLC0415  # a GPU's engine never loads the compiler
 
@@ -281,6 +287,16 @@ def _load(
         "frees_windows": not why_windows_are_kept(config),
     }
     return load_share(Path(config.model), **options)
+
+
+def _load_drafter(
+    config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None
+) -> Transformer | None:
+    try:
+        return load_drafter(config, model, progress)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _device(config: EngineConfig, rendezvous: Rendezvous) -> str:

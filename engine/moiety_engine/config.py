@@ -235,10 +235,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("--draft-model needs --speculate draft: set both, or leave out --draft-model")
         if self.speculate is Speculate.DRAFT and not self.draft_model:
             raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
-        if self.speculate in (Speculate.DRAFT, Speculate.MTP) and self.num_ranks > 1:
+        if self.speculate in (Speculate.DRAFT, Speculate.MTP) and self.ffn_ranks:
             raise InvalidConfig(
-                f"--speculate {self.speculate} is available on one device only: leave out --tp, "
-                "--dp-attention, --pp and --ffn-ranks, or use --speculate ngram"
+                f"--speculate {self.speculate} is not available with --ffn-ranks, which hold the experts of one model "
+                "only: leave out --ffn-ranks, or use --speculate ngram"
+            )
+        if self.speculate is Speculate.MTP and self.pp > 1:
+            raise InvalidConfig(
+                "--speculate mtp is not available with --pp, since the MTP layer on the first stage reads hidden "
+                "states of the last stage: leave out --pp, or use --speculate draft or --speculate ngram"
             )
 
     @property

@@ -63,7 +63,7 @@ def build_loop(
     overlaps = steps_overlap(model, config)
     controls = ControlSender(rank_group, overlaps=overlaps)
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
-    draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns)
+    draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns, controls)
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
     kv_connector = connector_of(config.transfer)
     adapters = _load_adapters(model, config, sizes)

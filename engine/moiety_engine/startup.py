@@ -9,7 +9,6 @@ from pathlib import Path
 from moiety_engine.assembly import abandon_on_error, assemble
 from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.rendezvous_address import Rendezvous
-from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.structured_outputs.service import GrammarServiceStart
@@ -34,7 +33,6 @@ def load_loop(
         found = grammars.result()
         model = assembled.model
         try:
-            draft_model = load_drafter(config, model, progress)
             return build_loop(
                 model,
                 config,
@@ -42,7 +40,7 @@ def load_loop(
                 rank_group=rank_group,
                 local_ranks=local_ranks,
                 grammars=found,
-                draft_model=draft_model,
+                draft_model=assembled.draft_model,
             )
         except BaseException:
             model.close()

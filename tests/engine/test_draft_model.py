@@ -90,8 +90,8 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     loop = load_loop(config, clock_ns=lambda: next(ticks))
     before = tokens_of(run_all(loop, [make_submit(0)]))
     draft = loop.executor.draft
-    assert draft is not None and draft._kv is not None
-    cache = weakref.ref(draft._kv.layers[0].parts[0])
+    assert draft is not None and draft._passes._kv is not None
+    cache = weakref.ref(draft._passes._kv.layers[0].parts[0])
     loop.sleep()
     gc.collect()
     assert loop.executor.model.is_offloaded and draft.model.away
@@ -134,8 +134,9 @@ def test_a_draft_model_with_other_tokens_is_refused_with_what_to_do(checkpoint: 
     [
         ({"speculate": Speculate.DRAFT}, "needs --draft-model"),
         ({"draft_model": "d"}, "--draft-model needs --speculate draft"),
-        ({"speculate": Speculate.DRAFT, "draft_model": "d", "tp": 2}, "one device only"),
-        ({"speculate": Speculate.MTP, "pp": 2}, "mtp is available on one device only"),
+        ({"speculate": Speculate.DRAFT, "draft_model": "d", "ffn_ranks": 2}, "not available with --ffn-ranks"),
+        ({"speculate": Speculate.MTP, "ffn_ranks": 1}, "not available with --ffn-ranks"),
+        ({"speculate": Speculate.MTP, "pp": 2}, "mtp is not available with --pp.*--speculate draft"),
         ({"speculate": Speculate.MTP, "draft_model": "d"}, "--draft-model needs --speculate draft"),
         ({"speculate": Speculate.DRAFT, "draft_model": "d", "batching": Batching.PADDED}, "--speculate off"),
     ],

@@ -12,19 +12,22 @@ keeps; in the passes after the first it reads its own hidden state instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moiety_engine.draft_model.rows import DraftChunk, DraftRows
-from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.batch import KvCache, Spread
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.block_tables import BlockTables
-from moiety_engine.runner.inputs import BatchBuilder, HostBatch
+from moiety_engine.runner.control_messages import ControlSender
+from moiety_engine.runner.draft_passes import DraftPasses
+from moiety_engine.runner.group_results import spread_of
+from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.runner.runner import one_torch_thread
 from moiety_engine.runner.sizes import Sizes
 from moiety_engine.sampling import Sampler
@@ -48,36 +51,24 @@ class DraftModel:
     `held` tracks the contents of the cache; the scheduler reads it.
     """
 
-    def __init__(self, model: Transformer, sizes: Sizes, clock_ns: Callable[[], int]) -> None:
+    def __init__(self, model: Transformer, sizes: Sizes, clock_ns: Callable[[], int], controls: ControlSender) -> None:
         self.model = model
-        self._sizes, self._clock_ns = sizes, clock_ns
-        self._lag = lag = int(model.spec.mtp_after is not None)
-        self.held = DraftedKv(sizes.block_size, lag)
-        self.proposer = DraftModelProposer(self.held, model.spec.max_context_tokens)
+        self._sizes, self._clock_ns, self._controls = sizes, clock_ns, controls
         self._staging = Staging(model.device)
-        self._builder = BatchBuilder(sizes.block_size, model.device, self._staging)
+        self._passes = DraftPasses(model, self._staging)
+        self.held = DraftedKv(sizes.block_size, self._passes.lag)
+        self.proposer = DraftModelProposer(self.held, model.spec.max_context_tokens)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self._staging)
         self._tables = BlockTables()
-        self._kv: KvCache | None = None
-        self._made_NPD: Tensor | None = None  # the served model's hidden states
 
     def allocate(self, kv: KvCache) -> None:
         """Allocate the cache: one block for each block of `kv`, the served model's cache. Raises OutOfMemory."""
-        sizes = self._sizes
         self.held.forget()
-        self._made_NPD = None if kv.hidden is None else kv.hidden.rows_NPL
-        try:
-            self._kv = self.model.allocate_kv(sizes.num_blocks, sizes.block_size)
-        except RuntimeError as exc:  # torch raises this on a CPU
-            gib = sizes.num_blocks * self.model.kv_bytes_per_block(sizes.block_size) / 2**30
-            raise OutOfMemory(
-                f"the draft model's KV cache of {gib:.2f} GiB does not fit on {self.model.device}: lower "
-                "--kv-memory-bytes, which covers both models"
-            ) from exc
+        self._passes.allocate(kv, self._sizes.num_blocks, self._sizes.block_size)
 
     def release(self) -> None:
         """Release the cache."""
-        self._kv = self._made_NPD = None
+        self._passes.release()
 
     def fill(self, plan: Plan, sampled_L: Tensor | None) -> Plan:
         """Prefill the draft model as the plan says, and return the plan with its pending draft tokens filled in.
@@ -93,7 +84,7 @@ class DraftModel:
             for chunk in plan.chunks[: plan.num_decode]
             if PENDING in chunk.draft
         ]
-        rows = DraftRows(pieces, self._sizes.block_size, self._tables, self._lag)
+        rows = self._rows(pieces)
         drafts = self._run(rows, sampled_L)
         said = {piece.sequence: draft for piece, draft in zip(rows.drafting, drafts, strict=True)}
         for piece in rows.pieces:
@@ -113,20 +104,18 @@ class DraftModel:
         first request.
         """
         clock_ns = self._clock_ns
-        blank = CoreSubmit(0, "", STANDARD, [0] * (SIZES[-1] + self._lag), Sampling(), 1, 0, [], 1, b"", 0)
+        blank = CoreSubmit(0, "", STANDARD, [0] * (SIZES[-1] + self._passes.lag), Sampling(), 1, 0, [], 1, b"", 0)
         sequence, sizes, found = Sequence(blank, order=0, seed=0), self._sizes, []
         begin_ns = clock_ns()
         for size in SIZES:
             if size > sizes.num_blocks * sizes.block_size:
                 break
             sequence.kv.blocks = list(range(-(-size // sizes.block_size)))
-            if self._made_NPD is not None:
-                self._made_NPD[sequence.kv.blocks] = 0  # no token has a hidden state yet
             times_s = []
             for _ in range(_TIMED):
                 one_by_one = [DraftChunk(sequence, place, place + 1, drafts=1) for place in range(size)]
                 began_ns = clock_ns()
-                self._run(DraftRows(one_by_one, sizes.block_size, self._tables, self._lag), None)
+                self._run(self._rows(one_by_one), None)
                 times_s.append((clock_ns() - began_ns) / 1e9)
             found.append(min(times_s))
             if (clock_ns() - begin_ns) / 1e9 > _TIMING_S:
@@ -134,40 +123,40 @@ class DraftModel:
         self.proposer.passes.measured(found)
 
     def _piece(self, sequence: Sequence, at_most: int | None, drafts: int = 0) -> DraftChunk:
-        first, end = self.held.num_there(sequence), len(sequence.tokens) - self._lag
+        first, end = self.held.num_there(sequence), len(sequence.tokens) - self._passes.lag
         return DraftChunk(sequence, first, end if at_most is None else min(end, first + at_most), drafts)
+
+    def _rows(self, pieces: Iterable[DraftChunk]) -> DraftRows:
+        num_groups = self.model.ranks.across.size
+        return DraftRows(pieces, self._sizes.block_size, self._tables, self._passes.lag, num_groups)
 
     @torch.inference_mode()
     def _run(self, rows: DraftRows, sampled_L: Tensor | None) -> list[list[int]]:
-        """Run all passes; return the draft tokens of each sequence in `rows.drafting`."""
-        self._staging.begin_step()
+        """Run all passes on all ranks; return the draft tokens of each sequence in `rows.drafting`."""
+        self._passes.begin()
         drafted_rows = [DraftedRow(piece.sequence) for piece in rows.drafting]
         said: list[Tensor] = []
-        host: HostBatch | None = rows.first_pass()
-        hidden_LD: Tensor | None = None
-        before_L, number = sampled_L, 0
+        hosts, before_L, number = rows.first_pass(), sampled_L, 0
         with one_torch_thread() if self.model.only_kernels else contextlib.nullcontext():
-            while host is not None:
-                hidden_LD = self._pass(self._builder.upload(host, before_L), hidden_LD)
+            while hosts:
+                self._controls.draft_pass(hosts, number, before_L)
+                hidden_LD = self._passes.run(hosts[0], before_L, self._spread(hosts))
                 if not drafted_rows:
                     break
-                wanting = [one.after(number) for one in drafted_rows[: len(hidden_LD)]]
+                wanting = [drafted_rows[row].after(number) for row in rows.wanting(number)]
                 drawn = self._sampler.sample(self.model.logits(hidden_LD), wanting, sampled_L)
                 said.append(self._staging.download(drawn.token_L))
                 before_L, number = drawn.token_L, number + 1
-                host = rows.next_pass(number)
+                hosts = rows.next_pass(number)
         self._staging.mark().wait()
-        by_pass = [token_L.tolist() for token_L in said]
-        return [[tokens[row] for tokens in by_pass[: piece.drafts]] for row, piece in enumerate(rows.drafting)]
+        drafts: list[list[int]] = [[] for _ in rows.drafting]
+        for number, token_L in enumerate(said):
+            for row, token in zip(rows.wanting(number), token_L.tolist(), strict=True):
+                drafts[row].append(token)
+        return drafts
 
-    def _pass(self, batch: Batch, said_LD: Tensor | None) -> Tensor:
-        """Return hidden_LD of the wanted rows. `said_LD`: that of the pass before; None in the first pass."""
-        assert self._kv is not None, "a draft was requested from an unloaded model"
-        if not self._lag:
-            return self.model.hidden(batch, self._kv)
-        if said_LD is None:
-            assert self._made_NPD is not None, "the model's cache does not keep hidden states"
-            before_TD = self._made_NPD.flatten(0, 1).index_select(0, batch.slots_T)
-        else:
-            before_TD = said_LD[: len(batch.slots_T)]
-        return self.model.hidden(batch, self._kv, before_TD=before_TD)
+    def _spread(self, hosts: list[HostBatch]) -> Spread | None:
+        if len(hosts) == 1:
+            return None
+        num_rows = sum(len(host.wanted_rows_L) for host in hosts)
+        return spread_of(hosts, self._staging.upload(np.arange(num_rows)))

@@ -29,10 +29,11 @@ def load_drafter(
 ) -> Transformer | None:
     """Load the drafter that the configuration names, with the model's device, dtype and quantization.
 
-    Returns a draft model, the checkpoint's MTP layer, or None. Raises InvalidConfig if the vocabularies differ, and the
-    errors of `load_model`.
+    Returns a draft model, the checkpoint's MTP layer, or None. Of several ranks each loads its own part only. Raises
+    InvalidConfig if the vocabularies differ, or if the layout cannot divide the model, and the errors of `load_model`.
     """
     how = load_options(config, str(model.device), progress)
+    how["ranks"] = model.ranks
     if config.speculate is Speculate.MTP:
         return load_mtp(Path(config.model), model, **how)
     if config.speculate is not Speculate.DRAFT:

@@ -38,16 +38,57 @@ class _DraftPart(NamedTuple):
 
 
 class DraftRows:
-    """Passes of one step's drafts.
+    """Passes of one step's drafts, with one batch for each rank group.
+
+    Rows of drafts are those of the first group, then those of the next.
+    """
+
+    def __init__(
+        self, pieces: Iterable[DraftChunk], block_size: int, tables: BlockTables, lag: int = 0, num_groups: int = 1
+    ) -> None:
+        self.pieces = list(pieces)
+        tables.keep_only([piece.sequence for piece in self.pieces])
+        of_groups: list[list[DraftChunk]] = [[] for _ in range(num_groups)]
+        for piece in self.pieces:
+            of_groups[piece.sequence.kv.group].append(piece)
+        self._groups = [_GroupRows(own, block_size, tables, lag) for own in of_groups]
+        self.drafting = [piece for group in self._groups for piece in group.drafting]
+
+    def wanting(self, number: int) -> list[int]:
+        """Return the indices in `drafting` of the sequences that pass `number` drafts a token for."""
+        return [row for row, piece in enumerate(self.drafting) if piece.drafts > number]
+
+    def first_pass(self) -> list[HostBatch]:
+        """Return the inputs of pass 0, which prefills the tokens that the model lacks.
+
+        The wanted rows are the last ones of the sequences that get a draft.
+        """
+        return [group.first_pass() if group.pieces else HostBatch.empty() for group in self._groups]
+
+    def next_pass(self, number: int) -> list[HostBatch]:
+        """Return the inputs of pass `number`, 1 or later, which reads the token of the pass before in each row.
+
+        Contains the rows whose drafts continue; empty if none does.
+        """
+        if not any(group.count(number) for group in self._groups):
+            return []
+        hosts, first = list[HostBatch](), 0
+        for group in self._groups:
+            hosts.append(group.next_pass(number, first) if group.count(number) else HostBatch.empty())
+            first += group.count(number - 1)
+        return hosts
+
+
+class _GroupRows:
+    """Rows of one rank group.
 
     Sequences are sorted by draft length in descending order, so that each pass uses a prefix of the rows of the pass
     before.
     """
 
-    def __init__(self, pieces: Iterable[DraftChunk], block_size: int, tables: BlockTables, lag: int = 0) -> None:
+    def __init__(self, pieces: list[DraftChunk], block_size: int, tables: BlockTables, lag: int) -> None:
         self.pieces = sorted(pieces, key=lambda piece: -piece.drafts)
         self._block_size, self._tables, self._lag = block_size, tables, lag
-        tables.keep_only([piece.sequence for piece in self.pieces])
         self.drafting = [piece for piece in self.pieces if piece.drafts]
         width = max((len(piece.sequence.kv.blocks) for piece in self.drafting), default=1)
         self._table_DB = np.zeros((len(self.drafting), width), dtype=np.int32)
@@ -56,11 +97,11 @@ class DraftRows:
         self._ends_D = np.array([piece.end for piece in self.drafting], dtype=np.int64)
         self._drafts_D = np.array([piece.drafts for piece in self.drafting], dtype=np.int64)
 
-    def first_pass(self) -> HostBatch:
-        """Return the inputs of pass 0, which prefills the tokens that the model lacks.
+    def count(self, number: int) -> int:
+        """Return the number of rows of pass `number` that draft a token."""
+        return int((self._drafts_D > number).sum())
 
-        The wanted rows are the last ones of the sequences that get a draft.
-        """
+    def first_pass(self) -> HostBatch:
         parts = sorted(self._parts(), key=lambda part: part.num_tokens > 1)
         counts = np.array([part.num_tokens for part in parts], dtype=np.int32)
         firsts = np.array([part.first for part in parts], dtype=np.int64)
@@ -90,14 +131,9 @@ class DraftRows:
             num_decode=int((counts == 1).sum()),
         )
 
-    def next_pass(self, number: int) -> HostBatch | None:
-        """Return the inputs of pass `number`, 1 or later, which reads the token of the pass before in each row.
-
-        Contains the rows whose drafts continue; None if none does.
-        """
-        count = int((self._drafts_D > number).sum())
-        if not count:
-            return None
+    def next_pass(self, number: int, first: int) -> HostBatch:
+        """Return the inputs of pass `number`. `first`: index of the group's first token in the pass before."""
+        count = self.count(number)
         rows = np.arange(count)
         positions_T = self._ends_D[:count] + number - 1
         return self._batch(
@@ -109,7 +145,7 @@ class DraftRows:
             contexts_S=(positions_T + 1).astype(np.int32),
             wanted_L=rows,
             pending_P=rows,
-            sampled_P=rows,
+            sampled_P=rows + first,
             num_decode=count,
         )
 

@@ -285,10 +285,17 @@ def _of_expert(own: ModelSpec, name: str) -> str:
     expert, layer = _EXPERT.search(name), _LAYER.search(name)
     if expert is None or layer is None:
         return name
-    stored, starts = int(layer[1]), own.block_starts
-    ffn = own.layers[starts.index(stored if stored in starts else stored - 1) if starts else stored].ffn
+    ffn = own.layers[_place(own, int(layer[1]))].ffn
     assert isinstance(ffn, MoeSpec) and ffn.held is not None
     return f"{name[: expert.start(1)]}{ffn.held[int(expert[1])]}{name[expert.end(1) :]}"
+
+
+def _place(own: ModelSpec, stored: int) -> int:
+    """Return the index, among this rank's layers, of the layer that has the index `stored` in names on disk."""
+    if own.mtp_after is not None:
+        return 0  # the only layer of an MTP model
+    starts = own.block_starts
+    return starts.index(stored if stored in starts else stored - 1) if starts else stored
 
 
 # ── the rank's parts of tensors ──

@@ -240,17 +240,32 @@ class Transformer:
     ) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the wanted rows.
 
-        The first group of ranks gets the rows of all groups. The result has no meaning on pipeline stages other than
-        the first and the last. `on_stored` is called with the index of each layer that has stored the tokens.
-        `before_TD`: for an MTP layer, the served model's hidden states of the tokens before these.
+        The first group of ranks gets the rows of all groups. See `own_hidden`.
         """
-        pipeline, spread = self.ranks.pipeline, batch.spread
+        return self.gather_groups(self.own_hidden(batch, kv, on_stored, before_TD=before_TD), batch)
+
+    @torch.inference_mode()
+    def own_hidden(
+        self,
+        batch: Batch,
+        kv: KvCache,
+        on_stored: Callable[[int], None] | None = None,
+        *,
+        before_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Store the batch's tokens in the cache and return hidden_LD of the wanted rows of this rank's group.
+
+        The result has no meaning on pipeline stages other than the first and the last. `on_stored` is called with the
+        index of each layer that has stored the tokens. `before_TD`: for an MTP layer, the served model's hidden states
+        of the tokens before these.
+        """
+        pipeline = self.ranks.pipeline
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = times(self.spec.embedding_multiplier, x_TD)
             if batch.images is not None:
                 x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
-            if self._mtp_input is not None:
+            if self._mtp_input is not None and len(x_TD):  # a group may have no tokens
                 assert before_TD is not None, "an MTP layer needs a model's hidden states"
                 x_TD = self._mtp_input(x_TD, before_TD)
         else:
@@ -270,7 +285,13 @@ class Transformer:
         hidden_LD = pipeline.receive_from_last_stage(normed_TD.index_select(0, batch.wanted_rows_L))
         if pipeline.size > 1:
             self._count_experts(batch)
-        if spread is None or not pipeline.is_first:
+        return hidden_LD
+
+    @torch.inference_mode()
+    def gather_groups(self, hidden_LD: Tensor, batch: Batch) -> Tensor:
+        """Return the rows of all groups, in the order of the step, on the first group's ranks; see `own_hidden`."""
+        spread = batch.spread
+        if spread is None or not self.ranks.pipeline.is_first:
             return hidden_LD
         hidden_LD = self.ranks.across.gather_rows(hidden_LD, spread.num_wanted)
         return hidden_LD if self.ranks.across.rank else hidden_LD.index_select(0, spread.order_L)

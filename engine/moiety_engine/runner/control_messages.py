@@ -196,6 +196,26 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return Spread(num_tokens, num_wanted, order_L)
 
 
+class RunDraftPass(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Run a pass of the draft model or MTP layer. `number` counts the passes of a step from 0.
+
+    Rank 0 then broadcasts the tokens of the pass before, which this pass reads. Each wanted row gets a token.
+    """
+
+    parts: list[GroupStep]
+    number: int
+
+    @property
+    def num_wanted(self) -> int:
+        return sum(part.num_wanted for part in self.parts)
+
+    def spread(self, staging: Staging) -> Spread | None:
+        if len(self.parts) == 1:
+            return None
+        num_tokens, num_wanted = zip(*((part.num_tokens, part.num_wanted) for part in self.parts), strict=True)
+        return Spread(num_tokens, num_wanted, staging.upload(np.arange(self.num_wanted)))
+
+
 class Swap(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Copy blocks out and in. The block numbers are those of the plan, which covers all groups."""
 
@@ -236,6 +256,7 @@ ControlMessage = (
     Allocate
     | Release
     | RunStep
+    | RunDraftPass
     | Swap
     | MoveStates
     | MoveExperts
@@ -285,6 +306,14 @@ class ControlSender:
             self.send(
                 RunStep([GroupStep.of(host) for host in hosts], order_L.tobytes(), num_sampled, num_micro_batches)
             )
+
+    def draft_pass(self, hosts: list[HostBatch], number: int, before_L: Tensor | None) -> None:
+        """Let the other ranks run a pass of the draft model. `before_L`: tokens of the pass before, unless it is 0."""
+        if self._rank_group is not None:
+            self.send(RunDraftPass([GroupStep.of(host) for host in hosts], number))
+            if number:
+                assert before_L is not None, "a pass after the first reads the tokens of the one before"
+                self._rank_group.ranks.everyone.broadcast_first(before_L)
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
         if outs or ins:

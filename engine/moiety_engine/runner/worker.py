@@ -23,11 +23,13 @@ from moiety_engine.runner.control_messages import (
     OffloadWeights,
     Release,
     ReloadWeights,
+    RunDraftPass,
     RunStep,
     Stop,
     Swap,
 )
 from moiety_engine.runner.device_state import free_cached_memory
+from moiety_engine.runner.draft_passes import DraftPasses
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import cut
@@ -68,6 +70,8 @@ class WorkerBase:
         match message:
             case RunStep():
                 self._step(message)
+            case RunDraftPass():
+                self._draft(message)
             case Swap():
                 self._swap(message)
             case MoveStates():
@@ -91,6 +95,7 @@ class WorkerBase:
     def _step(self, step: RunStep) -> None:
         raise NotImplementedError
 
+    def _draft(self, message: RunDraftPass) -> None: ...
     def _swap(self, swap: Swap) -> None: ...
     def _move_states(self, message: MoveStates) -> None: ...
     def _move_experts(self, message: MoveExperts) -> None: ...
@@ -115,13 +120,19 @@ class WorkerBase:
         self._rank_group.all_succeeded(succeeded)
 
     def _offload_weights(self) -> None:
-        if not self._share.is_offloaded:
-            self._share.offload_weights(lambda: None)
-            free_cached_memory(self._share.device)
+        for share in self._shares():
+            if not share.is_offloaded:
+                share.offload_weights(lambda: None)
+        free_cached_memory(self._share.device)
 
     def _reload_weights(self) -> None:
-        if self._share.is_offloaded:
-            self._share.reload_weights(lambda: None)
+        for share in self._shares():
+            if share.is_offloaded:
+                share.reload_weights(lambda: None)
+
+    def _shares(self) -> list[Transformer | ExpertServer]:
+        """Return this rank's shares of all models."""
+        return [self._share]
 
     def _receive_tokens(self, step: RunStep) -> Tensor | None:
         """Return the tokens that the step samples, received from rank 0; None if rank 0 does not send them."""
@@ -134,9 +145,14 @@ class WorkerBase:
 class Worker(WorkerBase):
     """Worker of a rank with layers. Owns the rank's device state."""
 
-    def __init__(self, model: Transformer, rank_group: RankGroup, *, overlaps: bool) -> None:
+    def __init__(
+        self, model: Transformer, rank_group: RankGroup, draft_model: Transformer | None = None, *, overlaps: bool
+    ) -> None:
+        """Create a worker. `draft_model` is this rank's share of the draft model or MTP layer, if there is one."""
         super().__init__(model, rank_group, overlaps=overlaps)
         self._model = model
+        self._passes = None if draft_model is None else DraftPasses(draft_model, Staging(model.device))
+        self._num_drafted = 0  # tokens of the newest pass
         self._group = rank_group.ranks.rank_position.dp_rank
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
@@ -152,6 +168,11 @@ class Worker(WorkerBase):
         self._state_copier = StateCopier(self._kv, message.num_host_state_slots, self._model.recurrent)
         self._features = features_of(self._model, message.image_cache_bytes)
         self._builder = BatchBuilder(message.block_size, self._model.device, self._staging, features=self._features)
+        if self._passes is not None:
+            self._passes.allocate(self._kv, message.num_blocks, message.block_size)
+
+    def _shares(self) -> list[Transformer | ExpertServer]:
+        return [self._model] if self._passes is None else [self._model, self._passes.model]
 
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped without a host tier"
@@ -187,7 +208,23 @@ class Worker(WorkerBase):
         for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
             self._model.logits(rows_LD)
 
+    @torch.inference_mode()
+    def _draft(self, message: RunDraftPass) -> None:
+        passes, before_L = self._passes, self._sampled_L
+        assert passes is not None, "a draft is requested from a rank without a draft model"
+        if message.number:
+            token_L = torch.empty(self._num_drafted, dtype=torch.int64, device=self._model.device)
+            before_L = self._rank_group.ranks.everyone.broadcast_first(token_L)
+        else:
+            passes.begin()
+        self._num_drafted = message.num_wanted
+        hidden_LD = passes.run(message.parts[self._group].batch(), before_L, message.spread(passes.staging))
+        if message.num_wanted:
+            passes.model.logits(hidden_LD)
+
     def _release(self) -> None:
+        if self._passes is not None:
+            self._passes.release()
         self._kv = self._host_kv = self._state_copier = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
 

@@ -37,7 +37,7 @@ class DraftedKv:
 
     def __init__(self, block_size: int, lag: int = 0) -> None:
         self._block_size, self.lag = block_size, lag
-        self._hash_of: dict[int, bytes] = {}  # of blocks that are full
+        self._hash_of: dict[tuple[int, int], bytes] = {}  # of full blocks, by rank group and block
         self._held: dict[Sequence, _SequenceKv] = {}
         self._pruned_from = _PRUNED_FROM
 
@@ -64,7 +64,7 @@ class DraftedKv:
         held.num_there, held.proposed = end, [] if self.lag else proposed
         first_block, size = first // self._block_size, self._block_size
         for block in sequence.kv.blocks[first_block : -(-(end + len(proposed)) // size)]:
-            self._hash_of.pop(block, None)
+            self._hash_of.pop((sequence.kv.group, block), None)
         held.num_marked = min(held.num_marked, first_block)
 
     def forget(self) -> None:
@@ -77,7 +77,7 @@ class DraftedKv:
         self._prune()
         count, hash_of, size = 0, self._hash_of, self._block_size
         for block in sequence.kv.blocks[: sequence.num_known // size]:
-            if hash_of.get(block) != sequence.block_hashes.at(count, size):
+            if hash_of.get((sequence.kv.group, block)) != sequence.block_hashes.at(count, size):
                 break
             count += 1
         num_there = max(0, count * size - self.lag)
@@ -96,7 +96,7 @@ class DraftedKv:
         """Record the hashes of the blocks that are full by now, so that other sequences can use them."""
         size = self._block_size
         for index in range(held.num_marked, min(held.num_there, sequence.num_known) // size):
-            self._hash_of[held.blocks[index]] = sequence.block_hashes.at(index, size)
+            self._hash_of[sequence.kv.group, held.blocks[index]] = sequence.block_hashes.at(index, size)
             held.num_marked = index + 1
 
     def _prune(self) -> None:

@@ -1,0 +1,100 @@
+"""Draft models and MTP layers over several ranks, in real processes on gloo, draft what they draft on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moiety_engine.config import EngineConfig, Overlap, Speculate
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.startup import load_loop
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
+from .mtp_checkpoints import write_one_that_reads_tokens, write_one_that_reads_what_was_made
+from .rank_processes import RankProcesses, assert_same, folders, processes, ranks_of, thorough
+
+__all__ = ["folders", "processes"]  # fixtures
+
+STEP_S = 0.01  # by the loop's clock, so that drafts pay
+
+
+def settings_of(folder: Path, **settings: Any) -> EngineConfig:
+    tight: dict[str, Any] = {"block_size": 4, "max_batch_tokens": 48, "max_running": 8, "kv_memory_bytes": 1 << 20}
+    given = {"model": str(folder), "name": "tiny", "device": "cpu", "dtype": "float32"} | tight | settings
+    return EngineConfig(**given)
+
+
+def requests() -> list[list[CoreSubmit]]:
+    """Return waves of requests, greedy and seeded, with common prefixes; the last wave repeats one alone."""
+
+    def one(key: int, like: int) -> CoreSubmit:
+        prompt = [3 + (i * 7 + like % 2 * 5) % 60 for i in range(9)] + [
+            5 + (like * 31 + i) % 50 for i in range(3 * like)
+        ]
+        sampled = Sampling(temperature=0.8, top_p=0.9, seed=like, num_logprobs=2)
+        sampling = sampled if like % 3 == 2 else Sampling(temperature=0.0, num_logprobs=2)
+        return CoreSubmit(key, "t", STANDARD, prompt, sampling, 20, 0, [], 20, b"s", 0)
+
+    return [[one(key, key) for key in range(5)], [one(5, 1), one(6, 7)], [one(7, 4)]]
+
+
+def check(processes: RankProcesses, folder: Path, layout: dict[str, Any], **drafting: Any) -> None:
+    """Check that answers equal those of one rank without drafts, and that draft tokens were accepted."""
+    waves = requests()
+    (expected,) = processes.work(*ranks_of(settings_of(folder)), waves=waves, hurries=STEP_S)
+    config = settings_of(folder, **drafting, **layout)
+    ours, *others = processes.work(*ranks_of(config), waves=waves, hurries=STEP_S, naps=True)
+    assert_same(expected, ours)
+    assert not any(other["error"] for other in others)
+    assert ours["num_accepted"] > 20
+    assert ours["num_cached"] > 0
+
+
+MTP_LAYOUTS = [
+    {"tp": 2},
+    thorough({"tp": 2, "ep": 2}),
+    {"dp_attention": 2, "ep": 2},
+    thorough({"dp_attention": 2, "tp": 2, "ep": 4}),
+    thorough({"dp_attention": 2, "ep": 2, "overlap": Overlap.ON}),
+    {"tp": 2, "ep": 2, "overlap": Overlap.ON},
+]
+
+
+@pytest.mark.parametrize("layout", MTP_LAYOUTS, ids=str)
+@pytest.mark.parametrize("reads", ["tokens", "hidden states"])
+def test_an_mtp_layer_drafts_over_ranks(
+    processes: RankProcesses, tmp_path: Path, reads: str, layout: dict[str, Any]
+) -> None:
+    (write_one_that_reads_tokens if reads == "tokens" else write_one_that_reads_what_was_made)(tmp_path)
+    check(processes, tmp_path, layout, speculate=Speculate.MTP)
+
+
+DRAFT_LAYOUTS = [{"tp": 2, "ep": 2}, thorough({"dp_attention": 2, "ep": 2}), {"pp": 2}]
+
+
+@pytest.mark.parametrize("layout", DRAFT_LAYOUTS, ids=str)
+def test_a_draft_model_drafts_over_ranks(
+    processes: RankProcesses, folders: dict[str, Path], layout: dict[str, Any]
+) -> None:
+    folder = folders["mixtral"]
+    check(processes, folder, layout, speculate=Speculate.DRAFT, draft_model=str(folder))
+
+
+def test_a_draft_model_that_is_refused_ends_all_ranks_with_the_reason(
+    processes: RankProcesses, folders: dict[str, Path]
+) -> None:
+    config = settings_of(
+        folders["mixtral"], tp=4, ep=4, speculate=Speculate.DRAFT, draft_model=str(folders["qwen3_next"])
+    )
+    answers = processes.work(*ranks_of(config), waves=requests())
+    assert all("the draft model has recurrent layers" in answer["error"] for answer in answers)
+
+
+def test_drafts_of_an_mtp_layer_are_refused_where_its_hidden_states_are_on_another_rank(tmp_path: Path) -> None:
+    write_one_that_reads_tokens(tmp_path)
+    with pytest.raises(InvalidConfig, match="not available with --pp"):
+        load_loop(settings_of(tmp_path, pp=2, speculate=Speculate.MTP))
