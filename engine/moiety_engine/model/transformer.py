@@ -5,7 +5,6 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 from operator import call
@@ -18,6 +17,7 @@ from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.expert_choices import gather_choices
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
@@ -417,26 +417,12 @@ class Transformer:
         if batch.spread is not None or ranks.pipeline.size > 1:
             if ranks.rank_position.tp_rank:
                 return
-            all_TC = self._gather_choices(batch)
+            all_TC = gather_choices(chosen, batch, ranks, self.experts, len(self.spec.layers))
             if ranks.rank_position.rank:
                 return
             chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
         if batch.owner_T is not None:
             self.expert_counter.count(chosen, batch.owner_T)
-
-    def _gather_choices(self, batch: Batch) -> Tensor:
-        """Gather the experts that all tokens chose, layer by layer, [T, L · K], on the first rank."""
-        ranks, experts = self.ranks, self.experts
-        assert experts is not None
-        none_TC = torch.empty(len(batch.token_ids_T), 0, dtype=torch.int32, device=self.device)
-        all_TC = torch.cat([none_TC, *self._chosen], dim=1)
-        if batch.spread is not None:
-            all_TC = ranks.across.gather_rows(all_TC, batch.spread.num_tokens)
-        if ranks.across.rank:
-            return all_TC
-        layout, num_layers = ranks.rank_position.layout, len(self.spec.layers)
-        layers_of = Counter(layout.stage_of(layer, num_layers) for layer in experts.layers)
-        return ranks.pipeline.gather_columns_of_stages(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])
 
 
 class _Pass:

@@ -12,6 +12,7 @@ from moiety_engine.command_errors import print_error
 from moiety_engine.errors import EngineError
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.families.wrapped import WRAPPERS
+from moiety_engine.planning.layout_support import layout_table
 from moiety_engine.planning.model_support import EVERYWHERE, family_features, family_table, report_on
 
 if TYPE_CHECKING:
@@ -34,22 +35,36 @@ def models_command(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the table of families of the documentation, in Markdown.")
     ] = False,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Print the features available on each layout of ranks, in Markdown.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """List the model families that are served, or say whether a checkpoint would be, with which memory and features."""
-    if model is None:
-        if markdown:
-            typer.echo(family_table(), nl=False)
-        elif as_json:
-            found = {name: asdict(one) | {"features": asdict(family_features(name))} for name, one in CATALOG.items()}
-            typer.echo(json.dumps({"families": found}))
-        else:
-            listed = {name: entry.examples for name, entry in CATALOG.items()}
-            listed |= {name: f"{one.examples} (their text)" for name, one in WRAPPERS.items()}
-            width = max(map(len, listed))
-            for name, examples in sorted(listed.items()):
-                typer.echo(f"{name:<{width}}  {examples}")
-        return
+    if layouts:
+        typer.echo(layout_table(), nl=False)
+    elif model is None:
+        _print_families(markdown=markdown, as_json=as_json)
+    else:
+        _print_report(model, weights, kv_dtype, as_json=as_json)
+
+
+def _print_families(*, markdown: bool, as_json: bool) -> None:
+    if markdown:
+        typer.echo(family_table(), nl=False)
+    elif as_json:
+        found = {name: asdict(one) | {"features": asdict(family_features(name))} for name, one in CATALOG.items()}
+        typer.echo(json.dumps({"families": found}))
+    else:
+        listed = {name: entry.examples for name, entry in CATALOG.items()}
+        listed |= {name: f"{one.examples} (their text)" for name, one in WRAPPERS.items()}
+        width = max(map(len, listed))
+        for name, examples in sorted(listed.items()):
+            typer.echo(f"{name:<{width}}  {examples}")
+
+
+def _print_report(model: str, weights: str, kv_dtype: str, *, as_json: bool) -> None:
+    """Print the report on a checkpoint; exit with 1 if it would not be served."""
     try:
         report = report_on(model, weights, kv_dtype)
     except EngineError as exc:

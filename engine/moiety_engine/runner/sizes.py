@@ -130,8 +130,8 @@ def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
     """Return the device memory for adapters. Raises InvalidConfig where adapters are configured but not supported."""
     has_adapters = config.adapter_memory_bytes or config.adapters
     if model.ranks.everyone.size > 1:
-        reason = "over several ranks: leave out --tp, --dp-attention, --ep, --pp and --ffn-ranks"
-    elif model.arithmetic.invariant and model.device.type == "cuda":
+        return 0  # `layout_of` refuses adapters that are configured
+    if model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave out --batch-invariant"
     elif model.offloads:
         reason = "with offloaded experts: leave out --offload"
