@@ -135,7 +135,7 @@ class Turns:
 
     @contextlib.contextmanager
     def kept(self, rank: int) -> Iterator[None]:
-        begin, answer, give = apart.RemoteExperts.begin, apart.ExpertServer.answer, apart._Answering.give
+        begin, answer, give = apart.RemoteExperts.begin, apart.ExpertServer.answer, apart._Answering.return_rows
 
         def noting(mixture: apart.RemoteExperts, *given: Any) -> Any:
             begun = begin(mixture, *given)
@@ -157,7 +157,7 @@ class Turns:
         with (
             patch.object(apart.RemoteExperts, "begin", noting),
             patch.object(apart.ExpertServer, "answer", answering),
-            patch.object(apart._Answering, "give", giving),
+            patch.object(apart._Answering, "return_rows", giving),
         ):
             yield
 

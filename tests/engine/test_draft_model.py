@@ -94,7 +94,7 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     cache = weakref.ref(draft._passes._kv.layers[0].parts[0])
     loop.sleep()
     gc.collect()
-    assert loop.executor.model.is_offloaded and draft.model.away
+    assert loop.executor.model.is_offloaded and draft.model.is_offloaded
     assert cache() is None, "somebody still holds the draft's cache"
     loop.wake()
     assert not draft.model.is_offloaded

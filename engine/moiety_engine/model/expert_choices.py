@@ -33,6 +33,6 @@ def gather_choices(
         all_TC = ranks.across.gather_rows(all_TC, batch.spread.num_tokens)
     if ranks.across.rank:
         return all_TC
-    layout = ranks.seat.layout
+    layout = ranks.rank_position.layout
     layers_of = Counter(layout.stage_of(layer, num_layers) for layer in experts.layers)
     return ranks.pipeline.gather_columns_of_stages(all_TC, [experts.top_k * layers_of[s] for s in range(layout.pp)])

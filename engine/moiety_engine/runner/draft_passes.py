@@ -59,7 +59,7 @@ class DraftPasses:
     def begin(self) -> None:
         """Begin a step's passes: the next one reads the served model's hidden states."""
         self._own_LD = None
-        self.staging.turn()
+        self.staging.begin_step()
 
     def run(self, host: HostBatch, before_L: Tensor | None, spread: Spread | None) -> Tensor:
         """Run a pass of this rank's group; return hidden_LD of the wanted rows, on rank 0 those of all groups.
