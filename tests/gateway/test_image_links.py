@@ -237,7 +237,7 @@ async def test_tenants_whose_names_are_never_found_leave_look_ups_for_others(mon
         return look_up("127.0.0.1", *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
-    monkeypatch.setattr(image_fetcher, "MAX_LOOK_UPS", 8)
+    monkeypatch.setattr(image_fetcher, "MAX_LOOKUPS", 8)
     async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)) as fetcher:
         silent = [f"http://silent.example/{number}.png" for number in range(4)]
         for tenant_id in ("greedy", "greedier"):
