@@ -26,6 +26,7 @@ from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -54,6 +55,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 64}
     | {"intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 8},
+    "deepseek_v4": {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 48}
+    | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
+    | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "sliding_window": 12}
+    | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "qk_rope_head_dim": 16, "o_groups": 4, "o_lora_rank": 16}
+    | {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 4, "moe_intermediate_size": 256}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 64}
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
     | {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -118,7 +125,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
-    """Write a random checkpoint. DeepSeek's and LongCat's route all tokens to two experts, LongCat's to a third too."""
+    """Write a random checkpoint. DeepSeek's and LongCat's route all tokens to two experts, LongCat's to a third too.
+    The hash of DeepSeek-V4's tokens chooses distinct experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(family))
@@ -126,7 +134,9 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith("tid2eid"):
+                value.copy_(torch.rand(len(value), config.n_routed_experts).argsort(dim=1)[:, : value.shape[1]])
+            elif name.endswith("e_score_correction_bias"):
                 value.zero_()[:2] = 50.0
             elif name.endswith(("bias", "sinks")):
                 value.normal_(std=0.2)
@@ -240,7 +250,8 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     state_bytes = 4 * config.max_running * sum(math.prod(part.shape) for part in states)
     kept = [one for one in attentions if not isinstance(one, RecurrentSpec)]
     cached = sum(one.cached_values + getattr(one, "index_key_width", 0) for one in kept)
-    kv_bytes = 4 * num_blocks * BLOCK_SIZE * cached
+    entries = sum(one.block_values(BLOCK_SIZE) for one in attentions if isinstance(one, CompressedAttentionSpec))
+    kv_bytes = 4 * num_blocks * (BLOCK_SIZE * cached + entries)
     if states:  # states may take half of the memory
         kv_bytes = (4 if config.speculate is Speculate.NGRAM else 2) * state_bytes + kv_bytes
     memory = {"kv_memory_bytes": kv_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}

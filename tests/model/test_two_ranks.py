@@ -26,7 +26,6 @@ from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
 
 REFUSED = {
-    "deepseek_v4": "served on one rank only: leave out --tp",
     "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",

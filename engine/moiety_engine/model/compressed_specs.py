@@ -87,8 +87,8 @@ class CompressedAttentionSpec(RecurrentSpec):
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
-        """Fields that tensor parallelism divides: none; `tensor_shards` refuses several ranks."""
-        return ()
+        """Fields that tensor parallelism divides. All ranks have all rows and entries, which all heads share."""
+        return ("num_heads", "query heads"), ("output_groups", "groups of heads that are projected together")
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:

@@ -326,7 +326,7 @@ class MixtureOfExperts:
     def _expect(self, x_TD: Tensor) -> None:
         """Prefetch the experts that the following layer may choose."""
         following = self._following
-        if following is not None and following._cached is not None and not following._spec.hashed:
+        if following is not None and following._cached is not None and not following._spec.hashed_tokens:
             following._cached.expect(following._route(x_TD)[1])
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:

@@ -63,12 +63,13 @@ class RemoteExperts(MixtureOfExperts):
         self._rank_position = ranks.rank_position
         self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
-    def begin(self, x_TD: Tensor) -> Callable[[], Tensor]:
+    def begin(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> Callable[[], Tensor]:
         """Send the rows of this rank's share to the experts, compute the shared experts, and return without waiting.
 
-        The returned function waits for the experts' results of this rank's share, adds them, and returns the sum.
+        `token_ids_T`, int64, is needed where a hash chooses experts. The returned function waits for the experts'
+        results of this rank's share, adds them, and returns the sum.
         """
-        weight_TK, expert_TK = self._route(x_TD)
+        weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         share, crossing = share_of(self._rank_position, len(x_TD)), self._crossing

@@ -226,11 +226,11 @@ class MoeSpec:
     applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
     in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
     each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
-    float32. `hashed`: a table has the experts of each token, and the router their weights only (DeepSeek-V4).
-    `latent_width`: width of experts' input and output, if it is not the model's; all experts of a layer share a
-    projection into it and one out of it (Nemotron 3 Super). `zero_experts`: number of the router's last experts, which
-    return their input (LongCat-Flash). `held`: the expert of each slot on this rank, if the other experts are on other
-    ranks.
+    float32. `hashed_tokens`: number of tokens in a table that chooses the experts of each token, which the router only
+    weighs then (DeepSeek-V4); 0: there is no table. `latent_width`: width of experts' input and output, if it is not
+    the model's; all experts of a layer share a projection into it and one out of it (Nemotron 3 Super). `zero_experts`:
+    number of the router's last experts, which return their input (LongCat-Flash). `held`: the expert of each slot on
+    this rank, if the other experts are on other ranks.
     """
 
     width: int
@@ -242,7 +242,7 @@ class MoeSpec:
     weighs_input: bool = False
     normed: bool = False
     exact_router: bool = False
-    hashed: bool = False
+    hashed_tokens: int = 0
     shared: SharedSpec | None = None
     latent_width: int | None = None
     zero_experts: int = 0

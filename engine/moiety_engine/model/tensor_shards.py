@@ -54,11 +54,6 @@ def own_spec(spec: ModelSpec, rank_position: RankPosition) -> ModelSpec:
     """Return the spec of the rank's part of the model. Raises InvalidConfig if the model cannot be divided that way."""
     if rank_position.layout.num_ranks == 1:
         return spec
-    if spec.streams is not None:
-        raise InvalidConfig(
-            f"a {spec.family} model, which has hyper-connections and compressed attention, is served on one rank only: "
-            "leave out --tp, --ep, --pp, --dp-attention and --ffn-ranks"
-        )
     tp = rank_position.layout.tp
     if tp * tp > spec.vocab_size:
         raise InvalidConfig(f"a vocabulary of {spec.vocab_size} is too small for --tp {tp}")

@@ -21,7 +21,7 @@ from moiety_engine.model.expert_choices import gather_choices
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
-from moiety_engine.model.hyper_connections import residual_norms, split_streams
+from moiety_engine.model.hyper_connections import residual_norms, residual_shape, split_streams
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
 from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
@@ -269,8 +269,8 @@ class Transformer:
                 assert before_TD is not None, "an MTP layer needs a model's hidden states"
                 x_TD = self._mtp_input(x_TD, before_TD)
         else:
-            rows = len(batch.token_ids_T), self.spec.hidden_size
-            x_TD = pipeline.receive(torch.empty(rows, dtype=self.activation_dtype, device=self.device))
+            shape = residual_shape(len(batch.token_ids_T), self.spec)
+            x_TD = pipeline.receive(torch.empty(shape, dtype=self.activation_dtype, device=self.device))
         programs = self._programs
         recordable = on_stored is None and batch.images is None
         if programs is not None and recordable and programs.takes(batch):
@@ -374,7 +374,8 @@ class Transformer:
                 else:
                     mixture(x_TD, None)
             return x_TD, x_TD
-        x_TD = split_streams(x_TD, self.spec.streams)
+        if self.ranks.pipeline.is_first:
+            x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
         views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None
@@ -400,7 +401,7 @@ class Transformer:
                 if far is None:
                     fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
                 else:
-                    begun = far.begin(normed_TD)
+                    begun = far.begin(normed_TD, batch.token_ids_T)
                     yield
                     fed_TD = feed(begun)
                 x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)

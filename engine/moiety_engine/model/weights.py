@@ -422,6 +422,7 @@ class _Allocator:
         if f.latent_width is not None:
             latent = LatentProjections(self.product(width, size), self.product(size, width))
         all_rows = replace(self, rows=None)
+        table = self._empty((f.hashed_tokens, f.routing.top_k), torch.int32) if f.hashed_tokens else None
         return MoeWeights(
             router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
             gate_up_E2FD=all_rows.expert_product(held, f.up_width, width),
@@ -432,6 +433,6 @@ class _Allocator:
             down_bias_ED=all_rows.vector(held, size) if f.bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
             norms=self.mixture_norms(experts) if f.normed else None,
-            expert_of_token_VK=self._empty((self.spec.vocab_size, f.routing.top_k), torch.int32) if f.hashed else None,
+            expert_of_token_VK=table,
             latent=latent,
         )

@@ -146,5 +146,11 @@ def _mixture(config: Config, index: int) -> MoeSpec:
     width = config["moe_intermediate_size"]
     shared = SharedSpec(DenseSpec(width, activation=activation))
     return MoeSpec(
-        width, routing, activation, selection_bias=not hashed, exact_router=True, hashed=hashed, shared=shared
+        width,
+        routing,
+        activation,
+        selection_bias=not hashed,
+        exact_router=True,
+        hashed_tokens=config["vocab_size"] if hashed else 0,
+        shared=shared,
     )
