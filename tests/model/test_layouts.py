@@ -203,11 +203,6 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("deepseek_v4", {"layer_types": ["full_attention"] * 4}, "'full_attention' .* known: sliding_attention, "),
         ("deepseek_v4", {"layer_types": ["sliding_attention"] * 4}, "all 4 layers of this deepseek_v4 model are"),
         ("deepseek_v4", {"mlp_layer_types": ["dense"] * 4}, "'dense' is not supported .* known: hash_moe, moe"),
-        (
-            "deepseek_v4",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "with quant_method 'fp8', as it is published",
-        ),
     ],
 )
 def test_unknown_settings_of_a_family_are_refused_by_name(

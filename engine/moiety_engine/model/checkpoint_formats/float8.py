@@ -1,7 +1,7 @@
 """Reader of float8 matrices (float8_e4m3fn) with scales.
 
-A scale belongs to a block of rows and columns (DeepSeek's `…_scale_inv`), to a row, to a group of a row's inputs
-(MXFP8, whose scales are powers of two) or to the matrix.
+A scale belongs to a block of rows and columns (`…weight_scale_inv` in DeepSeek-V3, `….scale` in V4), to a row, to a
+group of a row's inputs (MXFP8, whose scales are powers of two) or to the matrix.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INVERSE, SCALES = "_scale_inv", "_scale"  # suffixes to the weight's name
+_WEIGHT, _SCALE = ".weight", ".scale"  # of a module
 EXPONENT_BIAS = 127
 
 
@@ -30,12 +31,17 @@ def float8_format(block: Any = None, group: int | None = None) -> WeightFormat:
 
 def float8_sources(present: set[str], form: WeightFormat) -> dict[str, TensorSource]:
     """Return the sources of all matrices that have a scale."""
+    return {plain: float8_source(plain, scale, form) for plain, scale in scaled_matrices(present).items()}
+
+
+def scaled_matrices(present: set[str]) -> dict[str, str]:
+    """Return the name of the scales of each matrix that has some."""
     found = {}
-    for end in (SCALES, INVERSE):
+    for end, of_matrix in ((SCALES, ""), (INVERSE, ""), (_SCALE, _WEIGHT)):
         for name in present:
-            plain = name.removesuffix(end)
-            if plain != name and plain in present:
-                found[plain] = float8_source(plain, name, form)
+            plain = name.removesuffix(end) + of_matrix
+            if name.endswith(end) and plain in present:
+                found[plain] = name
     return found
 
 

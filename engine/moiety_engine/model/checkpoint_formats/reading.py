@@ -9,6 +9,7 @@ from moiety_engine.model.checkpoint_formats.awq_gptq import awq, gptq
 from moiety_engine.model.checkpoint_formats.bitsandbytes import bitsandbytes
 from moiety_engine.model.checkpoint_formats.compressed_tensors import METHOD, compressed_tensors
 from moiety_engine.model.checkpoint_formats.float8 import float8_format, float8_sources
+from moiety_engine.model.checkpoint_formats.float8_experts import float8_with_experts
 from moiety_engine.model.checkpoint_formats.four_bit_floats import expert_sources
 from moiety_engine.model.checkpoint_formats.gguf import gguf
 from moiety_engine.model.checkpoint_formats.modelopt import modelopt
@@ -48,6 +49,8 @@ def read_quantization(settings: dict[str, Any], folder: Path | None = None) -> S
         return StoredQuantization(MXFP4.name, MXFP4, expert_sources)
     if method == "fp8" and settings.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
         form = float8_format(settings.get("weight_block_size"))
+        if settings.get("expert_dtype", "fp8") != "fp8":
+            return float8_with_experts(settings, form)
         return StoredQuantization(form.name, form, partial(float8_sources, form=form))
     if method in _READERS:
         return _READERS[method](settings)

@@ -95,7 +95,7 @@ CATALOG: dict[str, FamilyEntry] = {
         "DeepSeek-V3.2, V3.2-Exp", "latent, YaRN; sparse: an indexer selects 2,048 tokens", _DEEPSEEK
     ),
     "deepseek_v4": FamilyEntry(
-        "DeepSeek-V4-Flash, V4-Pro, on a CPU and converted to bfloat16",
+        "DeepSeek-V4-Flash, V4-Pro, on a CPU",
         "a window of 128 tokens beside entries for 4 and for 128 tokens; sparse: an indexer selects 512 of the former",
         "square root of softplus, with a selection bias; a hash chooses in the first layers; a shared expert; "
         "hyper-connections",

@@ -133,7 +133,8 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 def quantization_settings(config: Config) -> Config:
     """Return the quantization settings; older versions of compressed-tensors write them under another key."""
     settings: Config = first(config, "quantization_config", "compression_config", default={})
-    return settings
+    beside = config.get("expert_dtype")  # as DeepSeek-V4 is published
+    return {"expert_dtype": beside, **settings} if settings and beside is not None else settings
 
 
 def checkpoint_dtype(config: Config) -> str:

@@ -10,7 +10,6 @@ from moiety_engine.model.families.config import (
     Config,
     Features,
     first,
-    quantization_settings,
     read_routing,
     require,
     rope_from,
@@ -25,7 +24,6 @@ _KIND_OF_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
 _RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
 _HASHED, _ROUTED = "hash_moe", "moe"
 _MOST_STREAMS = 16
-_CONVERTED_METHOD = "compressed-tensors"  # as `moiety quantize` writes
 _ROTATED_SHARE = 64 / 512  # of a head, if the configuration does not say
 
 
@@ -33,12 +31,6 @@ def deepseek_v4(config: Config, index: int) -> LayerSpec:
     """Return a layer of DeepSeek-V4."""
     require(config, "deepseek_v4", scoring_func="sqrtsoftplus", norm_topk_prob=True, n_shared_experts=1)
     require(config, "deepseek_v4", hidden_act="silu", num_key_value_heads=1, attention_bias=False, mlp_bias=False)
-    method = quantization_settings(config).get("quant_method", _CONVERTED_METHOD)
-    if method != _CONVERTED_METHOD:
-        raise UnsupportedModelError(
-            f"checkpoints of deepseek_v4 with quant_method {method!r}, as it is published, are not supported yet: "
-            "convert the weights to bfloat16, or serve the model with another engine behind the gateway"
-        )
     return LayerSpec(_attention(config, _attention_kind(config, index)), _mixture(config, index))
 
 
