@@ -196,8 +196,9 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_attention": 2, "ep": 2}, {"pp": 2}, {"ffn_ranks": 1}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4"])
 def test_parallel_ranks_undo_drafts_over_recurrent_layers_alike(
-    processes: RankProcesses, alone: Alone, layout: dict[str, Any]
+    processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
 ) -> None:
     few_words = dict.fromkeys((17, 230, 41), 30.0)  # so that some drafts are right
     waves = [
@@ -212,7 +213,7 @@ def test_parallel_ranks_undo_drafts_over_recurrent_layers_alike(
         ]
         for wave in requests(num_tokens=30)
     ]
-    folder = alone.folders["qwen3_next"]
+    folder = alone.folders[family]
     plain = settings_of(folder, speculate=Speculate.NGRAM)
     (expected,) = processes.work(*ranks_of(msgspec.structs.replace(plain, speculate=Speculate.OFF)), waves=waves)
     ours, *_ = processes.work(*ranks_of(settings_of(folder, speculate=Speculate.NGRAM, **layout)), waves=waves)

@@ -26,10 +26,12 @@ from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.rope import rope
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
-    from moiety_engine.model.batch import Batch, Cache
+    from moiety_engine.model.batch import Batch, Cache, RecurrentRows
     from moiety_engine.model.compressed_specs import CompressedAttentionSpec, EntryIndexerSpec, PoolSpec
     from moiety_engine.model.compressed_weights import CompressedAttentionWeights, EntryIndexerWeights, PoolWeights
     from moiety_engine.model.rotary import RotaryTable
@@ -57,7 +59,9 @@ class CompressedAttention:
         spec, weights = self._spec, self._weights
         state = cache.state if isinstance(cache, CompressedCache) else cache
         assert isinstance(state, RecurrentStateCache)
-        runs, rotate = _runs(batch), Rotation(self._rotary, batch)
+        assert batch.states is not None, "layers with a state need its slots"
+        runs, rotate = _runs(batch.states, batch.positions_T), Rotation(self._rotary, batch)
+        kept_TC: list[Tensor] = []
         latent_TR, row_Td = torch.split(self._linear(x_TD, weights.input_CD), [spec.query_rank, spec.head_dim], dim=1)
         latent_TR = rms_norm(latent_TR.contiguous(), weights.query_norm_R, spec.norm_eps)
         row_Td = rms_norm(row_Td.contiguous(), weights.row_norm_d, spec.norm_eps)
@@ -67,14 +71,22 @@ class CompressedAttention:
         entries: Entries | None = None
         if self._entries is not None:
             assert isinstance(cache, CompressedCache)
-            self._entries.store_entries(x_TD, runs, batch, cache)
+            kept_TC = self._entries.store_entries(x_TD, runs, batch, cache)
             entries = self._entries.select_entries(x_TD, latent_TR, rotate, batch, cache)
         window_NWd = state.parts[0]
         out_THd = compressed_attention(q_THd, row_Td, window_NWd, runs, entries, spec.scale, weights.sinks_H)
         update_history(row_Td, window_NWd, runs)
+        state.record(batch.states, batch.positions_T.to(row_Td.dtype)[:, None], row_Td, *kept_TC)
         by_group = rotate.back(out_THd).reshape(len(x_TD), spec.output_groups, -1)
         projected_TGR = head_linear(by_group, weights.group_GRI, invariant=self._invariant)
         return self._linear(projected_TGR.flatten(1), weights.output_DC)
+
+    def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
+        """Keep the rows of tokens whose inputs were recorded; their entries are in blocks already."""
+        position_T1, *kept_TC = inputs_TC
+        runs = _runs(rows, position_T1.squeeze(1).long())
+        for rows_TC, history_NwC in zip(kept_TC, cache.parts, strict=True):
+            update_history(rows_TC, history_NwC, runs)
 
 
 class CompressedEntries:
@@ -95,8 +107,11 @@ class CompressedEntries:
             self._indexer = pool.indexer, indexer
         self._linear = partial(linear, invariant=arithmetic.invariant)
 
-    def store_entries(self, x_TD: Tensor, runs: TokenRuns, batch: Batch, cache: CompressedCache) -> None:
-        """Store the entries of the windows that end in the step, and their index keys, and advance the state."""
+    def store_entries(self, x_TD: Tensor, runs: TokenRuns, batch: Batch, cache: CompressedCache) -> list[Tensor]:
+        """Store the entries of the windows that end in the step, and their index keys, and advance the state.
+
+        Returns the tokens' rows that the state keeps: those of entries, and of index keys.
+        """
         rate = self._pool.rate
         token_E = (((batch.positions_T + 1) % rate == 0) & (batch.slots_T >= 0)).nonzero().squeeze(1)
         position_E = batch.positions_T.index_select(0, token_E)
@@ -106,8 +121,10 @@ class CompressedEntries:
         if self._indexer is not None:
             assert cache.index_keys_NEI is not None, "a layer with an indexer caches index keys"
             kept.append((self._indexer[1].pool, cache.index_keys_NEI, cache.state.parts[2]))
+        all_rows = []
         for weights, stored_NEC, history_NwC in kept:
             rows_TC = self._linear(x_TD, weights.rows_CD)
+            all_rows.append(rows_TC)
             pooled_EC = pool_windows(rows_TC, weights.bias_mC, history_NwC, runs, token_E, overlaps=self._pool.overlaps)
             update_history(rows_TC, history_NwC, runs)
             if len(token_E):
@@ -115,6 +132,7 @@ class CompressedEntries:
                 tables = self._rotary.upto(batch.max_context)
                 rotated_EC = rope(pooled_EC.unsqueeze(1), *tables, position_E - rate + 1).squeeze(1)
                 stored_NEC.flatten(0, 1).index_copy_(0, block_E * entries + place_E, rotated_EC.to(stored_NEC.dtype))
+        return all_rows
 
     def select_entries(
         self, x_TD: Tensor, latent_TR: Tensor, rotate: Rotation, batch: Batch, cache: CompressedCache
@@ -174,11 +192,9 @@ class Rotation:
         return rope(x_THd, self._cos_TR, -self._sin_TR, self._row_T)
 
 
-def _runs(batch: Batch) -> TokenRuns:
-    rows = batch.states
-    assert rows is not None, "layers with a state need its slots"
-    run_T = _owner(rows.run_start_R1, len(batch.positions_T))
-    return TokenRuns(run_T.int(), batch.positions_T, rows.run_start_R1, rows.slots_R)
+def _runs(rows: RecurrentRows, positions_T: Tensor) -> TokenRuns:
+    run_T = _owner(rows.run_start_R1, len(positions_T))
+    return TokenRuns(run_T.int(), positions_T, rows.run_start_R1, rows.slots_R)
 
 
 def _owner(start_S1: Tensor, tokens: int) -> Tensor:

@@ -102,6 +102,14 @@ class CompressedAttentionSpec(RecurrentSpec):
         return tuple(parts)
 
     @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The position, and the rows that are kept of it: of the window, for entries, and for their index keys.
+
+        Positions are exact, since the layer runs on a CPU only, where activations are float32.
+        """
+        return 1, *(part.shape[1] for part in self.state_parts)
+
+    @property
     def entry_widths(self) -> tuple[int, ...]:
         """Widths of an entry and of its index key; () without entries."""
         if self.pool is None:

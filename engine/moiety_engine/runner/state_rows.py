@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.model.batch import KvCache, RecurrentRows, RecurrentStateCache
+from moiety_engine.model.batch import CompressedCache, KvCache, RecurrentRows, RecurrentStateCache
 from moiety_engine.model.layers import RecurrentLayer
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import Upload
@@ -164,7 +164,8 @@ class StateCopier:
         )
         places_K = torch.from_numpy(places).to(device)
         for index, layer in self._layers.items():
-            cache = self._kv.layers[index]
+            of_layer = self._kv.layers[index]
+            cache = of_layer.state if isinstance(of_layer, CompressedCache) else of_layer
             assert isinstance(cache, RecurrentStateCache)
             layer.replay([record.flatten(0, 1).index_select(0, places_K) for record in cache.records], rows, cache)
 
