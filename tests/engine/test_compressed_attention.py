@@ -183,7 +183,7 @@ def test_the_table_of_features_says_what_is_missing(model: Transformer) -> None:
     assert (features.tensor_parallel, features.expert_parallel, features.pipeline_parallel) == ("yes",) * 3
     assert features.speculation == "yes"
     assert features.roles == "no: compressed entries are not sent between engines"
-    assert (features.lora, features.mtp) == ("feed-forward only", "no")
+    assert (features.lora, features.mtp) == ("feed-forward only", "yes")
 
 
 def test_bits_are_the_same_when_a_prompt_is_computed_anew(engine: Any) -> None:

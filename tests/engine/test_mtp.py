@@ -184,6 +184,23 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
         assert speculate is Speculate.NGRAM or load.accepted_tokens_total < load.drafted_tokens_total
 
 
+def test_drafts_over_compressed_attention_change_no_answer(tmp_path: Path) -> None:
+    """The layer gets all residual streams of the tokens before; it is right where the model says one of two words."""
+    from tests.model.conftest import write_checkpoint
+    from tests.model.test_mtp_v4 import WITH_MTP_LAYER, publish_v4
+
+    publish_v4(write_checkpoint(tmp_path, "one more", variants=WITH_MTP_LAYER))
+    mtp = MtpLoops(tmp_path, always_right=False)
+    sampling = Sampling(temperature=0.0, num_logprobs=1, logit_bias={17: 32.0, 23: 30.0})
+    submits = [make_submit(key, sampling=sampling) for key in range(5)]
+    expected = {key: one.token_ids for key, one in run_all(mtp.plain(max_running=4), submits).items()}
+    for overlap in (Overlap.OFF, Overlap.ON):
+        loop = mtp.make(max_running=4, overlap=overlap)
+        assert {key: one.token_ids for key, one in run_all(loop, submits).items()} == expected
+        load = loop.load()
+        assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
+
+
 def test_shared_prefixes_are_not_computed_again_by_the_mtp_layer(mtp: MtpLoops) -> None:
     loop = mtp.make()
     long = make_submit(0, num_prompt=MAX_BEHIND + 44)

@@ -22,6 +22,7 @@ from moiety_kernels.compressed_attention import (
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
+from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.rope import rope
 
@@ -56,30 +57,64 @@ class CompressedAttention:
             self._entries = CompressedEntries(spec, spec.pool, weights.pool, weights.indexer, rotary, arithmetic)
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        spec, weights = self._spec, self._weights
-        state = cache.state if isinstance(cache, CompressedCache) else cache
-        assert isinstance(state, RecurrentStateCache)
-        assert batch.states is not None, "layers with a state need its slots"
-        runs, rotate = _runs(batch.states, batch.positions_T), Rotation(self._rotary, batch)
-        kept_TC: list[Tensor] = []
+        spec, weights, rotate = self._spec, self._weights, Rotation(self._rotary, batch)
         latent_TR, row_Td = torch.split(self._linear(x_TD, weights.input_CD), [spec.query_rank, spec.head_dim], dim=1)
         latent_TR = rms_norm(latent_TR.contiguous(), weights.query_norm_R, spec.norm_eps)
         row_Td = rms_norm(row_Td.contiguous(), weights.row_norm_d, spec.norm_eps)
         row_Td = rotate(row_Td.unsqueeze(1)).squeeze(1)
         q_Xd = self._linear(latent_TR, weights.query_up_CR).view(-1, spec.head_dim)
         q_THd = rotate(rms_norm(q_Xd, self._unit_d, spec.norm_eps).view(-1, spec.num_heads, spec.head_dim))
-        entries: Entries | None = None
-        if self._entries is not None:
-            assert isinstance(cache, CompressedCache)
-            kept_TC = self._entries.store_entries(x_TD, runs, batch, cache)
-            entries = self._entries.select_entries(x_TD, latent_TR, rotate, batch, cache)
-        window_NWd = state.parts[0]
-        out_THd = compressed_attention(q_THd, row_Td, window_NWd, runs, entries, spec.scale, weights.sinks_H)
-        update_history(row_Td, window_NWd, runs)
-        state.record(batch.states, batch.positions_T.to(row_Td.dtype)[:, None], row_Td, *kept_TC)
+        attend = self._attend_to_blocks if spec.rows_in_blocks else partial(self._attend, x_TD, latent_TR, rotate)
+        out_THd = attend(q_THd, row_Td, batch, cache)
         by_group = rotate.back(out_THd).reshape(len(x_TD), spec.output_groups, -1)
         projected_TGR = head_linear(by_group, weights.group_GRI, invariant=self._invariant)
         return self._linear(projected_TGR.flatten(1), weights.output_DC)
+
+    def _attend(
+        self,
+        x_TD: Tensor,
+        latent_TR: Tensor,
+        rotate: Rotation,
+        q_THd: Tensor,
+        row_Td: Tensor,
+        batch: Batch,
+        cache: Cache,
+    ) -> Tensor:
+        """Return the attention to the window in the sequence's state, which is advanced, and to its entries."""
+        state = cache.state if isinstance(cache, CompressedCache) else cache
+        assert isinstance(state, RecurrentStateCache)
+        assert batch.states is not None, "layers with a state need its slots"
+        runs, kept_TC = _runs(batch.states, batch.positions_T), [row_Td]
+        entries: Entries | None = None
+        if self._entries is not None:
+            assert isinstance(cache, CompressedCache)
+            kept_TC += self._entries.store_entries(x_TD, runs, batch, cache)
+            entries = self._entries.select_entries(x_TD, latent_TR, rotate, batch, cache)
+        window_NWd = state.parts[0]
+        out_THd = compressed_attention(
+            q_THd, row_Td, window_NWd, runs, entries, self._spec.scale, self._weights.sinks_H
+        )
+        update_history(row_Td, window_NWd, runs)
+        state.record(batch.states, batch.positions_T.to(row_Td.dtype)[:, None], *kept_TC)
+        return out_THd
+
+    def _attend_to_blocks(self, q_THd: Tensor, row_Td: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Return the attention to the window, whose rows are in blocks, where the step's rows are stored first."""
+        assert isinstance(cache, CompressedCache)
+        rows_N1Pd = cache.entries_NEd.unsqueeze(1)
+        cache.entries_NEd.flatten(0, 1).index_copy_(0, batch.slots_T, row_Td.to(rows_N1Pd.dtype))
+        return paged_attention(
+            q_THd,
+            rows_N1Pd,
+            rows_N1Pd,
+            *batch.contexts,
+            self._spec.scale,
+            self._spec.window,
+            self._weights.sinks_H,
+            num_decode=batch.num_decode,
+            max_query=batch.max_query,
+            max_context=batch.max_context,
+        )
 
     def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
         """Keep the rows of tokens whose inputs were recorded; their entries are in blocks already."""

@@ -59,7 +59,8 @@ class CompressedAttentionSpec(RecurrentSpec):
     rotated back. The rows of the window, and what the next entries are pooled from, are a state of fixed size, so the
     layer is recurrent; the entries are in the sequence's blocks. `query_rank`: width of the queries' latent row.
     `output_groups`: groups of heads whose output is projected to `output_rank` values before the output projection.
-    `pool`: None if the layer has no entries.
+    `pool`: None if the layer has no entries. `rows_in_blocks`: the rows of the window are in blocks, and the layer has
+    no state: an MTP layer, which has no entries, keeps them like that, since rejected drafts then need no undo.
     """
 
     num_heads: int
@@ -72,6 +73,7 @@ class CompressedAttentionSpec(RecurrentSpec):
     output_rank: int
     norm_eps: float
     pool: PoolSpec | None
+    rows_in_blocks: bool = False
 
     @property
     def output_width(self) -> int:
@@ -93,6 +95,8 @@ class CompressedAttentionSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """Rows of the window, and values and gates of the last tokens for entries, and for their index keys."""
+        if self.rows_in_blocks:
+            return ()
         parts = [StatePart((self.window, self.head_dim), exact=False)]
         if self.pool is not None:
             columns = 2 * self.pool.num_series
@@ -107,18 +111,23 @@ class CompressedAttentionSpec(RecurrentSpec):
 
         Positions are exact, since the layer runs on a CPU only, where activations are float32.
         """
-        return 1, *(part.shape[1] for part in self.state_parts)
+        parts = self.state_parts
+        return (1, *(part.shape[1] for part in parts)) if parts else ()
 
     @property
     def entry_widths(self) -> tuple[int, ...]:
-        """Widths of an entry and of its index key; () without entries."""
+        """Widths of an entry and of its index key, or of a row in blocks; () without entries."""
         if self.pool is None:
-            return ()
+            return (self.head_dim,) if self.rows_in_blocks else ()
         return (self.head_dim,) if self.pool.indexer is None else (self.head_dim, self.pool.indexer.head_dim)
+
+    def entries_of(self, block_size: int) -> int:
+        """Return the places for entries, or for rows, in a block of `block_size` tokens."""
+        return block_size if self.pool is None else self.pool.entries_of(block_size)
 
     def block_values(self, block_size: int) -> int:
         """Return the values that a block of `block_size` tokens has of this layer."""
-        return 0 if self.pool is None else self.pool.entries_of(block_size) * sum(self.entry_widths)
+        return self.entries_of(block_size) * sum(self.entry_widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,5 +149,5 @@ class StreamsSpec:
 
 
 def has_entries(spec: object) -> bool:
-    """Return whether a layer's attention, given by its spec, keeps compressed entries in blocks."""
-    return isinstance(spec, CompressedAttentionSpec) and spec.pool is not None
+    """Return whether a layer's attention, given by its spec, keeps compressed entries, or rows, in blocks."""
+    return isinstance(spec, CompressedAttentionSpec) and bool(spec.entry_widths)

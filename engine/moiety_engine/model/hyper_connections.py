@@ -100,8 +100,11 @@ def residual_norms(
 
 
 def split_streams(x_TD: Tensor, spec: StreamsSpec | None) -> Tensor:
-    """Return the residual stream of these embeddings: streams_TND, all the same at first, if there are several."""
-    return x_TD if spec is None else x_TD.unsqueeze(1).expand(-1, spec.num_streams, -1).contiguous()
+    """Return the residual stream of these embeddings: streams_TND, all the same at first, if there are several.
+
+    Streams, which a pipeline stage or an MTP layer begins with, are returned unchanged.
+    """
+    return x_TD if spec is None or x_TD.dim() > 2 else x_TD.unsqueeze(1).expand(-1, spec.num_streams, -1).contiguous()
 
 
 def residual_shape(tokens: int, spec: ModelSpec) -> tuple[int, ...]:

@@ -153,9 +153,9 @@ class KvAllocation:
                 tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts),
                 tuple(map(record, widths)),
             )
-            if not isinstance(one, CompressedAttentionSpec) or one.pool is None:
+            if not isinstance(one, CompressedAttentionSpec) or not one.entry_widths:
                 return state
-            places = num_blocks, one.pool.entries_of(block_size)
+            places = num_blocks, one.entries_of(block_size)
             entries, *index_keys = (empty(*places, width) for width in one.entry_widths)
             return CompressedCache(entries, index_keys[0] if index_keys else None, block_size, state)
 

@@ -52,7 +52,8 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
         return
     files = tensor_files(folder)
     prefix = spec.mtp_root or mtp_prefix("model.", len(spec.layers), files)
-    projection = f"{prefix}{'fc' if spec.mtp_root else 'eh_proj'}.weight"
+    own_name = "fc" if spec.mtp_root else "eh_proj"
+    projection = f"{prefix}{own_name if spec.streams is None else 'e_proj'}.weight"
     if projection not in files:
         raise WeightsError(
             f"the model in {folder} has an MTP layer as published, but the files have no {projection}: "
@@ -61,6 +62,8 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
         )
     head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
+    if spec.streams is not None:  # DeepSeek-V4's names
+        copies = {"emb.tok_emb.weight": "embed.weight", "head.weight": "head.weight"}
     for name, of_model in copies.items():
         if prefix + name in files and not _alike(files, prefix + name, of_model):
             raise UnsupportedModelError(

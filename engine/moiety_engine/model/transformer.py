@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from math import prod
 from operator import call
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,11 @@ class Transformer:
         self.cache_groups = cache_groups(
             spec, keep_everything=not options.frees_windows, one_shape=self.kv_dtype is torch.int8
         )
-        kv_form = self.kv_dtype, self.activation_dtype, spec.hidden_size if keeps_hidden else None
+        kv_form = self.kv_dtype, self.activation_dtype, prod(residual_shape(1, spec)) if keeps_hidden else None
         self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
         self._largest = LargestAllocation(spec, ranks.rank_position.layout, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
-        self._mtp_input = None if weights.mtp_input is None else MtpInput(spec.norm, weights.mtp_input, arithmetic)
+        self._mtp_input = None if weights.mtp_input is None else MtpInput(spec, weights.mtp_input, arithmetic)
         self.vision: VisionEncoder | None = None
         if spec.vision is not None and weights.vision is not None:
             self.vision = VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
@@ -278,11 +279,14 @@ class Transformer:
         else:
             x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
             pipeline.send_to_next_stage(x_TD)
+        kept_TD = normed_TD if self.spec.streams is None else x_TD.flatten(1)
         if kv.hidden is not None:
-            kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, normed_TD)
+            kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, kept_TD)
             if on_stored is not None:
                 on_stored(len(kv.layers))
-        hidden_LD = pipeline.receive_from_last_stage(normed_TD.index_select(0, batch.wanted_rows_L))
+        chained = self._mtp_input is not None and self._mtp_input.has_streams  # the next pass needs the streams
+        hidden_LD = (kept_TD if chained else normed_TD).index_select(0, batch.wanted_rows_L)
+        hidden_LD = pipeline.receive_from_last_stage(hidden_LD)
         if pipeline.size > 1:
             self._count_experts(batch)
         return hidden_LD
@@ -314,6 +318,8 @@ class Transformer:
         """
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
+        if self._mtp_input is not None and self._mtp_input.has_streams:
+            hidden_LD = self._final_norm(hidden_LD.view(residual_shape(len(hidden_LD), self.spec)))
         logits_LV = self.vocabulary.logits(hidden_LD)
         logits_LV, cap = times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
@@ -374,8 +380,7 @@ class Transformer:
                 else:
                     mixture(x_TD, None)
             return x_TD, x_TD
-        if self.ranks.pipeline.is_first:
-            x_TD = split_streams(x_TD, self.spec.streams)
+        x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
         views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec, EntryIndexerSpec, PoolSpec, StreamsSpec
@@ -24,6 +25,7 @@ _KIND_OF_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
 _RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
 _HASHED, _ROUTED = "hash_moe", "moe"
 _MOST_STREAMS = 16
+_MTP_ROOT = "mtp.0."  # all tensors of the first MTP layer
 _ROTATED_SHARE = 64 / 512  # of a head, if the configuration does not say
 
 
@@ -31,17 +33,26 @@ def deepseek_v4(config: Config, index: int) -> LayerSpec:
     """Return a layer of DeepSeek-V4."""
     require(config, "deepseek_v4", scoring_func="sqrtsoftplus", norm_topk_prob=True, n_shared_experts=1)
     require(config, "deepseek_v4", hidden_act="silu", num_key_value_heads=1, attention_bias=False, mlp_bias=False)
-    return LayerSpec(_attention(config, _attention_kind(config, index)), _mixture(config, index))
+    return LayerSpec(
+        _attention(config, _attention_kind(config, index)), _mixture(config, hashed=_hashed(config, index))
+    )
 
 
 def deepseek_v4_features(config: Config) -> Features:
-    """Return the residual streams; the tensors of MTP layers are ignored."""
+    """Return the residual streams, and the MTP layer, if there is one."""
     streams = StreamsSpec(config["hc_mult"], config["hc_sinkhorn_iters"], float(config["hc_eps"]))
     if not 1 <= streams.num_streams <= _MOST_STREAMS:
         raise ConfigError(f"hc_mult {streams.num_streams} must be in 1 … {_MOST_STREAMS}")
     if streams.iterations < 1:
         raise ConfigError(f"hc_sinkhorn_iters {streams.iterations} must be at least 1")
-    return {"streams": streams, "ignored_prefixes": ("mtp.", "model.mtp.")}
+    features: Features = {"streams": streams, "ignored_prefixes": ("mtp.", "model.mtp.")}
+    if not first(config, "num_nextn_predict_layers", default=0):
+        return features
+    ratios = (config.get("compress_ratios") or ())[config["num_hidden_layers"] :]
+    if ratios and ratios[0]:
+        raise UnsupportedModelError(f"an MTP layer with compress_ratios {ratios[0]} is not supported in deepseek_v4")
+    attention = replace(_attention(config, _SLIDING), rows_in_blocks=True)
+    return features | {"mtp": LayerSpec(attention, _mixture(config, hashed=False)), "mtp_root": _MTP_ROOT}
 
 
 def _attention_kind(config: Config, index: int) -> str:
@@ -117,16 +128,19 @@ def _rope(config: Config, label: str) -> RopeSpec:
     return rope_from(config, scaling | own, config["head_dim"])
 
 
-def _mixture(config: Config, index: int) -> MoeSpec:
+def _hashed(config: Config, index: int) -> bool:
+    """Return whether a hash chooses the layer's experts."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
-        hashed = index < first(config, "num_hash_layers", default=3)
-    elif kinds[index] in (_HASHED, _ROUTED):
-        hashed = kinds[index] == _HASHED
-    else:
+        return bool(index < first(config, "num_hash_layers", default=3))
+    if kinds[index] not in (_HASHED, _ROUTED):
         raise UnsupportedModelError(
             f"feed-forward {kinds[index]!r} is not supported in deepseek_v4; known: {_HASHED}, {_ROUTED}"
         )
+    return bool(kinds[index] == _HASHED)
+
+
+def _mixture(config: Config, *, hashed: bool) -> MoeSpec:
     activation = Activation("limited_silu", limit=float(config["swiglu_limit"]))
     routing = read_routing(
         config,

@@ -52,6 +52,8 @@ _BLOCKS = "transformer.blocks."  # DBRX's layers
 # Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
 _DEEPSEEK_MTP_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _QWEN_MTP_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_MTP_ROOT_OF_V4 = "mtp.0."  # prefix of all tensors of DeepSeek-V4's
+_V4_MTP_NAMES, _V4_MTP_PROJECTIONS = ("enorm", "hnorm", "norm"), ("e_proj", "h_proj")
 _RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _QWEN_MTP_NAMES[:2]))
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
 # Tables that some checkpoints have: of rotary embeddings, and of the constant decays of lightning attention.
@@ -73,6 +75,7 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
         if spec.mtp_after is not None:
             own_root = spec.mtp_root
             prefix = mtp_prefix(root, spec.mtp_after, present) if own_root is None else f"{own_root}layers.{index}."
+            prefix = _MTP_ROOT_OF_V4 if own_root == _MTP_ROOT_OF_V4 else prefix
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
     if spec.vision is not None and weights.vision is not None:
@@ -114,12 +117,19 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     if mtp_input is not None:
         own_root = spec.mtp_root
         prefix = mtp_prefix(root, spec.mtp_after or 0, present) if own_root is None else own_root
+        of_v4 = own_root == _MTP_ROOT_OF_V4
         token, before, projection, final = _DEEPSEEK_MTP_NAMES if own_root is None else _QWEN_MTP_NAMES
+        token, before, final = _V4_MTP_NAMES if of_v4 else (token, before, final)
         if f"{prefix}{_FINAL_NORM_OF_MIMO}.weight" in present:
             final = _FINAL_NORM_OF_MIMO
         yield from _norm(f"{prefix}{token}", mtp_input.token_norm)
         yield from _norm(f"{prefix}{before}", mtp_input.before_norm)
-        yield f"{prefix}{projection}.weight", whole(mtp_input.projection_DJ)
+        if of_v4 and weights.streams is not None:
+            for name, half_DD in zip(_V4_MTP_PROJECTIONS, mtp_input.projection_DJ.chunk(2, dim=1), strict=True):
+                yield f"{prefix}{name}.weight", whole(half_DD)
+            yield from stream_places(f"{prefix}{_HEAD_STREAMS[0]}", weights.streams)
+        else:
+            yield f"{prefix}{projection}.weight", whole(mtp_input.projection_DJ)
         yield from _norm(f"{prefix}{final}", weights.final_norm)
         return
     outside = "language_model." if root == "language_model.model." else ""
