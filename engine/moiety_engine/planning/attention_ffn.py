@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moiety_engine.distribution.layout import Layout, RankPosition
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -95,9 +95,10 @@ class AttentionFfnComparison:
 def compare(served: Served, num_gpus: int, sides: Sides, demand: TrafficDemand) -> dict[str, AttentionFfnComparison]:
     """Compare the two arrangements among layouts that the engine supports ("advised") and among all ("best_of_all").
 
-    Returns an empty dict for a model without experts or for a single GPU.
+    Returns an empty dict for a model without experts, for one that the engine refuses (see `why_not_apart`), or for a
+    single GPU.
     """
-    if num_gpus < 2 or not served.spec.moe_layers:
+    if num_gpus < 2 or not served.spec.moe_layers or why_not_apart(served.spec):
         return {}
     decoding = replace(demand, prompts_elsewhere=True)
     found = [
@@ -108,6 +109,15 @@ def compare(served: Served, num_gpus: int, sides: Sides, demand: TrafficDemand) 
     divided = list(_divisions(served, num_gpus, sides, decoding))
     ours = _best([one for one in divided if one.in_engine], [one for one in good if one.in_engine])
     return {"advised": ours, "best_of_all": _best(divided, good)}
+
+
+def why_not_apart(spec: ModelSpec) -> str:
+    """Return why the engine refuses expert ranks for a model with experts; "" if it does not."""
+    try:
+        own_spec(spec, RankPosition(Layout(ffn_ranks=1)))
+    except InvalidConfig as exc:
+        return str(exc)
+    return ""
 
 
 def _best(divided: list[AttentionFfnLayout], layouts: list[LayoutCandidate]) -> AttentionFfnComparison:

@@ -14,7 +14,13 @@ from rich.table import Table
 
 from moiety_engine.command_errors import exit_on_error
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.planning.attention_ffn import AttentionFfnComparison, AttentionFfnLayout, Sides, compare
+from moiety_engine.planning.attention_ffn import (
+    AttentionFfnComparison,
+    AttentionFfnLayout,
+    Sides,
+    compare,
+    why_not_apart,
+)
 from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate, list_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
@@ -122,7 +128,8 @@ def plan_command(
         return
     out = Console()
     out.print(make_table(ranked))
-    for sentence in [*explain(ranked, advised), *explain_attention_ffn(apart)]:
+    why_not = why_not_apart(served.spec) if served.spec.moe_layers else ""
+    for sentence in [*explain(ranked, advised), *explain_attention_ffn(apart, why_not)]:
         out.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
@@ -195,8 +202,10 @@ def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | 
     return sentences
 
 
-def explain_attention_ffn(found: dict[str, AttentionFfnComparison]) -> list[str]:
-    """Return sentences that say whether attention–FFN disaggregation pays."""
+def explain_attention_ffn(found: dict[str, AttentionFfnComparison], why_not: str = "") -> list[str]:
+    """Return sentences that say whether attention–FFN disaggregation pays. `why_not`: why the engine refuses it."""
+    if why_not:
+        return [f"Attention–FFN disaggregation is not available: {why_not}."]
     if not found:
         return []
     ours, best = found["advised"], found["best_of_all"]
