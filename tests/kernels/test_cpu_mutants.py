@@ -242,7 +242,7 @@ def normalizes_with_gates(kernel: ModuleType, _: Any) -> None:
 
 def gates(kernel: ModuleType, _: Any) -> None:
     out = torch.randn(9, 6, 20)
-    for columns, kind in ((6, "softplus"), (120, "sigmoid")):
+    for columns, kind in ((6, "softplus"), (120, "sigmoid"), (120, "gelu_tanh")):
         gate = 12 * torch.randn(9, columns)
         assert_close(kernel.output_gate(out.clone(), gate, kind), output_gate_reference(out, gate, kind))
 
@@ -377,6 +377,7 @@ MUTANTS = [
     (latent_input, "load_i64(positions_T, t)\n        rotate", "load_i64(positions_T, 0)\n        rotate"),
     (latent_input, "q_THd + t * token_bytes + head * head_bytes", "q_THd + t * token_bytes"),
     (output_gate, "gate > _LINEAR else math.log1p(math.exp(gate))", "True else 0.0"),
+    (output_gate, "0.044715 * gate * gate * gate", "0.044715 * gate * gate"),
     (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
     (moe, "expert * args.num_ups + column", "expert * 2 * hidden + column"),
     (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),

@@ -98,7 +98,9 @@ def test_values_beyond_float8_are_stored_as_its_largest_number() -> None:
     assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
 
 
-@pytest.mark.parametrize(("columns", "kind"), [(6, "softplus"), (6, "sigmoid"), (120, "softplus"), (120, "sigmoid")])
+@pytest.mark.parametrize(
+    ("columns", "kind"), [(6, "softplus"), (6, "sigmoid"), (120, "softplus"), (120, "sigmoid"), (120, "gelu_tanh")]
+)
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_output_gate(columns: int, kind: GateKind, tokens: int) -> None:
     out, gate = normal(tokens, 6, 20), normal(tokens, columns, scale=15.0)

@@ -18,7 +18,7 @@ _cpu = lazy_import(__name__, "cpu")
 
 
 def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:
-    """Return out_THd, which may be overwritten, times the sigmoid or the softplus of gate_TC.
+    """Return out_THd, which may be overwritten, times the sigmoid, the softplus or the GELU of gate_TC.
 
     The gate has a column for each head, or one for each value of all heads.
     """

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from moiety_kernels.output_gate.spec import GateKind
 
 _BLOCK = 4  # tokens per task
+_KINDS = ("sigmoid", "softplus", "gelu_tanh")
 _LINEAR = 20.0  # softplus(x) is x from here on, as in torch
+
+_GELU = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 class OutputGateArguments(NamedTuple):
@@ -32,7 +35,7 @@ class OutputGateArguments(NamedTuple):
     tokens: Int64  # T
     columns: Int64  # C
     shared_by: Int64  # values of a head that share a column: 1, or d
-    softplus: Int64
+    kind: Int64  # index in _KINDS
 
 
 def fits(out_THd: Tensor, gate_TC: Tensor) -> bool:
@@ -54,16 +57,18 @@ def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:
             tokens=tokens,
             columns=columns,
             shared_by=heads * width // columns,
-            softplus=kind == "softplus",
+            kind=_KINDS.index(kind),
         ),
     )
     return out_THd
 
 
 @jit
-def _factor(gate: float, softplus: int) -> float:
-    if not softplus:
+def _factor(gate: float, kind: int) -> float:
+    if kind == 0:
         return 1.0 / (1.0 + math.exp(-gate))
+    if kind == 2:  # gelu, where (1 + tanh(x)) / 2 is sigmoid(2 · x)
+        return gate / (1.0 + math.exp(-_GELU * (gate + 0.044715 * gate * gate * gate)))
     return gate if gate > _LINEAR else math.log1p(math.exp(gate))
 
 
@@ -72,6 +77,6 @@ def _task(args: OutputGateArguments, task: int, scratch: int) -> None:
     for t in range(task * _BLOCK, min(args.tokens, (task + 1) * _BLOCK)):
         gates, values = args.gate_TC + 4 * columns * t, args.out_THd + 4 * columns * shared_by * t
         for column in range(columns):
-            factor = _factor(load_f32(gates, column), args.softplus)
+            factor = _factor(load_f32(gates, column), args.kind)
             for i in range(column * shared_by, (column + 1) * shared_by):
                 store_f32(values, i, load_f32(values, i) * factor)

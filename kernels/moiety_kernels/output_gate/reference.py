@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 def output_gate(out_THd: Tensor, gate_TC: Tensor, kind: GateKind) -> Tensor:
     """Return out_THd times the activated gate, which is computed in float32 and rounded to the type of out_THd."""
     wide_TC = gate_TC.float()
-    factor_TC = torch.sigmoid(wide_TC) if kind == "sigmoid" else functional.softplus(wide_TC)
+    if kind == "gelu_tanh":
+        factor_TC = functional.gelu(wide_TC, approximate="tanh")
+    else:
+        factor_TC = torch.sigmoid(wide_TC) if kind == "sigmoid" else functional.softplus(wide_TC)
     tokens, heads, _ = out_THd.shape
     return out_THd * factor_TC.to(out_THd.dtype).view(tokens, heads, gate_TC.shape[1] // heads)

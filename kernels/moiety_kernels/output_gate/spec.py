@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Literal
 
-GateKind = Literal["sigmoid", "softplus"]
+GateKind = Literal["sigmoid", "softplus", "gelu_tanh"]
