@@ -222,6 +222,13 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
         | {"intermediate_size": 96, "final_logit_softcapping": 4.0, "attention_bias": True},
     ),
+    "gemma4_text, embeddings by layer": (  # E2B and E4B: the upper layers read the keys and values of lower ones
+        "gemma4_text",
+        {"sliding_window": 40, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"global_head_dim": 32, "num_key_value_heads": 2, "intermediate_size": 96, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 48, "vocab_size_per_layer_input": 384, "final_logit_softcapping": 4.0},
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "conv_bias": True}

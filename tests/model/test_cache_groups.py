@@ -27,7 +27,8 @@ from moiety_wire.messages import Sampling
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
-WINDOWED = ["gemma3", "gemma4_text", "gpt_oss", "llama4_text", "mimo_v2_flash", "mistral, sliding window"]
+WINDOWED = ["gemma3", "gemma4_text", "gemma4_text, embeddings by layer", "gpt_oss", "llama4_text", "mimo_v2_flash"]
+WINDOWED += ["mistral, sliding window"]
 
 
 class Engine(PoisonedEngine):
@@ -171,6 +172,20 @@ def test_groups_are_formed_only_where_they_save_memory() -> None:
     assert single.layers == tuple(range(48))
     (kept,) = cache_groups(spec_from_config(PRESETS["gpt-oss-20b"]), keep_everything=True)
     assert kept.window is None
+
+
+def test_layers_that_read_the_keys_of_others_take_no_memory() -> None:
+    settings = {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "num_key_value_heads": 1, "hidden_size": 1536}
+    kinds = {"layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7}
+    spec = spec_from_config({"model_type": "gemma4_text", **settings, **kinds})  # E2B
+    groups = cache_groups(spec)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(15))
+    assert {spec.layers[index].attention.kv_layer for index in range(15, 35)} == {13, 14}
+    allocation = KvAllocation(spec.layers, 0, groups, torch.float32, torch.float32, None)
+    kv = allocation.allocate(2, BLOCK_SIZE, 0, 0, torch.device("cpu"), "")
+    assert list(kv.token_caches) == list(range(15))
+    assert kv.layers[15:20] == (*[kv.layers[13]] * 4, kv.layers[14])
+    assert kv.groups[15:20] == (*[kv.groups[13]] * 4, kv.groups[14])
 
 
 def test_layers_of_different_shapes_share_blocks_and_are_sent_token_by_token() -> None:

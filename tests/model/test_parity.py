@@ -35,6 +35,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "falcon_h1, no norms",
     "flex_olmo",
     "gemma4_text",
+    "gemma4_text, embeddings by layer",
     "granitemoe_swa",
     "granitemoehybrid",
     "hunyuan_v1_moe",

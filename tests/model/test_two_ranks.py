@@ -105,7 +105,7 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
 @pytest.mark.parametrize("variant", [*DIVIDED, "olmoe, clipped, linear rope"])
 def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
     checkpoint = make_checkpoint(variant)
-    if variant in ("falcon_h1", "flex_olmo"):
+    if variant in ("falcon_h1", "flex_olmo", "gemma4_text, embeddings by layer"):
         layout = Layout(tp=2)  # no experts; seven are not divided by two
     ours = logprobs_of_two_ranks(checkpoint.folder, layout)
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
@@ -146,6 +146,12 @@ def test_remote_experts_in_a_width_of_their_own_are_refused(make_checkpoint: Any
     spec = read_spec(make_checkpoint("nemotron_h, latent experts").folder)
     with pytest.raises(InvalidConfig, match="--ffn-ranks is not available for this nemotron_h model"):
         own_spec(spec, RankPosition(Layout(ffn_ranks=1)))
+
+
+def test_stages_of_a_model_with_embeddings_by_layer_are_refused(make_checkpoint: Any) -> None:
+    spec = read_spec(make_checkpoint("gemma4_text, embeddings by layer").folder)
+    with pytest.raises(InvalidConfig, match="--pp is not available for this gemma4_text model, whose layers add"):
+        own_spec(spec, RankPosition(Layout(pp=2)))
 
 
 def test_a_stage_that_begins_with_attention_beside_mamba_is_refused(make_checkpoint: Any) -> None:

@@ -37,6 +37,12 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "gemma4_text",
         VISION | {"head_dim": 16, "num_key_value_heads": 2},
     ),
+    "gemma4, embeddings by layer": (
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        "gemma4_text, embeddings by layer",
+        VISION | {"head_dim": 16, "num_key_value_heads": 2},
+    ),
     "llama4": (
         "llama4",
         "Llama4ForConditionalGeneration",

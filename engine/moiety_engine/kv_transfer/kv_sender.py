@@ -138,6 +138,8 @@ class StepSends:
         self._number = {layer: number for number, layer in enumerate((*self._token_caches, *self._state_caches))}
 
     def __call__(self, layer: int) -> None:
+        if layer not in self._number:
+            return  # it reads the keys and values of an earlier layer
         states = self._state_caches.get(layer)
         for stretch in self._stretches:
             first, end = stretch.first, stretch.end

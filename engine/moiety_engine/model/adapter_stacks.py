@@ -104,6 +104,8 @@ def _form_of_attention(attention: AttentionSpec, product: Product, hidden_size: 
         return None if attention.gate is None else Form(hidden_size, (attention.gate_width,))
     if product is Product.OUTPUT:
         return Form(attention.output_width, (hidden_size,))
+    if attention.kv_layer is not None:
+        return Form(hidden_size, (attention.q_width,))
     # Where values share the projection of keys, its adapter would have the rows of both.
     return None if attention.keys_are_values else Form(hidden_size, attention.qkv_widths)
 

@@ -57,6 +57,8 @@ def cannot_be_invariant(
 def _widths(spec: ModelSpec, layer: LayerSpec) -> Iterator[int]:
     """Yield the widths of the rows that a layer multiplies, and of its heads."""
     attention, ffn = layer.attention, layer.ffn
+    if layer.embedded and spec.layer_embeddings is not None:
+        yield spec.layer_embeddings.width
     yield from (spec.hidden_size, layer.attention_gate_rank, layer.ffn_gate_rank)
     if ffn is not None:
         yield ffn.width

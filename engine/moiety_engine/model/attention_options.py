@@ -22,6 +22,22 @@ class OutputGateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Lightning indexer of sparse attention (DeepSeek-V3.2): selects the `top_k` tokens that a query attends to.
+
+    A query has `num_heads` index queries, a token one index key of width `head_dim`. The first entries of both are
+    rotated, as many as attention rotates; `interleaved`: the checkpoint has the entries of a pair next to each other.
+    `reuses`: the layer has no indexer and attends to the selection of the nearest layer before it that has one.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    reuses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DividedNormSpec:
     """Normalization of all heads together over several ranks; `kv_copies`: ranks that have the same key heads."""
 

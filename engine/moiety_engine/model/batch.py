@@ -231,9 +231,16 @@ class KvCache:
 
     @property
     def token_caches(self) -> dict[int, LayerCache | LatentCache]:
-        """Caches with rows of every token by number: those of layers by index, then that of the hidden states."""
+        """Caches with rows of every token by number: those of layers by index, then that of the hidden states.
+
+        Layers that read the cache of an earlier layer are left out.
+        """
         numbered = enumerate(self.layers if self.hidden is None else (*self.layers, self.hidden))
-        return {number: one for number, one in numbered if isinstance(one, LayerCache | LatentCache)}
+        found = [(number, one) for number, one in numbered if isinstance(one, LayerCache | LatentCache)]
+        first: dict[tuple[int, int], int] = {}  # by group and object, since groups share places
+        for number, one in found:
+            first.setdefault((self.groups[number], id(one)), number)
+        return {number: one for number, one in found if first[self.groups[number], id(one)] == number}
 
     @property
     def state_caches(self) -> dict[int, RecurrentStateCache]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.attention_options import IndexerSpec
     from moiety_engine.model.batch import Batch, LatentCache
     from moiety_engine.model.rotary import RotaryTable
-    from moiety_engine.model.spec import IndexerSpec
     from moiety_engine.model.weights import IndexerWeights
 
 _NORM_EPS = 1e-6  # of index keys, in all released models

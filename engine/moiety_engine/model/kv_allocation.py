@@ -15,7 +15,7 @@ from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.model.batch import Cache, CompressedCache, KvCache, LatentCache, LayerCache, RecurrentStateCache
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
-from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
+from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, kv_layer_of
 from moiety_engine.model.tensor_shards import own_spec
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ class KvAllocation:
         """
         self._dtype, self._activation_dtype, self._hidden_width = dtype, activation_dtype, hidden_width
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self._group_of_layer = tuple(group_of.get(first_layer + index, 0) for index in range(len(layers)))
+        self._sources = [kv_layer_of(layer.attention) for layer in layers]
+        self._first_layer = first_layer
+        stored_by = [first_layer + i if source is None else source for i, source in enumerate(self._sources)]
+        self._group_of_layer = tuple(group_of.get(layer, 0) for layer in stored_by)
         self._num_groups = len(groups)
         self._places: list[AttentionSpec | LatentAttentionSpec] = []  # a layer of each place
         self._place_of_layer: list[int | RecurrentSpec] = []
@@ -60,6 +63,10 @@ class KvAllocation:
         for layer, group in zip(layers, self._group_of_layer, strict=True):
             if isinstance(layer.attention, RecurrentSpec):
                 self._place_of_layer.append(layer.attention)
+                continue
+            source = kv_layer_of(layer.attention)
+            if source is not None:
+                self._place_of_layer.append(self._place_of_layer[source - first_layer])
                 continue
             place = taken[group]
             taken[group] += 1
@@ -176,10 +183,10 @@ class KvAllocation:
         """Return the layers' views of rows that have a block each."""
         found: list[LayerCache | LatentCache | None] = []
         ends = [0] * self._num_groups
-        for one, group in zip(self._paged, self._group_of_layer, strict=True):
+        for one, group, source in zip(self._paged, self._group_of_layer, self._sources, strict=True):
             assert one is None or not isinstance(one, LatentAttentionSpec), "latent rows share no memory"
-            if one is None:
-                found.append(None)
+            if one is None or source is not None:
+                found.append(None if source is None else found[source - self._first_layer])
                 continue
             parts = []
             for width in (one.head_dim, one.value_width):

@@ -103,6 +103,8 @@ class GroupedQueryAttention:
         self._growth = None if spec.query_growth is None else GrowthTable(spec.query_growth, device)
         self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
         norms = (weights.q_norm, weights.k_norm) if self._divided_norm is None else (None, None)
+        if spec.kv_layer is not None:
+            norms = (weights.q_norm,) * 2  # no keys are normalized
         if spec.qk_norm == "unit":
             norms = (torch.ones(spec.head_dim, device=device),) * 2
         v_norm = torch.ones(spec.value_width, device=device) if spec.value_norm else None
@@ -122,11 +124,11 @@ class GroupedQueryAttention:
             cos_PR,
             sin_PR,
             row_T,
-            cache.k_NGPd,
-            cache.v_NGPd,
+            self._written_heads(cache.k_NGPd),
+            self._written_heads(cache.v_NGPd),
             batch.slots_T,
-            cache.k_scale_NGP,
-            cache.v_scale_NGP,
+            None if cache.k_scale_NGP is None else self._written_heads(cache.k_scale_NGP),
+            None if cache.v_scale_NGP is None else self._written_heads(cache.v_scale_NGP),
         )
         if self._growth is not None:
             q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
@@ -155,6 +157,10 @@ class GroupedQueryAttention:
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
+
+    def _written_heads(self, part_NGP: Tensor) -> Tensor:
+        """Return the part of the cache that the layer writes: none of it where it reads that of another layer."""
+        return part_NGP if self._spec.kv_layer is None else part_NGP[:, :0]
 
 
 class DenseFeedForward:

@@ -22,7 +22,8 @@ class ResidualConnections:
         self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None, *, input_is_shared: bool = False
     ) -> None:
         self._other, self._parallel, self._defers = spec.residual, spec.parallel, spec.defers_experts
-        self._multiplier, self._scale_1, self._input_is_shared = multiplier, scale_1, input_is_shared
+        self._multiplier, self._input_is_shared = multiplier, input_is_shared
+        self._scale_1 = None if spec.embedded else scale_1  # applied after the layer's embedding
 
     def add_attention(
         self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moiety_engine.model.attention_options import DividedNormSpec, OutputGateSpec, QueryGrowth
+from moiety_engine.model.attention_options import DividedNormSpec, IndexerSpec, OutputGateSpec, QueryGrowth
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec, StreamsSpec, has_entries
+from moiety_engine.model.layer_embedding_spec import LayerEmbeddingSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_engine.model.vision_spec import VisionSpec
@@ -33,7 +34,8 @@ class AttentionSpec:
     its own chunk of `window` positions (Llama 4). `sinks`: attention sinks: each head has an extra score in the softmax
     without a value. `gate`: the output of heads is multiplied by an activation of a projection of the layer's input.
     `query_growth`: queries are multiplied by a factor of their position. `divided_norm`: set on a rank if all heads are
-    normalized together and other ranks have some.
+    normalized together and other ranks have some. `kv_layer`: index of the earlier layer whose keys and values the
+    queries read; None: the layer's own (Gemma 4 E2B).
     """
 
     num_heads: int
@@ -56,6 +58,7 @@ class AttentionSpec:
     gate: OutputGateSpec | None = None
     query_growth: QueryGrowth | None = None
     divided_norm: DividedNormSpec | None = None
+    kv_layer: int | None = None
 
     @property
     def q_width(self) -> int:
@@ -81,7 +84,9 @@ class AttentionSpec:
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
-        """Widths of all query heads, of all key heads, and of all value heads."""
+        """Widths of all query heads, of all key heads, and of all value heads that the layer projects."""
+        if self.kv_layer is not None:
+            return self.q_width, 0, 0
         return self.q_width, self.kv_width, self.num_kv_heads * self.value_width
 
     @property
@@ -92,33 +97,17 @@ class AttentionSpec:
     @property
     def cached_values(self) -> int:
         """Values that a position takes in the cache."""
-        return self.num_kv_heads * (self.head_dim + self.value_width)
+        return self.num_kv_heads * (self.head_dim + self.value_width) if self.kv_layer is None else 0
 
     @property
     def cached_rows(self) -> int:
         """Scales per position in an int8 cache: one for each key and each value."""
-        return 2 * self.num_kv_heads
+        return 2 * self.num_kv_heads if self.kv_layer is None else 0
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
         """Number of key-value heads, and widths of a key and of a value."""
         return self.num_kv_heads, self.head_dim, self.value_width
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerSpec:
-    """Lightning indexer of sparse attention (DeepSeek-V3.2): selects the `top_k` tokens that a query attends to.
-
-    A query has `num_heads` index queries, a token one index key of width `head_dim`. The first entries of both are
-    rotated, as many as attention rotates; `interleaved`: the checkpoint has the entries of a pair next to each other.
-    `reuses`: the layer has no indexer and attends to the selection of the nearest layer before it that has one.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    interleaved: bool = False
-    reuses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +290,8 @@ class LayerSpec:
     experts is added to that of the next layer's feed-forward; shared experts are a dense feed-forward (LongCat-Flash).
     `pre_norms`: the inputs of attention and feed-forward are normalized. `attention_post_norm`, `ffn_post_norm`: the
     output of attention or of the feed-forward is normalized before the addition. `scaled`: the layer's output is
-    multiplied by a learned number. `parallel`: the feed-forward reads the same normalized input as attention.
+    multiplied by a learned number. `embedded`: an embedding of the token for this layer is added (Gemma 4 E2B).
+    `parallel`: the feed-forward reads the same normalized input as attention.
     `shares_input`: attention reads what that of the layer before reads, which has no feed-forward (Falcon-H1).
     `residual`: other residual connections than the usual ones. `attention_gate_rank` and `ffn_gate_rank`: inner width
     of the gate that the normalized input is multiplied by; 0: it has none. `only_experts`: this rank has only the held
@@ -314,6 +304,7 @@ class LayerSpec:
     ffn_post_norm: bool = False
     pre_norms: bool = True
     scaled: bool = False
+    embedded: bool = False
     parallel: bool = False
     shares_input: bool = False
     attention_gate_rank: int = 0
@@ -336,6 +327,7 @@ class ModelSpec:
     that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_root`: prefix of the MTP
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
     the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
+    `layer_embeddings`: the embeddings of tokens for each layer, if some layers add them.
     `block_starts`: index of each layer's attention on disk, where its feed-forward, if it has one, is the next layer
     (Nemotron-H), or where two layers are one on disk (LongCat-Flash, Falcon-H1); (): layers are as on disk.
     """
@@ -361,6 +353,7 @@ class ModelSpec:
     mtp_root: str | None = None
     vision: VisionSpec | None = None
     streams: StreamsSpec | None = None
+    layer_embeddings: LayerEmbeddingSpec | None = None
     block_starts: tuple[int, ...] = ()
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
@@ -390,7 +383,8 @@ class ModelSpec:
     def paged_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep keys and values, or compressed entries, in blocks."""
         attentions = [layer.attention for layer in self.layers]
-        return tuple(i for i, a in enumerate(attentions) if not isinstance(a, RecurrentSpec) or has_entries(a))
+        pages = (has_entries(a) if isinstance(a, RecurrentSpec) else kv_layer_of(a) is None for a in attentions)
+        return tuple(index for index, has_pages in enumerate(pages) if has_pages)
 
     @property
     def needs_cpu(self) -> bool:
@@ -438,6 +432,11 @@ class ModelSpec:
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+
+def kv_layer_of(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int | None:
+    """Return the index of the layer whose keys and values the attention reads; None: it has its own, or a state."""
+    return attention.kv_layer if isinstance(attention, AttentionSpec) else None
 
 
 def _layer_within(layer: LayerSpec, max_context_tokens: int) -> LayerSpec:

@@ -197,6 +197,11 @@ def _cuts(spec: ModelSpec, layout: Layout) -> Iterator[_Cut]:
 
 def _check_stages(spec: ModelSpec, layout: Layout) -> None:
     """Raise InvalidConfig if a pipeline stage begins with a layer that uses the selection of the stage before it."""
+    if layout.pp > 1 and spec.layer_embeddings is not None:
+        raise InvalidConfig(
+            f"--pp is not available for this {spec.family} model, whose layers add embeddings of each token and read "
+            "the keys and values of earlier layers: use --tp instead"
+        )
     for stage in range(1, layout.pp):
         first = next(layer for layer in range(len(spec.layers)) if layout.stage_of(layer, len(spec.layers)) == stage)
         if spec.layers[first - 1].defers_experts:

@@ -24,6 +24,7 @@ from moiety_engine.model.expert_setup import expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.hyper_connections import residual_norms, residual_shape, split_streams
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
+from moiety_engine.model.layer_embeddings import layer_embeddings
 from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
@@ -133,6 +134,7 @@ class Transformer:
                 mixture.prefetch(following)
         self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
+        self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
         self._residuals = [
             ResidualConnections(one, spec.residual_multiplier, w.scale_1, input_is_shared=further.shares_input)
             for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
@@ -380,6 +382,7 @@ class Transformer:
                 else:
                     mixture(x_TD, None)
             return x_TD, x_TD
+        embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
@@ -412,6 +415,8 @@ class Transformer:
                 x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
+            if embeddings_LTP is not None:
+                x_TD, fed_TD = self._added[number](x_TD, fed_TD, embeddings_LTP[number])
             x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
         return x_TD, normed_TD
 

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moiety_engine.model.attention_options import IndexerSpec
 from moiety_engine.model.compressed_weights import StreamsWeights, allocate_streams
+from moiety_engine.model.layer_embeddings import (
+    AddedEmbeddingWeights,
+    LayerEmbeddingWeights,
+    allocate_added,
+    allocate_table,
+)
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.recurrent_weights import RECURRENT_PRODUCTS, RecurrentWeights, allocate_recurrent
 from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     ModelSpec,
@@ -144,6 +150,7 @@ class LayerWeights:
     scale_1: Tensor | None = None  # float32, factor of the layer's output
     attention_streams: StreamsWeights | None = None  # of the mixtures that attention and the feed-forward read
     ffn_streams: StreamsWeights | None = None
+    embedding: AddedEmbeddingWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +206,7 @@ class ModelWeights:
     mtp_input: MtpInputWeights | None = None
     vision: VisionWeights | None = None
     streams: StreamsWeights | None = None  # of the mixture that the head reads
+    layer_embeddings: LayerEmbeddingWeights | None = None
 
 
 def allocate(
@@ -230,6 +238,7 @@ def allocate(
         mtp_input=new.mtp_input() if is_mtp_layer else None,
         vision=None if spec.vision is None else new.vision(spec.vision),
         streams=new.streams(head=True),
+        layer_embeddings=allocate_table(spec, new),
     )
 
 
@@ -340,6 +349,7 @@ class _Allocator:
             scale_1=self.vector(1) if one.scaled else None,
             attention_streams=self.streams(),
             ffn_streams=self.streams(),
+            embedding=allocate_added(self.spec, self) if one.embedded else None,
         )
 
     def streams(self, *, head: bool = False) -> StreamsWeights | None:
@@ -382,13 +392,14 @@ class _Allocator:
 
     def grouped(self, a: AttentionSpec) -> AttentionWeights:
         full, fused, size = a.qk_norm == "full", sum(a.qkv_widths), self.spec.hidden_size
+        has_norms = a.qk_norm not in ("none", "unit")
         return AttentionWeights(
             qkv_CD=self.product(fused, size),
             output_DC=self.product(size, a.output_width),
             qkv_bias_C=self.vector(fused) if a.qkv_bias else None,
             output_bias_D=self.vector(size) if a.output_bias else None,
-            q_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.q_width if full else a.head_dim),
-            k_norm=None if a.qk_norm in ("none", "unit") else self.vector(a.kv_width if full else a.head_dim),
+            q_norm=self.vector(a.q_width if full else a.head_dim) if has_norms else None,
+            k_norm=self.vector(a.kv_width if full else a.head_dim) if has_norms and a.kv_layer is None else None,
             sinks_H=self.vector(a.num_heads) if a.sinks else None,
             gate_CD=self.product(a.gate_width, size) if a.gate is not None else None,
         )

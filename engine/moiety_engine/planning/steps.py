@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.attention_options import IndexerSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
-from moiety_engine.model.spec import AttentionSpec, IndexerSpec, LatentAttentionSpec, LayerSpec, MoeSpec
+from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, MoeSpec
 from moiety_engine.model.weights import LatentAttentionWeights, MoeWeights, allocate, products_of
 from moiety_engine.planning.models import INDEX_KEY_ITEMSIZE
 from moiety_kernels.bench.work import Speeds, Work, expected_active, floor_s

@@ -121,9 +121,11 @@ CATALOG: dict[str, FamilyEntry] = {
     "gemma3": FamilyEntry("Gemma 3 (its text)", "norms of heads, windows, two rotary bases", "dense, GELU"),
     "gemma3_text": FamilyEntry("Gemma 3 1B", "norms of heads, windows, two rotary bases", "dense, GELU"),
     "gemma4_text": FamilyEntry(
-        "the text model of Gemma 4 26B-A4B and 31B",
-        "norms of heads and values, windows; full attention with wider heads whose keys are values",
-        "softmax, renormalised, beside a dense feed-forward, each with norms of its own; or dense",
+        "the text model of Gemma 4 E2B, E4B, 26B-A4B and 31B",
+        "norms of heads and values, windows; full attention with wider heads whose keys are values; in E2B and E4B "
+        "upper layers read the keys and values of lower ones",
+        "softmax, renormalised, beside a dense feed-forward, each with norms of its own; or dense; in E2B and E4B "
+        "embeddings of each token by layer",
         {
             "attention_k_eq_v": True,
             "enable_moe_block": True,

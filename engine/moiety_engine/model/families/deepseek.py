@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_engine.model.attention_options import QueryGrowth
+from moiety_engine.model.attention_options import IndexerSpec, QueryGrowth
 from moiety_engine.model.errors import ConfigError, UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
@@ -24,7 +24,6 @@ from moiety_engine.model.families.config import (
 from moiety_engine.model.rope_spec import RopeSpec
 from moiety_engine.model.spec import (
     DenseSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoeSpec,

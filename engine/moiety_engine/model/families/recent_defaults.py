@@ -134,7 +134,8 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 256, "intermediate_size": 9216, "max_position_embeddings": 131_072,
         "num_attention_heads": 8, "num_hidden_layers": 30,
         "num_key_value_heads": 4, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 512,
-        "tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262_144,
+        "tie_word_embeddings": True, "use_bidirectional_attention": None, "use_double_wide_mlp": False,
+        "vocab_size": 262_144, "vocab_size_per_layer_input": 262_144,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},

@@ -32,7 +32,7 @@ class Wrapper:
 WRAPPERS: dict[str, Wrapper] = {
     "aria": Wrapper("Aria", "aria_text", (*_VISION, *_PROJECTOR)),
     "gemma4": Wrapper(
-        "Gemma 4 26B-A4B, 31B",
+        "Gemma 4 E2B, E4B, 26B-A4B, 31B",
         "gemma4_text",
         tuple(f"{root}{part}." for root in ("", "model.") for part in _GEMMA_PARTS),
     ),

@@ -15,7 +15,7 @@ from moiety_engine.model.names.sublayers import stored_prefixes
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, plain, raised, whole
 from moiety_engine.model.names.vision import vision_places
 from moiety_engine.model.quantization_formats import KV_SCALES
-from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.spec import MoeSpec, kv_layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 
 _EXPERT = re.compile(r"\bmlp\.experts\.(\d+)\.")
+_KEYS_OF_LAYER = re.compile(r"\blayers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "embeddings.weight", "wte.weight")
 _FINAL_NORMS = ("norm", "norm_f", "embedding_norm", "final_layernorm")
 _HEADS = ("lm_head.weight", "head.weight")
@@ -94,8 +95,16 @@ def ignorable(name: str, spec: ModelSpec) -> bool:
     """Return whether a checkpoint may contain this tensor although no weight uses it."""
     if spec.has_zero_experts and _of_zero_expert(name, spec):
         return True
+    if spec.layer_embeddings is not None and _of_unused_keys(name, spec):
+        return True
     copied_head = spec.tie_word_embeddings and name in ("lm_head.weight", "language_model.lm_head.weight")
     return copied_head or name.endswith(_IGNORED_SUFFIXES + KV_SCALES) or name.startswith(spec.ignored_prefixes)
+
+
+def _of_unused_keys(name: str, spec: ModelSpec) -> bool:
+    """Return whether the tensor belongs to the keys or values of a layer that reads those of another layer."""
+    found = _KEYS_OF_LAYER.search(name)
+    return found is not None and kv_layer_of(spec.layers[int(found[1])].attention) is not None
 
 
 def _of_zero_expert(name: str, spec: ModelSpec) -> bool:
@@ -142,6 +151,10 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     if weights.streams is not None:
         streams = next((name for name in _HEAD_STREAMS if f"{root}{name}fn" in present), _HEAD_STREAMS[0])
         yield from stream_places(root + streams, weights.streams)
+    if weights.layer_embeddings is not None:
+        yield f"{root}embed_tokens_per_layer.weight", whole(weights.layer_embeddings.table_VA)
+        yield f"{root}per_layer_model_projection.weight", whole(weights.layer_embeddings.projection_AD)
+        yield f"{root}per_layer_projection_norm.weight", whole(weights.layer_embeddings.norm_P)
     if weights.head_bias_V is not None:
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
@@ -180,6 +193,10 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
             yield from stream_places(prefix, streams)
     if layer.scale_1 is not None:
         yield "layer_scalar", whole(layer.scale_1)
+    if layer.embedding is not None:
+        yield "per_layer_input_gate.weight", whole(layer.embedding.gate_PD)
+        yield "per_layer_projection.weight", whole(layer.embedding.projection_DP)
+        yield "post_per_layer_input_norm.weight", whole(layer.embedding.post_norm_D)
     if layer.ffn_post_norm is not None:
         yield from _norm(_norm_name(_FFN_POST_NORMS, present), layer.ffn_post_norm)
     yield from attention_places(spec.attention, layer.attention, present)

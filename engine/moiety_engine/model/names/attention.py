@@ -70,6 +70,8 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
             yield f"{block}q_proj.{kind}", _with_gates(query, plain(weights.gate_CD), spec)
             yield f"{block}k_proj.{kind}", whole(key)
             yield f"{block}v_proj.{kind}", whole(value)
+        elif fused_C is not None and spec.kv_layer is not None:
+            yield f"{block}q_proj.{kind}", whole(fused_C)
         elif fused_C is not None and spec.keys_are_values:
             query, key, value = torch.split(fused_C, list(widths))
             yield f"{block}q_proj.{kind}", whole(query)
@@ -81,8 +83,9 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
     yield f"{block}{output}.weight", whole(plain(weights.output_DC))
     if weights.output_bias_D is not None:
         yield f"{block}{output}.bias", whole(weights.output_bias_D)
-    if weights.q_norm is not None and weights.k_norm is not None:
+    if weights.q_norm is not None:
         yield f"{block}{q_norm}.weight", whole(weights.q_norm)
+    if weights.k_norm is not None:
         yield f"{block}{k_norm}.weight", whole(weights.k_norm)
     if weights.sinks_H is not None:
         of_mimo = f"{block}{_SINKS_OF_MIMO}" in present
