@@ -14,7 +14,7 @@ from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
+from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
@@ -22,6 +22,7 @@ from moiety_engine.runner.memory import num_host_blocks
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 

@@ -20,8 +20,9 @@ from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer, prompt_hash
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
-from moiety_engine.model.batch import KvCache, LatentCache, LayerCache
+from moiety_engine.model.batch import KvCache
 from moiety_engine.offline import Result, run_all
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.notes import Reason

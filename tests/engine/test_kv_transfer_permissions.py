@@ -16,7 +16,8 @@ from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Rece
 from moiety_engine.kv_transfer.peer_authentication import present_sender
 from moiety_engine.kv_transfer.receiver_thread import NOT_ALLOWED, ReceiverThread
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
-from moiety_engine.model.batch import KvCache, LayerCache
+from moiety_engine.model.batch import KvCache
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_wire.roles import transfer_token
 
 NUM_TOKENS = 4

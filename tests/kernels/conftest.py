@@ -16,6 +16,7 @@ from torch import Tensor
 from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.team import team
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.kv_store.caches import LayerCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -67,7 +68,7 @@ def _paged(
         at = torch.arange(context, device=DEVICE)
         slots = table[s, at // places].long() * places + at % places
         keys, values = (torch.randn(context, kv_heads, width, device=DEVICE) for _ in range(2))
-        kv_store(keys, values, k, v, slots)
+        kv_store(keys, values, LayerCache(k, v), slots)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
     return torch.randn(sum(queries), heads, width, device=DEVICE), k, v, starts, lengths, table

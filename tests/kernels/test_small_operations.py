@@ -10,6 +10,7 @@ from moiety_kernels.checks import KernelInputError
 from moiety_kernels.embedding import embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.output_gate import GateKind, output_gate
 from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
@@ -94,7 +95,7 @@ def test_a_cache_of_bfloat16_rounds_as_torch_does() -> None:
 def test_values_beyond_float8_are_stored_as_its_largest_number() -> None:
     caches = [torch.zeros(2, 1, 4, 8, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
     rows = torch.tensor([3.0, 1e4, -1e9], device=DEVICE)[:, None, None].expand(3, 1, 8)
-    kv_store(rows, -rows, *caches, torch.tensor([1, 6, 0], device=DEVICE))
+    kv_store(rows, -rows, LayerCache(*caches), torch.tensor([1, 6, 0], device=DEVICE))
     assert [cache.float()[[0, 1, 0], 0, [1, 2, 0], 0].tolist() for cache in caches] == [[3, 448, -448], [-3, -448, 448]]
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from moiety_engine.kv_transfer.messages import Form, TensorLayout
-from moiety_engine.model.batch import KvCache, LatentCache, LayerCache, RecurrentStateCache
+from moiety_engine.model.batch import KvCache, RecurrentStateCache
 from moiety_kernels.kv_store import kv_store
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input.reference import scale_of, to_whole
 
 _NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
@@ -87,7 +88,7 @@ def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tens
         _write_latent(layer, rows, slots_T)
     else:
         k_TGd, v_TGd = _plain(rows)
-        kv_store(k_TGd, v_TGd, layer.k_NGPd, layer.v_NGPd, slots_T, layer.k_scale_NGP, layer.v_scale_NGP)
+        kv_store(k_TGd, v_TGd, layer, slots_T)
 
 
 def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Input batch of a step, and the paged KV cache that the model reads and writes.
 
 T tokens of the step (all sequences' chunks concatenated), S sequences, B blocks per row, L rows whose results are
-wanted, N blocks, G key-value heads, P positions per block, d head width, L width of a latent row.
+wanted, d width of a compressed entry, N blocks, E places for entries per block.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.recurrent.inputs import RecurrentSequences
 
 if TYPE_CHECKING:
@@ -119,47 +120,6 @@ class Batch:
             for one in self.further_tables
         )
         return (self, *others)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """Views of one layer's part of the KV cache.
-
-    A slot that no token was stored to may hold any value, including NaN. An int8 cache has a float32 scale for each key
-    and each value.
-    """
-
-    k_NGPd: Tensor
-    v_NGPd: Tensor
-    k_scale_NGP: Tensor | None = None
-    v_scale_NGP: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All tensors, the first dimension of each being the block."""
-        every = self.k_NGPd, self.v_NGPd, self.k_scale_NGP, self.v_scale_NGP
-        return tuple(part for part in every if part is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class LatentCache:
-    """Views of a latent attention layer's part of the KV cache: one row per position.
-
-    The latent part, `latent_width` values, comes first in a row. An int8 cache has a scale for each of the two parts. A
-    layer with an indexer has an index key beside each row, in 16 bits or more. Otherwise like LayerCache.
-    """
-
-    rows_NPL: Tensor
-    latent_width: int
-    latent_scale_NP: Tensor | None = None
-    rotated_scale_NP: Tensor | None = None
-    index_keys_NPI: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """All tensors, the first dimension of each being the block; the index keys come after the rows."""
-        every = self.rows_NPL, self.index_keys_NPI, self.latent_scale_NP, self.rotated_scale_NP
-        return tuple(part for part in every if part is not None)
 
 
 @dataclass(frozen=True, slots=True)

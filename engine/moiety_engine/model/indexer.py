@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.attention_options import IndexerSpec
-    from moiety_engine.model.batch import Batch, LatentCache
+    from moiety_engine.model.batch import Batch
     from moiety_engine.model.rotary import RotaryTable
     from moiety_engine.model.weights import IndexerWeights
+    from moiety_kernels.kv_store.caches import LatentCache
 
 _NORM_EPS = 1e-6  # of index keys, in all released models
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.distribution.layout import RankPosition
-from moiety_engine.model.batch import Cache, CompressedCache, KvCache, LatentCache, LayerCache, RecurrentStateCache
+from moiety_engine.model.batch import Cache, CompressedCache, KvCache, RecurrentStateCache
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, kv_layer_of
 from moiety_engine.model.tensor_shards import own_spec
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.model.batch import LatentCache
 from moiety_engine.model.indexer import Indexer
 from moiety_engine.model.rotary import GrowthTable
 from moiety_kernels.head_linear import head_linear
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from moiety_engine.model.adapter_stacks import LayerFactors, Product
-from moiety_engine.model.batch import LayerCache
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.compressed_attention import CompressedAttention
 from moiety_engine.model.divided_norm import DividedNorm
@@ -30,6 +29,7 @@ from moiety_engine.model.weights import (
     MoeWeights,
 )
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.output_gate import output_gate

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moiety_kernels.attention_input.kernels.parts import clamped, scaled_by, squares_of
 from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.kv_store.caches import LayerCache
 
 if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
@@ -60,29 +61,21 @@ def attention_input(
         v_TC.view(-1, num_kv_heads, v_width),
     )
     out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
-    caches = k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP
-    _launch(q_THd, k_TGd, v_TGd, plan, (cos_PR, sin_PR, positions_T), out_THd, caches)
+    cache = LayerCache(k_cache_NGPd, v_cache_NGPd, k_scale_NGP, v_scale_NGP)
+    _launch(q_THd, k_TGd, v_TGd, plan, (cos_PR, sin_PR, positions_T), out_THd, cache, slots_T)
     return out_THd
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
     """Return x with the pairs (i, i + R) of its heads rotated; x's heads may lie anywhere, each head contiguous."""
     out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
-    _launch(x_THd, None, None, None, (cos_PR, sin_PR, positions_T), out_THd, None)
+    _launch(x_THd, None, None, None, (cos_PR, sin_PR, positions_T), out_THd, None, None)
     return out_THd
 
 
-def kv_store(
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
-    k_scale_NGP: Tensor | None = None,
-    v_scale_NGP: Tensor | None = None,
-) -> None:
+def kv_store(k_TGd: Tensor, v_TGd: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
     """Write keys and values unchanged to their slots; a negative slot writes nothing."""
-    _launch(None, k_TGd, v_TGd, None, None, None, (k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP))
+    _launch(None, k_TGd, v_TGd, None, None, None, cache, slots_T)
 
 
 def _launch(
@@ -92,7 +85,8 @@ def _launch(
     plan: AttentionInputPlan | None,
     rotation: tuple[Tensor, Tensor, Tensor] | None,
     out_THd: Tensor | None,
-    caches: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None,
+    cache: LayerCache | None,
+    slots_T: Tensor | None,
 ) -> None:
     """Launch programs for the heads that are given and omit the others."""
     some = q_THd if q_THd is not None else k_TGd
@@ -110,7 +104,7 @@ def _launch(
         return
     q_norm, k_norm, eps, clip = (None, None, 0.0, None) if plan is None else _settings(plan)
     cos_PR, sin_PR, positions_T = rotation or (None,) * 3
-    k_cache, v_cache, slots_T, *scales = caches or (None,) * 5
+    k_cache, v_cache, *scales = (None,) * 4 if cache is None else _tensors(cache)
     _attention_input[(some.shape[0], programs)](
         q_THd,
         k_TGd,
@@ -141,6 +135,10 @@ def _launch(
         CLIP=clip is not None,
         ROTATES_FIRST=plan is not None and plan.rotates_first,
     )
+
+
+def _tensors(cache: LayerCache) -> tuple[Tensor | None, ...]:
+    return cache.k_NGPd, cache.v_NGPd, cache.k_scale_NGP, cache.v_scale_NGP
 
 
 def _settings(plan: AttentionInputPlan) -> tuple[Tensor | None, Tensor | None, float, float | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.kv_store.reference import kv_store
 from moiety_kernels.rms_norm.reference import rms_norm
 from moiety_kernels.rope.reference import rope
@@ -47,5 +48,6 @@ def attention_input(
     q_THd, k_TGd = q.reshape(tokens, -1, width), k.reshape(tokens, -1, width)
     if not plan.rotates_first:
         q_THd, k_TGd = (rope(part, cos_PR, sin_PR, positions_T) for part in (q_THd, k_TGd))
-    kv_store(k_TGd, v.reshape(tokens, -1, value_width), k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+    cache = LayerCache(k_cache_NGPd, v_cache_NGPd, k_scale_NGP, v_scale_NGP)
+    kv_store(k_TGd, v.reshape(tokens, -1, value_width), cache, slots_T)
     return q_THd

@@ -13,31 +13,25 @@ from moiety_kernels.lazy_imports import lazy_import
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LayerCache
+
 
 _kernel = lazy_import("moiety_kernels.attention_input", "kernel")
 
 
-def kv_store(
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
-    k_scale_NGP: Tensor | None = None,
-    v_scale_NGP: Tensor | None = None,
-) -> None:
+def kv_store(k_TGd: Tensor, v_TGd: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
     """Write token t's key and value to slot slots_T[t] = block · P + offset.
 
-    The slots of one call are distinct. A token with a negative slot is not stored. An int8 cache has scales beside it,
-    float32, contiguous.
+    The slots of one call are distinct. A token with a negative slot is not stored. Raises KernelInputError for caches
+    or scales of other shapes or types.
     """
     require_shape("slots", slots_T, (k_TGd.shape[0],))
-    require_slots(k_cache_NGPd, v_cache_NGPd)
-    require_scales(k_cache_NGPd, k_scale_NGP, v_scale_NGP)
+    require_slots(cache.k_NGPd, cache.v_NGPd)
+    require_scales(cache.k_NGPd, cache.k_scale_NGP, cache.v_scale_NGP)
     if k_TGd.is_cuda and k_TGd.stride(-1) == v_TGd.stride(-1) == 1:
-        _kernel().kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+        _kernel().kv_store(k_TGd, v_TGd, cache, slots_T)
         return
-    reference.kv_store(k_TGd, v_TGd, k_cache_NGPd, v_cache_NGPd, slots_T, k_scale_NGP, v_scale_NGP)
+    reference.kv_store(k_TGd, v_TGd, cache, slots_T)
 
 
 def require_slots(k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> None:

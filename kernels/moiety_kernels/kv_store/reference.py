@@ -9,32 +9,26 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LayerCache
+
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 LARGEST = 127  # largest int8
 
 
-def kv_store(
-    k_TGd: Tensor,
-    v_TGd: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
-    k_scale_NGP: Tensor | None = None,
-    v_scale_NGP: Tensor | None = None,
-) -> None:
+def kv_store(k_TGd: Tensor, v_TGd: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
     """Write token t's key and value to slot slots_T[t] = block · P + offset; a negative slot writes nothing.
 
     Values beyond float8's range become its largest. In int8, each key and each value has the scale that maps its
     largest entry to 127.
     """
-    places = k_cache_NGPd.shape[2]
+    places = cache.k_NGPd.shape[2]
     kept_T = slots_T >= 0
     block_t, place_t = slots_T[kept_T] // places, slots_T[kept_T] % places
     for rows_TGd, cache_NGPd, scale_NGP in (
-        (k_TGd[kept_T], k_cache_NGPd, k_scale_NGP),
-        (v_TGd[kept_T], v_cache_NGPd, v_scale_NGP),
+        (k_TGd[kept_T], cache.k_NGPd, cache.k_scale_NGP),
+        (v_TGd[kept_T], cache.v_NGPd, cache.v_scale_NGP),
     ):
         if cache_NGPd.dtype is torch.float8_e4m3fn:
             rows_TGd = rows_TGd.clamp(-FLOAT8_MAX, FLOAT8_MAX)  # noqa: PLW2901 - narrowed, not another

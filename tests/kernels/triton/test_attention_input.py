@@ -10,6 +10,7 @@ import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants
 
 from moiety_kernels.attention_input import AttentionInputPlan, kernel, reference
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.kv_store.reference import kv_store
 from moiety_kernels.rope.reference import rope
 
@@ -114,7 +115,7 @@ def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device
     for store in (kernel.kv_store, kv_store):
         numbers = torch.zeros(2, BLOCKS, 3, PLACES, 20, dtype=torch.int8, device=device)
         scales = torch.zeros(2, BLOCKS, 3, PLACES, device=device)
-        store(k, v, *numbers, slots, *scales)
+        store(k, v, LayerCache(*numbers, *scales), slots)
         made.append(numbers * scales[..., None])
     assert_close(*made)
     kept = made[0][0][[0, 1], :, 3]  # of the first two tokens
@@ -199,8 +200,8 @@ def test_keys_and_values_are_stored_as_they_are(device: str) -> None:
     k, v = torch.randn(2, 5, 3, 20, device=device)
     ours, theirs = (poisoned_caches(3, 20, torch.float32, device) for _ in range(2))
     slots = some_slots(5, device)
-    kernel.kv_store(k, v, *ours[:, 1:-1], slots)
-    kv_store(k, v, *theirs[:, 1:-1], slots)
+    kernel.kv_store(k, v, LayerCache(*ours[:, 1:-1]), slots)
+    kv_store(k, v, LayerCache(*theirs[:, 1:-1]), slots)
     assert_close(ours, theirs)
 
 

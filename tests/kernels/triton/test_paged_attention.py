@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moiety_kernels.checks import KernelInputError
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.kv_store.reference import kv_store
 from moiety_kernels.paged_attention import kernel, paged_attention, reference
 from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
@@ -64,7 +65,7 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
                 of_slot = torch.rand(context, case.kv_heads) * 0.02 + 0.02
                 scale[slots // case.places, :, slots % case.places] = of_slot
                 row.div_(of_slot[..., None]).clamp_(-127, 127)
-        kv_store(*rows, *caches, slots)
+        kv_store(rows[0], rows[1], LayerCache(caches[0], caches[1]), slots)
         if case.window is not None:
             first = max(0, context - queries + 1 - case.window)
             if case.chunked:
