@@ -13,6 +13,7 @@ from moiety_kernels.attention_input.reference import attention_input as attentio
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.lightning_indexer import select_tokens, store_index_keys
@@ -29,6 +30,7 @@ from moiety_kernels.paged_attention.batched import paged_attention as paged_atte
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
+from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec, route
 from moiety_kernels.route.reference import route as route_reference
 
@@ -261,7 +263,7 @@ def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apar
     qkv = normal(tokens, heads * widths[0] + kv_heads * sum(widths))
     angles, positions = normal(500, 12), torch.randint(0, 500, (tokens,), device=DEVICE)
     slots = torch.randperm(10 * places, device=DEVICE)[:tokens]
-    tables = angles.cos(), angles.sin(), positions
+    rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
     plan = AttentionInputPlan(normal(48), normal(48), 1e-6, v_norm=normal(32))
     near = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for width in widths]
     far, begin = torch.full((10, 2000), 7.0, device=DEVICE, dtype=kept), 64
@@ -270,8 +272,8 @@ def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apar
         size = kv_heads * places * width
         apart.append(far[:, begin : begin + size].view(10, kv_heads, places, width))
         begin += size
-    expected = attention_input_reference(qkv.clone(), plan, *tables, *near, slots)
-    ours = attention_input(qkv, plan, *tables, *apart, slots)
+    expected = attention_input_reference(qkv.clone(), plan, rotary, LayerCache(*near), slots)
+    ours = attention_input(qkv, plan, rotary, LayerCache(*apart), slots)
     assert close(ours, expected)
     rounding = 0.0 if kept is torch.float32 else 2**-8
     for found, wanted in zip(apart, near, strict=True):
@@ -301,9 +303,9 @@ def test_attention_input(norm: str, clip: float | None, width: int, pairs: int, 
     q_norm, k_norm = norms.get(norm, (normal(heads * width), normal(kv_heads * width)))
     plan = AttentionInputPlan(q_norm, k_norm, 1e-6, clip, rotates_first=norm == "head of rotated")
     caches = [torch.full((10, kv_heads, places, width), 7.0, device=DEVICE, dtype=kept) for _ in range(4)]
-    tables = angles.cos(), angles.sin(), positions
-    expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)
-    ours = attention_input(qkv, plan, *tables, *caches[2:], slots)
+    rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
+    expected = attention_input_reference(qkv.clone(), plan, rotary, LayerCache(*caches[:2]), slots)
+    ours = attention_input(qkv, plan, rotary, LayerCache(*caches[2:]), slots)
     assert close(ours, expected)
     rounding = 0.0 if kept is torch.float32 else 2**-8  # where float32's last bit decides how it is rounded
     assert close(caches[2].float(), caches[0].float(), 1e-5 + rounding)

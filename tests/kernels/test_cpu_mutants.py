@@ -34,6 +34,7 @@ from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.hyper_connections import cpu as hyper_connections
 from moiety_kernels.hyper_connections import reference as hyper_reference
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
@@ -56,6 +57,7 @@ from moiety_kernels.paged_attention import cpu_pairs
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from moiety_kernels.rms_norm import cpu as rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
+from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec
 from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
@@ -163,9 +165,9 @@ def prepares(kernel: ModuleType, _: Any) -> None:
     slots[5::9] = -1
     plan = AttentionInputPlan(torch.randn(32), torch.randn(32), 1e-6, 2.0)
     caches = [torch.full((10, 2, 8, 32), 7.0) for _ in range(4)]
-    tables = angles.cos(), angles.sin(), positions
-    expected = attention_input_reference(qkv.clone(), plan, *tables, *caches[:2], slots)
-    assert_close(kernel.attention_input(qkv, plan, *tables, *caches[2:], slots), expected)
+    rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
+    expected = attention_input_reference(qkv.clone(), plan, rotary, LayerCache(*caches[:2]), slots)
+    assert_close(kernel.attention_input(qkv, plan, rotary, LayerCache(*caches[2:]), slots), expected)
     assert_close(caches[2], caches[0])
     assert torch.equal(caches[3], caches[1])
 

@@ -16,6 +16,7 @@ from moiety_kernels.output_gate.reference import output_gate as output_gate_refe
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
+from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
 
@@ -87,8 +88,9 @@ def test_a_cache_of_bfloat16_rounds_as_torch_does() -> None:
     values[8], values[9:] = float("nan"), values[9:] * torch.rand(23)
     caches = [torch.zeros(1, 1, 1, 32, dtype=torch.bfloat16) for _ in range(2)]
     qkv = torch.cat([torch.zeros(32), torch.zeros(32), values])[None]
-    still = torch.ones(1, 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64)
-    attention_input(qkv, AttentionInputPlan(None, None, 1e-6, None), *still, *caches, torch.zeros(1, dtype=torch.int64))
+    zero = torch.zeros(1, dtype=torch.int64)
+    still = RotaryInputs(torch.ones(1, 16), torch.zeros(1, 16), zero)
+    attention_input(qkv, AttentionInputPlan(None, None, 1e-6, None), still, LayerCache(*caches), zero)
     assert torch.equal(caches[1].flatten().nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
 
 

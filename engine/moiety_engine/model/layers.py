@@ -117,19 +117,8 @@ class GroupedQueryAttention:
         self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
         if self._divided_norm is not None:
             self._divided_norm(qkv_TC)
-        cos_PR, sin_PR, row_T = self._rotary.of_batch(batch)
-        q_THd = attention_input(
-            qkv_TC,
-            self._plan,
-            cos_PR,
-            sin_PR,
-            row_T,
-            self._written_heads(cache.k_NGPd),
-            self._written_heads(cache.v_NGPd),
-            batch.slots_T,
-            None if cache.k_scale_NGP is None else self._written_heads(cache.k_scale_NGP),
-            None if cache.v_scale_NGP is None else self._written_heads(cache.v_scale_NGP),
-        )
+        written = cache if self._spec.kv_layer is None else cache.without_heads()  # it reads that of another layer
+        q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
             q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
         out_THd = paged_attention(
@@ -157,10 +146,6 @@ class GroupedQueryAttention:
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
         return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
-
-    def _written_heads(self, part_NGP: Tensor) -> Tensor:
-        """Return the part of the cache that the layer writes: none of it where it reads that of another layer."""
-        return part_NGP if self._spec.kv_layer is None else part_NGP[:, :0]
 
 
 class DenseFeedForward:

@@ -18,6 +18,7 @@ from moiety_engine.model.rope_spec import (
     RopeSpec,
     YarnScaling,
 )
+from moiety_kernels.rope.inputs import RotaryInputs
 
 if TYPE_CHECKING:
     from moiety_engine.model.attention_options import QueryGrowth
@@ -29,7 +30,7 @@ class RotaryTable:
     """Cosine and sine tables of one RopeSpec on one device, float32."""
 
     # Tables of the newest batch with images, and its `rows_I`, which identify it: all layers use the same tables.
-    _mixed: tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+    _mixed: tuple[Tensor, RotaryInputs] | None = None
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self._frequencies_R, self._magnitude = inverse_frequencies(spec)
@@ -49,8 +50,8 @@ class RotaryTable:
             self._kept += [self._cos_PR, self._sin_PR]
         return self._cos_PR, self._sin_PR
 
-    def of_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (cosines, sines, row of both for each token) of a batch.
+    def of_batch(self, batch: Batch) -> RotaryInputs:
+        """Return the tables and rows of a batch's tokens.
 
         An image's token turns each pair by the position on the pair's axis, so a batch with images has a row for each
         of its tokens.
@@ -58,7 +59,7 @@ class RotaryTable:
         cos_PR, sin_PR = self.upto(batch.max_context)
         images = batch.images
         if images is None or self._axis_R is None:
-            return cos_PR, sin_PR, batch.positions_T
+            return RotaryInputs(cos_PR, sin_PR, batch.positions_T)
         if self._mixed is None or self._mixed[0] is not images.rows_I:
             at_IR = images.positions_3I.index_select(0, self._axis_R).T
             pair_R = torch.arange(len(self._axis_R), device=self.device)
@@ -66,7 +67,7 @@ class RotaryTable:
             for table_TR, table_PR in zip(tables, (cos_PR, sin_PR), strict=True):
                 table_TR.index_copy_(0, images.rows_I, table_PR[at_IR, pair_R])
             row_T = torch.arange(len(batch.positions_T), device=self.device)
-            self._mixed = images.rows_I, (tables[0], tables[1], row_T)
+            self._mixed = images.rows_I, RotaryInputs(tables[0], tables[1], row_T)
         return self._mixed[1]
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.attention_input.plan import AttentionInputPlan
+    from moiety_kernels.kv_store.caches import LayerCache
+    from moiety_kernels.rope.inputs import RotaryInputs
 
 _BLOCK = 16  # tokens per task
 
@@ -57,53 +59,39 @@ class AttentionInputArguments(NamedTuple):
     rotates_first: Int64  # whether the rotation comes before the normalisation
 
 
-def fits(
-    qkv_TC: Tensor,
-    cos_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
-) -> bool:
+def fits(qkv_TC: Tensor, rotary: RotaryInputs, cache: LayerCache, slots_T: Tensor) -> bool:
     """Return whether `attention_input` supports these tensors."""
+    cos_PR, _, positions_T = rotary
     return (
         qkv_TC.dtype is torch.float32
-        and k_cache_NGPd.dtype in (torch.float32, torch.bfloat16)
+        and cache.k_NGPd.dtype in (torch.float32, torch.bfloat16)
         and cos_PR.dtype is torch.float32
         and positions_T.dtype is torch.int64
         and slots_T.dtype is torch.int64
         and qkv_TC.shape[0] > 0
-        and all(cache.shape[3] % LANES == 0 and has_contiguous_blocks(cache) for cache in (k_cache_NGPd, v_cache_NGPd))
+        and all(one.shape[3] % LANES == 0 and has_contiguous_blocks(one) for one in (cache.k_NGPd, cache.v_NGPd))
         and all(t.is_contiguous() for t in (qkv_TC, cos_PR, positions_T, slots_T))
     )
 
 
 def attention_input(
-    qkv_TC: Tensor,
-    plan: AttentionInputPlan,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
+    qkv_TC: Tensor, plan: AttentionInputPlan, rotary: RotaryInputs, cache: LayerCache, slots_T: Tensor
 ) -> Tensor:
     """Return the queries as a view of qkv."""
-    tokens, fused = qkv_TC.shape
-    _, num_kv_heads, places, width = k_cache_NGPd.shape
-    value_width = v_cache_NGPd.shape[3]
+    (tokens, fused), (_, num_kv_heads, places, width) = qkv_TC.shape, cache.k_NGPd.shape
+    value_width = cache.v_NGPd.shape[3]
     q_width = fused - num_kv_heads * (width + value_width)
     team().run(
         _task,
         -(-tokens // _BLOCK),
         AttentionInputArguments(
             qkv_TC=qkv_TC.data_ptr(),
-            k_cache_NGPd=k_cache_NGPd.data_ptr(),
-            v_cache_NGPd=v_cache_NGPd.data_ptr(),
-            positions_T=positions_T.data_ptr(),
+            k_cache_NGPd=cache.k_NGPd.data_ptr(),
+            v_cache_NGPd=cache.v_NGPd.data_ptr(),
+            positions_T=rotary.positions_T.data_ptr(),
             slots_T=slots_T.data_ptr(),
-            cos_PR=cos_PR.data_ptr(),
-            sin_PR=sin_PR.data_ptr(),
+            cos_PR=rotary.cos_PR.data_ptr(),
+            sin_PR=rotary.sin_PR.data_ptr(),
             q_norm=address_of(plan.q_norm),
             k_norm=address_of(plan.k_norm),
             v_norm=address_of(plan.v_norm),
@@ -114,11 +102,11 @@ def attention_input(
             kv_heads=num_kv_heads,
             width=width,
             value_width=value_width,
-            k_block=k_cache_NGPd.itemsize * k_cache_NGPd.stride(0),
-            v_block=v_cache_NGPd.itemsize * v_cache_NGPd.stride(0),
+            k_block=cache.k_NGPd.itemsize * cache.k_NGPd.stride(0),
+            v_block=cache.v_NGPd.itemsize * cache.v_NGPd.stride(0),
             places=places,
-            pairs=cos_PR.shape[1],
-            cache_itemsize=k_cache_NGPd.itemsize,
+            pairs=rotary.cos_PR.shape[1],
+            cache_itemsize=cache.k_NGPd.itemsize,
             eps=plan.norm_eps,
             clip=math.inf if plan.clip is None else plan.clip,
             rotates_first=plan.rotates_first,

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from moiety_kernels.attention_input.kernels.parts import clamped, scaled_by, squares_of
 from moiety_kernels.gpu.cases import CompileCase
-from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.rope.inputs import RotaryInputs
 
 if TYPE_CHECKING:
     from moiety_kernels.attention_input.plan import AttentionInputPlan
+    from moiety_kernels.kv_store.caches import LayerCache
 
 _VALUES = 1024  # per program; each of its two warps reads 16 bytes per thread at once
 MAX_VALUES = 32768  # values that fit in the registers of 16 warps
@@ -38,21 +39,12 @@ def fits_plan(plan: AttentionInputPlan) -> bool:
 
 
 def attention_input(
-    qkv_TC: Tensor,
-    plan: AttentionInputPlan,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    slots_T: Tensor,
-    k_scale_NGP: Tensor | None = None,
-    v_scale_NGP: Tensor | None = None,
+    qkv_TC: Tensor, plan: AttentionInputPlan, rotary: RotaryInputs, cache: LayerCache, slots_T: Tensor
 ) -> Tensor:
     """Return the queries q_THd and write keys and values to their slots; a negative slot writes nothing."""
     fused = qkv_TC.shape[1]
-    _, num_kv_heads, _, width = k_cache_NGPd.shape
-    v_width = v_cache_NGPd.shape[3]
+    _, num_kv_heads, _, width = cache.k_NGPd.shape
+    v_width = cache.v_NGPd.shape[3]
     widths = [fused - num_kv_heads * (width + v_width), num_kv_heads * width, num_kv_heads * v_width]
     q_TC, k_TC, v_TC = torch.split(qkv_TC, widths, dim=1)
     q_THd, k_TGd, v_TGd = (
@@ -61,15 +53,14 @@ def attention_input(
         v_TC.view(-1, num_kv_heads, v_width),
     )
     out_THd = torch.empty(q_THd.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
-    cache = LayerCache(k_cache_NGPd, v_cache_NGPd, k_scale_NGP, v_scale_NGP)
-    _launch(q_THd, k_TGd, v_TGd, plan, (cos_PR, sin_PR, positions_T), out_THd, cache, slots_T)
+    _launch(q_THd, k_TGd, v_TGd, plan, rotary, out_THd, cache, slots_T)
     return out_THd
 
 
 def rope(x_THd: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
     """Return x with the pairs (i, i + R) of its heads rotated; x's heads may lie anywhere, each head contiguous."""
     out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
-    _launch(x_THd, None, None, None, (cos_PR, sin_PR, positions_T), out_THd, None, None)
+    _launch(x_THd, None, None, None, RotaryInputs(cos_PR, sin_PR, positions_T), out_THd, None, None)
     return out_THd
 
 
@@ -83,7 +74,7 @@ def _launch(
     k_TGd: Tensor | None,
     v_TGd: Tensor | None,
     plan: AttentionInputPlan | None,
-    rotation: tuple[Tensor, Tensor, Tensor] | None,
+    rotary: RotaryInputs | None,
     out_THd: Tensor | None,
     cache: LayerCache | None,
     slots_T: Tensor | None,
@@ -93,7 +84,7 @@ def _launch(
     assert some is not None
     heads = 0 if q_THd is None else q_THd.shape[1]
     kv_heads = 0 if k_TGd is None else k_TGd.shape[1]
-    pairs = 0 if rotation is None else rotation[0].shape[1]
+    pairs = 0 if rotary is None else rotary.cos_PR.shape[1]
     shape = _shape(heads, kv_heads, some.shape[2], pairs, _norm(plan, some))
     v_norm = None if plan is None else plan.v_norm
     if v_TGd is not None:
@@ -103,7 +94,7 @@ def _launch(
     if some.numel() == 0:
         return
     q_norm, k_norm, eps, clip = (None, None, 0.0, None) if plan is None else _settings(plan)
-    cos_PR, sin_PR, positions_T = rotation or (None,) * 3
+    cos_PR, sin_PR, positions_T = rotary or (None,) * 3
     k_cache, v_cache, *scales = (None,) * 4 if cache is None else _tensors(cache)
     _attention_input[(some.shape[0], programs)](
         q_THd,

@@ -31,6 +31,11 @@ class LayerCache:
         every = self.k_NGPd, self.v_NGPd, self.k_scale_NGP, self.v_scale_NGP
         return tuple(part for part in every if part is not None)
 
+    def without_heads(self) -> LayerCache:
+        """Return views without key-value heads, to which nothing is written."""
+        k_scale_NGP, v_scale_NGP = (None if one is None else one[:, :0] for one in (self.k_scale_NGP, self.v_scale_NGP))
+        return LayerCache(self.k_NGPd[:, :0], self.v_NGPd[:, :0], k_scale_NGP, v_scale_NGP)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:

@@ -12,6 +12,7 @@ from tests.kernels.mutants import Edit, FailingMutant, mutants
 from moiety_kernels.attention_input import AttentionInputPlan, kernel, reference
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.kv_store.reference import kv_store
+from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.rope.reference import rope
 
 POSITIONS, BLOCKS, PLACES = 30, 6, 4
@@ -32,6 +33,10 @@ def poisoned_caches(kv_heads: int, width: int, dtype: torch.dtype, device: str) 
 def tables(pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.rand(POSITIONS, pairs, device=device) * 6
     return angles.cos(), angles.sin()
+
+
+def random_positions(tokens: int, pairs: int, device: str) -> RotaryInputs:
+    return RotaryInputs(*tables(pairs, device), torch.randint(0, POSITIONS, (tokens,), device=device))
 
 
 def some_slots(tokens: int, device: str) -> torch.Tensor:
@@ -56,15 +61,14 @@ def assert_agrees(kernels: Any, tokens: int, layer: Layer, dtype: torch.dtype, d
     heads, width = layer.heads, layer.width
     fused = (heads[0] + 2 * heads[1]) * width
     qkv = torch.randn(tokens, fused + 5, device=device).to(dtype)[:, :fused]
-    cos, sin = tables(layer.pairs, device)
     rotates_first = layer.norm == "head of rotated"
     sizes = {"none": None, "row": (heads[0] * width, heads[1] * width)}.get(layer.norm, (width, width))
     q_norm, k_norm = (None, None) if sizes is None else (torch.rand(size, device=device) + 0.5 for size in sizes)
     plan = AttentionInputPlan(q_norm, k_norm, norm_eps=1e-6, clip=layer.clip, rotates_first=rotates_first)
-    positions, slots = torch.randint(0, POSITIONS, (tokens,), device=device), some_slots(tokens, device)
+    rotary, slots = random_positions(tokens, layer.pairs, device), some_slots(tokens, device)
     ours, theirs = (poisoned_caches(heads[1], width, dtype, device) for _ in range(2))
-    q_ours = kernels.attention_input(qkv, plan, cos, sin, positions, *ours[:, 1:-1], slots)
-    assert_close(q_ours, reference.attention_input(qkv, plan, cos, sin, positions, *theirs[:, 1:-1], slots))
+    q_ours = kernels.attention_input(qkv, plan, rotary, LayerCache(*ours[:, 1:-1]), slots)
+    assert_close(q_ours, reference.attention_input(qkv, plan, rotary, LayerCache(*theirs[:, 1:-1]), slots))
     assert_close(ours, theirs)
 
 
@@ -73,14 +77,14 @@ def test_values_may_have_a_width_and_a_norm_of_their_own(value_width: int, devic
     tokens, heads, kv_heads, width = 7, 6, 2, 32
     qkv = torch.randn(tokens, heads * width + kv_heads * (width + value_width), device=device)
     plan = AttentionInputPlan(norm_eps=1e-6, v_norm=torch.rand(value_width, device=device) + 0.5)
-    rotation = *tables(8, device), torch.randint(0, POSITIONS, (tokens,), device=device)
+    rotary = random_positions(tokens, 8, device)
     ours, theirs = (
         [poisoned_caches(kv_heads, one, torch.float32, device)[0, 1:-1] for one in (width, value_width)]
         for _ in range(2)
     )
     slots = some_slots(tokens, device)
-    q_ours = kernel.attention_input(qkv, plan, *rotation, *ours, slots)
-    assert_close(q_ours, reference.attention_input(qkv, plan, *rotation, *theirs, slots))
+    q_ours = kernel.attention_input(qkv, plan, rotary, LayerCache(*ours), slots)
+    assert_close(q_ours, reference.attention_input(qkv, plan, rotary, LayerCache(*theirs), slots))
     for found, wanted in zip(ours, theirs, strict=True):
         assert_close(found, wanted)
 
@@ -91,15 +95,14 @@ def assert_whole_numbers_agree(kernels: Any, device: str) -> None:
     qkv = torch.randn(7, (heads[0] + 2 * heads[1]) * width, device=device)
     qkv[0] = 0.0
     plan = AttentionInputPlan(torch.rand(width, device=device), torch.rand(width, device=device), norm_eps=1e-6)
-    (cos, sin), slots = tables(8, device), some_slots(7, device)
-    positions = torch.randint(0, POSITIONS, (7,), device=device)
+    rotary, slots = random_positions(7, 8, device), some_slots(7, device)
     shape = 2, 1 + BLOCKS + 1, heads[1], PLACES, width
     made = []
     for some in (kernels, reference):
         numbers = torch.full(shape, -128, dtype=torch.int8, device=device)
         scales = torch.full(shape[:-1], float("nan"), device=device)
-        caches = *numbers[:, 1:-1], slots, *scales[:, 1:-1]
-        some.attention_input(qkv, plan, cos, sin, positions, *caches)
+        cache = LayerCache(*numbers[:, 1:-1], *scales[:, 1:-1])
+        some.attention_input(qkv, plan, rotary, cache, slots)
         made.append((numbers.int(), scales))
     (ours, our_scales), (theirs, their_scales) = made
     assert_close(our_scales, their_scales)
@@ -125,11 +128,10 @@ def test_keys_and_values_are_kept_as_whole_numbers_by_scales_of_their_own(device
 def assert_float8_agrees(kernels: Any, device: str) -> None:
     """Keys and values in float8, with some that it has no number for."""
     qkv = torch.randn(7, 12 * 20, device=device) * 200
-    (cos, sin), slots = tables(8, device), some_slots(7, device)
-    positions, made = torch.randint(0, POSITIONS, (7,), device=device), []
+    rotary, slots, made = random_positions(7, 8, device), some_slots(7, device), []
     for some in (kernels, reference):
         caches = poisoned_caches(3, 20, torch.float8_e4m3fn, device)
-        some.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *caches[:, 1:-1], slots)
+        some.attention_input(qkv, AttentionInputPlan(), rotary, LayerCache(*caches[:, 1:-1]), slots)
         made.append(caches.float())
     ours, theirs = made
     torch.testing.assert_close(ours, theirs, rtol=0.07, atol=1e-2, equal_nan=True)
@@ -169,24 +171,23 @@ def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     fused, positions = (heads[0] + 2 * heads[1]) * width, torch.tensor([3, 7], device=device)
     near = torch.randn(2, fused, device=device).half()
     qkv = untouched(apart + fused, torch.float16).as_strided((2, fused), (apart, 1)).copy_(near)
-    (cos, sin), slots = tables(4, device), torch.tensor([1, PLACES + 2], device=device)
+    rotary, slots = RotaryInputs(*tables(4, device), positions), torch.tensor([1, PLACES + 2], device=device)
     shape, strides = (2, heads[1], PLACES, width), (apart, PLACES * width, width, 1)
     size = apart + heads[1] * PLACES * width
     ours = [untouched(size, torch.float16).as_strided(shape, strides) for _ in range(2)]
     theirs = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
-    q_ours = kernel.attention_input(qkv, AttentionInputPlan(), cos, sin, positions, *ours, slots)
-    assert_close(q_ours, reference.attention_input(near, AttentionInputPlan(), cos, sin, positions, *theirs, slots))
+    q_ours = kernel.attention_input(qkv, AttentionInputPlan(), rotary, LayerCache(*ours), slots)
+    assert_close(q_ours, reference.attention_input(near, AttentionInputPlan(), rotary, LayerCache(*theirs), slots))
     for far, close in zip(ours, theirs, strict=True):
         for block, place in ((0, 1), (1, 2)):
             assert_close(far[block, :, place], close[block, :, place])
 
 
 def test_no_tokens_are_no_work(device: str) -> None:
-    caches, (cos, sin) = poisoned_caches(1, 8, torch.float32, device), tables(4, device)
+    cache = LayerCache(*poisoned_caches(1, 8, torch.float32, device)[:, 1:-1])
     none = torch.empty(0, dtype=torch.int64, device=device)
-    q = kernel.attention_input(
-        torch.empty(0, 32, device=device), AttentionInputPlan(), cos, sin, none, *caches[:, 1:-1], none
-    )
+    rotary = RotaryInputs(*tables(4, device), none)
+    q = kernel.attention_input(torch.empty(0, 32, device=device), AttentionInputPlan(), rotary, cache, none)
     assert q.shape == (0, 2, 8)
 
 
