@@ -13,7 +13,7 @@ from moiety_kernels.attention_input.reference import attention_input as attentio
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
-from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.lightning_indexer import select_tokens, store_index_keys
@@ -324,16 +324,16 @@ def test_latent_input(latent: int, pairs: int, query: int, with_query_norm: bool
     slots[30:] = -1
     plan = LatentInputPlan(normal(latent), normal(query) if with_query_norm else None, 1e-6)
     cache = torch.full((10, places, latent + 2 * pairs), 7.0, device=DEVICE, dtype=kept)
-    tables = angles.cos(), angles.sin(), positions
-    expected = latent_reference.latent_input(x.clone(), plan, *tables, cache, slots)
+    rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
+    expected = latent_reference.latent_input(x.clone(), plan, rotary, LatentCache(cache, latent), slots)
     rows, rounding = cache.flatten(0, 1).float(), 0.0 if kept is torch.float32 else 2**-8
     normed = rms_norm_reference(x[:30, query : query + latent], plan.latent_norm, 1e-6)
     assert close(rows[slots[:30], :latent], normed, 1e-5 + rounding)
     assert (rows == 7.0).all(dim=1).sum() == 80 - 30
     ours = torch.full_like(cache, 7.0)
-    assert close(latent_input(x.clone(), plan, *tables, ours, slots), expected)
+    assert close(latent_input(x.clone(), plan, rotary, LatentCache(ours, latent), slots), expected)
     assert close(ours.float(), cache.float(), 1e-5 + rounding)
-    latent_input(x, plan, *tables, ours, torch.full_like(slots, -1))
+    latent_input(x, plan, rotary, LatentCache(ours, latent), torch.full_like(slots, -1))
     assert close(ours.float(), cache.float(), 1e-5 + rounding)
 
 
@@ -346,7 +346,7 @@ def test_latent_queries(rows: int, heads: int, latent: int, plain: int, pairs: i
     q = normal(rows, heads * (plain + 2 * pairs) + 16).bfloat16().float()[:, :-16]  # the rest of a row is the cache's
     q_THd = q.as_strided((rows, heads, plain + 2 * pairs), (q.stride(0), plain + 2 * pairs, 1))
     key_up, angles = normal(heads, latent, plain, scale=plain**-0.5).to(dtype), normal(50, pairs)
-    inputs = key_up, angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE)
+    inputs = key_up, RotaryInputs(angles.cos(), angles.sin(), torch.randint(0, 50, (rows,), device=DEVICE))
     assert close(latent_queries(q_THd, *inputs), latent_reference.latent_queries(q_THd, *inputs))
 
 

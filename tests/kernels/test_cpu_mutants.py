@@ -34,7 +34,7 @@ from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.hyper_connections import cpu as hyper_connections
 from moiety_kernels.hyper_connections import reference as hyper_reference
-from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
@@ -175,13 +175,16 @@ def prepares(kernel: ModuleType, _: Any) -> None:
 def prepares_latent(kernel: ModuleType, _: Any) -> None:
     x, angles, positions = torch.randn(37, 48 + 64 + 16), torch.randn(500, 8), torch.randint(0, 500, (37,))
     slots = torch.randperm(80)[:37]
-    plan, tables = LatentInputPlan(torch.randn(64), torch.randn(48), 1e-6), (angles.cos(), angles.sin(), positions)
-    ours, theirs = (torch.full((10, 8, 80), 7.0) for _ in range(2))
-    expected = latent_reference.latent_input(x.clone(), plan, *tables, theirs, slots)
-    assert_close(kernel.latent_input(x, plan, *tables, ours, slots), expected)
-    assert_close(ours, theirs)
+    plan, rotary = (
+        LatentInputPlan(torch.randn(64), torch.randn(48), 1e-6),
+        RotaryInputs(angles.cos(), angles.sin(), positions),
+    )
+    ours, theirs = (LatentCache(torch.full((10, 8, 80), 7.0), 64) for _ in range(2))
+    expected = latent_reference.latent_input(x.clone(), plan, rotary, theirs, slots)
+    assert_close(kernel.latent_input(x, plan, rotary, ours, slots), expected)
+    assert_close(ours.rows_NPL, theirs.rows_NPL)
     q, key_up = torch.randn(37, 3, 48).bfloat16().float(), torch.randn(3, 40, 32).bfloat16() / 8
-    assert_close(kernel.latent_queries(q, key_up, *tables), latent_reference.latent_queries(q, key_up, *tables))
+    assert_close(kernel.latent_queries(q, key_up, rotary), latent_reference.latent_queries(q, key_up, rotary))
 
 
 def mixes_experts(kernel: ModuleType, _: Any) -> None:

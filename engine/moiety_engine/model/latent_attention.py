@@ -22,6 +22,7 @@ from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_qu
 from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention
 from moiety_kernels.output_gate import output_gate
+from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 
 if TYPE_CHECKING:
@@ -54,11 +55,10 @@ class LatentAttention:
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LatentCache)
         spec, weights = self._spec, self._weights
-        tables = *self._rotary.upto(batch.max_context), batch.positions_T
+        rotary = RotaryInputs(*self._rotary.upto(batch.max_context), batch.positions_T)
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
-        scales = cache.latent_scale_NP, cache.rotated_scale_NP
         raw_TC = input_TC[:, : spec.query_input_width].clone() if spec.gated else None
-        query_TQ = latent_input(input_TC, self._plan, *tables, cache.rows_NPL, batch.slots_T, *scales)
+        query_TQ = latent_input(input_TC, self._plan, rotary, cache, batch.slots_T)
         if self._indexer is not None:
             self._indexer.select(x_TD, query_TQ, batch, cache)
         if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output
@@ -69,7 +69,7 @@ class LatentAttention:
             query_TQ = self._linear(query_TQ, weights.query_up)
         heads = (query_TQ.shape[0], spec.num_heads, spec.head_dim)
         q_THd = query_TQ.as_strided(heads, (query_TQ.stride(0), spec.head_dim, 1))
-        q_THL = latent_queries(q_THd, weights.key_up_HLd, *tables, invariant=self._invariant)
+        q_THL = latent_queries(q_THd, weights.key_up_HLd, rotary, invariant=self._invariant)
         out_THL = self._attend(q_THL, batch, cache)
         values_THd = head_linear(out_THL, weights.value_up_HdL, invariant=self._invariant)
         if spec.gated:

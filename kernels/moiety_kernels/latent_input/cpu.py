@@ -21,7 +21,9 @@ from moiety_kernels.head_linear import cpu as head_linear
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LatentCache
     from moiety_kernels.latent_input.plan import LatentInputPlan
+    from moiety_kernels.rope.inputs import RotaryInputs
 
 _BLOCK = 16  # tokens per task
 
@@ -62,64 +64,53 @@ class LatentQueriesArguments(NamedTuple):
     pairs: Int64  # R
 
 
-def fits(
-    input_TC: Tensor,
-    plan: LatentInputPlan,
-    cos_PR: Tensor,
-    positions_T: Tensor,
-    cache_NPL: Tensor,
-    slots_T: Tensor,
-) -> bool:
+def fits(input_TC: Tensor, plan: LatentInputPlan, rotary: RotaryInputs, rows_NPL: Tensor, slots_T: Tensor) -> bool:
     """Return whether `latent_input` supports these tensors."""
-    widths = plan.latent_norm.shape[0], 2 * cos_PR.shape[1], input_TC.shape[1] - cache_NPL.shape[2]
+    cos_PR, _, positions_T = rotary
+    widths = plan.latent_norm.shape[0], 2 * cos_PR.shape[1], input_TC.shape[1] - rows_NPL.shape[2]
     return (
         all(t.dtype is torch.float32 for t in (input_TC, cos_PR))
-        and cache_NPL.dtype in (torch.float32, torch.bfloat16)
+        and rows_NPL.dtype in (torch.float32, torch.bfloat16)
         and all(t.dtype is torch.int64 for t in (positions_T, slots_T))
         and all(width % LANES == 0 for width in widths)
         and input_TC.shape[0] > 0
-        and all(t.is_contiguous() for t in (input_TC, cos_PR, positions_T, cache_NPL, slots_T))
+        and all(t.is_contiguous() for t in (input_TC, cos_PR, positions_T, rows_NPL, slots_T))
     )
 
 
 def latent_input(
-    input_TC: Tensor,
-    plan: LatentInputPlan,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    cache_NPL: Tensor,
-    slots_T: Tensor,
+    input_TC: Tensor, plan: LatentInputPlan, rotary: RotaryInputs, cache: LatentCache, slots_T: Tensor
 ) -> Tensor:
     """Return the queries' part as a view of the input."""
     tokens, fused = input_TC.shape
-    query_width = fused - cache_NPL.shape[2]
+    query_width = fused - cache.rows_NPL.shape[2]
     team().run(
         _input_task,
         -(-tokens // _BLOCK),
         LatentInputArguments(
             input_TC=input_TC.data_ptr(),
-            cache_NPL=cache_NPL.data_ptr(),
-            positions_T=positions_T.data_ptr(),
+            cache_NPL=cache.rows_NPL.data_ptr(),
+            positions_T=rotary.positions_T.data_ptr(),
             slots_T=slots_T.data_ptr(),
-            cos_PR=cos_PR.data_ptr(),
-            sin_PR=sin_PR.data_ptr(),
+            cos_PR=rotary.cos_PR.data_ptr(),
+            sin_PR=rotary.sin_PR.data_ptr(),
             latent_norm=plan.latent_norm.data_ptr(),
             query_norm=address_of(plan.query_norm),
             tokens=tokens,
             fused=fused,
             query_width=query_width,
             latent_width=plan.latent_norm.shape[0],
-            pairs=cos_PR.shape[1],
-            cache_itemsize=cache_NPL.itemsize,
+            pairs=rotary.cos_PR.shape[1],
+            cache_itemsize=cache.rows_NPL.itemsize,
             eps=plan.norm_eps,
         ),
     )
     return input_TC.as_strided((tokens, query_width), (fused, 1))
 
 
-def fits_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, positions_T: Tensor) -> bool:
+def fits_queries(q_THd: Tensor, key_up_HLk: Tensor, rotary: RotaryInputs) -> bool:
     """Return whether `latent_queries` supports these tensors."""
+    cos_PR, _, positions_T = rotary
     return (
         cos_PR.dtype is torch.float32
         and positions_T.dtype is torch.int64
@@ -130,11 +121,11 @@ def fits_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, positions_T:
     )
 
 
-def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Tensor, positions_T: Tensor) -> Tensor:
+def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, rotary: RotaryInputs) -> Tensor:
     """Return the queries, contiguous."""
     tokens, heads, _ = q_THd.shape
     latent_width, plain_width = key_up_HLk.shape[1:]
-    out_THL = torch.empty(tokens, heads, latent_width + 2 * cos_PR.shape[1])
+    out_THL = torch.empty(tokens, heads, latent_width + 2 * rotary.cos_PR.shape[1])
     head_linear.multiply_heads(q_THd, key_up_HLk, out_THL)
     team().run(
         _queries_task,
@@ -142,15 +133,15 @@ def latent_queries(q_THd: Tensor, key_up_HLk: Tensor, cos_PR: Tensor, sin_PR: Te
         LatentQueriesArguments(
             q_THd=q_THd.data_ptr() + 4 * plain_width,
             out_THL=out_THL.data_ptr() + 4 * latent_width,
-            positions_T=positions_T.data_ptr(),
-            cos_PR=cos_PR.data_ptr(),
-            sin_PR=sin_PR.data_ptr(),
+            positions_T=rotary.positions_T.data_ptr(),
+            cos_PR=rotary.cos_PR.data_ptr(),
+            sin_PR=rotary.sin_PR.data_ptr(),
             tokens=tokens,
             heads=heads,
             token_bytes=4 * q_THd.stride(0),
             head_bytes=4 * q_THd.stride(1),
             out_bytes=4 * out_THL.shape[2],
-            pairs=cos_PR.shape[1],
+            pairs=rotary.cos_PR.shape[1],
         ),
     )
     return out_THL

@@ -17,7 +17,9 @@ from moiety_kernels.attention_input.kernel import kept
 from moiety_kernels.gpu.cases import CompileCase
 
 if TYPE_CHECKING:
+    from moiety_kernels.kv_store.caches import LatentCache
     from moiety_kernels.latent_input.plan import LatentInputPlan
+    from moiety_kernels.rope.inputs import RotaryInputs
 
 _MAX_WIDTH = 16384  # largest width that is normalised at once; it fits in the registers of 16 warps
 _LATENT_WARPS = 2
@@ -30,39 +32,29 @@ def fits(input_TC: Tensor, plan: LatentInputPlan, cos_PR: Tensor, cache_NPL: Ten
 
 
 def latent_input(
-    input_TC: Tensor,
-    plan: LatentInputPlan,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    cache_NPL: Tensor,
-    slots_T: Tensor,
-    latent_scale_NP: Tensor | None = None,
-    rotated_scale_NP: Tensor | None = None,
+    input_TC: Tensor, plan: LatentInputPlan, rotary: RotaryInputs, cache: LatentCache, slots_T: Tensor
 ) -> Tensor:
     """Return the queries' part: a view of the input where the plan leaves it unchanged, else its normalised rows."""
-    tokens, fused = input_TC.shape
-    query_TQ = input_TC[:, : fused - cache_NPL.shape[2]]
+    (tokens, fused), rows_NPL = input_TC.shape, cache.rows_NPL
+    query_TQ = input_TC[:, : fused - rows_NPL.shape[2]]
     out_TQ = None if plan.query_norm is None else torch.empty_like(query_TQ, memory_format=torch.contiguous_format)
     latent_width, query_width = plan.latent_norm.shape[0], query_TQ.shape[1]
     if tokens:
         _latent_input[(tokens, 1 if out_TQ is None else 2)](
             input_TC,
             out_TQ,
-            cache_NPL,
-            latent_scale_NP,
-            rotated_scale_NP,
+            rows_NPL,
+            cache.latent_scale_NP,
+            cache.rotated_scale_NP,
             plan.latent_norm,
             plan.query_norm,
-            cos_PR,
-            sin_PR,
-            positions_T,
+            *rotary,
             slots_T,
             input_TC.stride(0),
-            *cache_NPL.stride()[:2],
-            cache_NPL.shape[1],
+            *rows_NPL.stride()[:2],
+            rows_NPL.shape[1],
             plan.norm_eps,
-            **_shape(query_width, latent_width, cos_PR.shape[1], normed=out_TQ is not None),
+            **_shape(query_width, latent_width, rotary.cos_PR.shape[1], normed=out_TQ is not None),
         )
     return query_TQ if out_TQ is None else out_TQ
 

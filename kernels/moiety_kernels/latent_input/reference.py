@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LatentCache
     from moiety_kernels.latent_input.plan import LatentInputPlan
+    from moiety_kernels.rope.inputs import RotaryInputs
 
 
 def latent_input(
     input_TC: Tensor,
     plan: LatentInputPlan,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    cache_NPL: Tensor,
+    rotary: RotaryInputs,
+    cache: LatentCache,
     slots_T: Tensor,
-    latent_scale_NP: Tensor | None = None,
-    rotated_scale_NP: Tensor | None = None,
     normalize: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
 ) -> Tensor:
     """Normalise, rotate and store the cache's part of the input; return the rest, the queries' part.
@@ -40,19 +38,19 @@ def latent_input(
     Values beyond float8's range become its largest. In int8, each of a row's two parts has the scale that maps its
     largest entry to 127.
     """
-    latent_width, rotated_width = plan.latent_norm.shape[0], 2 * cos_PR.shape[1]
+    latent_width, rotated_width = plan.latent_norm.shape[0], 2 * rotary.cos_PR.shape[1]
     query, latent, rotated = input_TC.tensor_split([-latent_width - rotated_width, -rotated_width], dim=1)
-    rotated = rope(rotated.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
+    rotated = rope(rotated.unsqueeze(1), *rotary).squeeze(1)
     latent = normalize(latent, plan.latent_norm, plan.norm_eps)
-    if latent_scale_NP is not None and rotated_scale_NP is not None:
+    if cache.latent_scale_NP is not None and cache.rotated_scale_NP is not None:
         of_latent_T1, of_rotated_T1 = scale_of(latent), scale_of(rotated)
         latent, rotated = to_whole(latent, of_latent_T1), to_whole(rotated, of_rotated_T1)
-        store_rows(of_latent_T1, latent_scale_NP.view(-1, 1), slots_T)
-        store_rows(of_rotated_T1, rotated_scale_NP.view(-1, 1), slots_T)
+        store_rows(of_latent_T1, cache.latent_scale_NP.view(-1, 1), slots_T)
+        store_rows(of_rotated_T1, cache.rotated_scale_NP.view(-1, 1), slots_T)
     row_TL = torch.cat((latent, rotated), dim=1)
-    if cache_NPL.dtype is torch.float8_e4m3fn:
+    if cache.rows_NPL.dtype is torch.float8_e4m3fn:
         row_TL = row_TL.clamp(-FLOAT8_MAX, FLOAT8_MAX)
-    store_rows(row_TL.to(cache_NPL.dtype), cache_NPL.flatten(0, 1), slots_T)
+    store_rows(row_TL.to(cache.rows_NPL.dtype), cache.rows_NPL.flatten(0, 1), slots_T)
     return query if plan.query_norm is None else normalize(query, plan.query_norm, plan.norm_eps)
 
 
@@ -87,11 +85,9 @@ def store_rows(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
 def latent_queries(
     q_THd: Tensor,
     key_up_HLk: Tensor,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
+    rotary: RotaryInputs,
     multiply: Callable[[Tensor, Tensor], Tensor] = head_linear,
 ) -> Tensor:
     """Return each head's query: its first part projected into the latent space, then its rotated part."""
     plain, rotated = q_THd.tensor_split([key_up_HLk.shape[2]], dim=2)
-    return torch.cat((multiply(plain, key_up_HLk), rope(rotated, cos_PR, sin_PR, positions_T)), dim=2)
+    return torch.cat((multiply(plain, key_up_HLk), rope(rotated, *rotary)), dim=2)

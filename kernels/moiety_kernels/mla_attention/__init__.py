@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import require_latent_scales
 from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.mla_attention import reference
@@ -56,7 +57,7 @@ def mla_attention(
         "the cache must have the queries' dtype, float8_e4m3fn or int8, or bfloat16 on a CPU",
     )
     scales = latent_scale_NP, rotated_scale_NP
-    require_latent_scales(cache_NPL, *scales)
+    require_latent_scales(LatentCache(cache_NPL, value_width, *scales))
     blocks, places, width = cache_NPL.shape
     k_NGPL = cache_NPL.view(blocks, 1, places, width)
     v_NGPV = k_NGPL.as_strided((blocks, 1, places, value_width), k_NGPL.stride())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import require_latent_scales
 from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.mla_attention import mla_attention
@@ -40,7 +41,7 @@ def sparse_mla_attention(
     require_shape("q", q_THL, (tokens, -1, cache_NPL.shape[2]))
     require_shape("count", count_T, (tokens,))
     require(slot_TK.dtype is torch.int32 and count_T.dtype is torch.int32, "slots and counts must be int32")
-    require_latent_scales(cache_NPL, latent_scale_NP, rotated_scale_NP)
+    require_latent_scales(LatentCache(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP))
     if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
         on_gpu: Tensor = _kernel().sparse_mla_attention(
             q_THL,

@@ -9,7 +9,9 @@ import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants_by
 
 from moiety_kernels.checks import KernelInputError
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import LatentInputPlan, kernel, latent_input, reference
+from moiety_kernels.rope.inputs import RotaryInputs
 
 POSITIONS, BLOCKS, PLACES = 30, 6, 4
 
@@ -51,8 +53,9 @@ def assert_agrees(
     for some in (kernels, reference):
         cache, scales = poisoned(latent + 2 * pairs, kept, device)
         inside = (cache[1:-1], *(scales[:, 1:-1] if kept is torch.int8 else (None, None)))
-        inputs = plan, angles.cos(), angles.sin(), positions, inside[0], slots.to(device), *inside[1:]
-        out = some.latent_input(x.clone(), *inputs)
+        rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
+        held = LatentCache(inside[0], latent, *inside[1:])
+        out = some.latent_input(x.clone(), plan, rotary, held, slots.to(device))
         made.append((out, cache, scales))
     rounded = {torch.float8_e4m3fn: 0.07, torch.int8: 1.01, torch.float16: 4e-3}.get(kept, 1e-5)
     for ours, theirs, tolerance in zip(*made, (4e-3 if dtype is torch.float16 else 1e-5, rounded, 4e-3), strict=True):
@@ -89,14 +92,15 @@ def test_no_tokens_are_no_work(device: str) -> None:
     plan, (cache, _) = LatentInputPlan(torch.ones(8, device=device), None, 1e-6), poisoned(12, torch.float32, device)
     none, table = torch.empty(0, dtype=torch.int64, device=device), torch.ones(POSITIONS, 2, device=device)
     x = torch.empty(0, 20, device=device)
-    assert kernel.latent_input(x, plan, table, table, none, cache, none).shape == (0, 8)
+    assert kernel.latent_input(x, plan, RotaryInputs(table, table, none), LatentCache(cache, 8), none).shape == (0, 8)
 
 
 def test_whole_numbers_without_scales_are_refused(device: str) -> None:
     plan, (cache, _) = LatentInputPlan(torch.ones(8, device=device), None, 1e-6), poisoned(12, torch.int8, device)
     one, table = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(POSITIONS, 2, device=device)
     with pytest.raises(KernelInputError, match="an int8 cache, and no other, has scales"):
-        latent_input(torch.ones(1, 20, device=device), plan, table, table, one, cache, one)
+        rotary = RotaryInputs(table, table, one)
+        latent_input(torch.ones(1, 20, device=device), plan, rotary, LatentCache(cache, 8), one)
 
 
 def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
@@ -107,10 +111,11 @@ def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     far = untouched(apart + 2 * PLACES * width, torch.float16).as_strided((2, PLACES, width), (apart, width, 1))
     rows = untouched(apart + 18, torch.float16).as_strided((2, 18), (apart, 1))
     x = rows.copy_(torch.randn(2, 18))
-    near, slots = torch.zeros(2, PLACES, width, dtype=torch.float16, device=device), [1, PLACES + 2]
-    at = torch.tensor([3, 7], device=device), torch.tensor(slots, device=device)
-    ours = kernel.latent_input(x, plan, angles.cos(), angles.sin(), at[0], far, at[1])
-    theirs = reference.latent_input(x.clone(), plan, angles.cos(), angles.sin(), at[0], near, at[1])
+    near = torch.zeros(2, PLACES, width, dtype=torch.float16, device=device)
+    rotary = RotaryInputs(angles.cos(), angles.sin(), torch.tensor([3, 7], device=device))
+    slots_T = torch.tensor([1, PLACES + 2], device=device)
+    ours = kernel.latent_input(x, plan, rotary, LatentCache(far, 8), slots_T)
+    theirs = reference.latent_input(x.clone(), plan, rotary, LatentCache(near, 8), slots_T)
     torch.testing.assert_close(ours, theirs, rtol=4e-3, atol=4e-3)
     for block, place in ((0, 1), (1, 2)):
         torch.testing.assert_close(far[block, place], near[block, place], rtol=4e-3, atol=4e-3)
