@@ -17,6 +17,7 @@ from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.team import team
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,16 +51,17 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return way
 
 
-Paged = Callable[[list[int], list[int], int, int, int, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]
+Paged = Callable[[list[int], list[int], int, int, int, int], tuple[Tensor, LayerCache, AttentionMetadata]]
 
 
 def _paged(
     queries: list[int], contexts: list[int], heads: int, kv_heads: int, width: int, places: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, LayerCache, AttentionMetadata]:
     """Random queries and a cache whose slots beyond each context, and blocks of nobody, are NaN."""
     widths = [-(-context // places) for context in contexts]
     blocks = torch.randperm(sum(widths) + 3, device=DEVICE)
     k, v = (torch.full((len(blocks), kv_heads, places, width), float("nan"), device=DEVICE) for _ in range(2))
+    cache = LayerCache(k, v)
     table = torch.zeros(len(contexts), max(widths), dtype=torch.int32, device=DEVICE)
     first = 0
     for s, (context, count) in enumerate(zip(contexts, widths, strict=True)):
@@ -68,16 +70,19 @@ def _paged(
         at = torch.arange(context, device=DEVICE)
         slots = table[s, at // places].long() * places + at % places
         keys, values = (torch.randn(context, kv_heads, width, device=DEVICE) for _ in range(2))
-        kv_store(keys, values, LayerCache(k, v), slots)
+        kv_store(keys, values, cache, slots)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    return torch.randn(sum(queries), heads, width, device=DEVICE), k, v, starts, lengths, table
+    metadata = AttentionMetadata(starts, lengths, table, max(queries), max(contexts))
+    return torch.randn(sum(queries), heads, width, device=DEVICE), cache, metadata
 
 
 @pytest.fixture
 def paged() -> Paged:
-    """(queries of each sequence, their contexts, heads, key-value heads, width, places a block): what `paged_attention`
-    takes first."""
+    """Return a function of (queries of each sequence, their contexts, heads, key-value heads, width, places a block).
+
+    It gives the queries, the cache and the metadata that `paged_attention` takes. No sequence is a decode.
+    """
     return _paged
 
 

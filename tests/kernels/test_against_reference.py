@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from moiety_kernels.moe import grouped as experts_grouped
 from moiety_kernels.moe.reference import experts as experts_reference
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
 from moiety_kernels.rope import rope
@@ -139,6 +140,10 @@ def test_large_gates_do_not_overflow() -> None:
     assert ours[1, 1].abs() < 1e-6
 
 
+def converted(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
+    return LayerCache(cache.k_NGPd.to(dtype), cache.v_NGPd.to(dtype))
+
+
 @pytest.mark.combinations(by=("kept",))
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), (1, False), (37, False), (37, True)])
 @pytest.mark.parametrize(
@@ -159,29 +164,29 @@ def test_paged_attention(
     kept: torch.dtype,
 ) -> None:
     queries, contexts = [1, 1, 7, 130, 40], [1, 300, 7, 150, 290]
-    q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, heads, kv_heads, width, places)
-    inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths, table
+    q, cache, metadata = paged(queries, contexts, heads, kv_heads, width, places)
     sinks = normal(heads, scale=3) if with_sinks else None
-    ours = paged_attention(*inputs, width**-0.5, window, sinks, max_query=130, max_context=300, chunked=chunked)
-    assert close(ours, paged_attention_reference(*inputs, width**-0.5, window, sinks, chunked=chunked), 2e-5)
+    inputs = q, converted(cache, kept), metadata, AttentionParameters(width**-0.5, window, sinks, chunked=chunked)
+    assert close(paged_attention(*inputs), paged_attention_reference(*inputs), 2e-5)
 
 
 def test_a_query_of_chunked_attention_sees_only_its_own_chunk(paged: Paged) -> None:
     """The last query of a chunk sees as many positions as a window; the first of the next sees itself alone."""
-    q, k_cache, v_cache, starts, _, table = paged([1], [75], 4, 2, 16, 4)
-    longest = {"max_query": 1, "max_context": 75}
+    q, cache, metadata = paged([1], [75], 4, 2, 16, 4)
     for context, seen in ((74, 37), (75, 1)):
-        inputs = q, k_cache, v_cache, starts, torch.tensor([context], dtype=torch.int32, device=DEVICE), table
-        ours = paged_attention(*inputs, 0.25, 37, chunked=True, **longest)
-        assert close(ours, paged_attention_reference(*inputs, 0.25, seen))
+        length = torch.tensor([context], dtype=torch.int32, device=DEVICE)
+        inputs = q, cache, dataclasses.replace(metadata, context_len_S=length)
+        ours = paged_attention(*inputs, AttentionParameters(0.25, 37, chunked=True))
+        assert close(ours, paged_attention_reference(*inputs, AttentionParameters(0.25, seen)))
 
 
 def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) -> None:
-    inputs = paged([1], [1], 4, 2, 16, 4)
-    value = inputs[2][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)
-    score = (inputs[0][0] * inputs[1][inputs[5][0, 0], :, 0].repeat_interleave(2, dim=0)).sum(-1)
+    q, cache, metadata = paged([1], [1], 4, 2, 16, 4)
+    block = metadata.block_table_SB[0, 0]
+    value = cache.v_NGPd[block, :, 0].repeat_interleave(2, dim=0)
+    score = (q[0] * cache.k_NGPd[block, :, 0].repeat_interleave(2, dim=0)).sum(-1)
     sinks = normal(4)
-    ours = paged_attention(*inputs, 1.0, None, sinks, max_query=1, max_context=1)
+    ours = paged_attention(q, cache, metadata, AttentionParameters(1.0, sinks_H=sinks))
     assert close(ours[0], value * torch.sigmoid(score - sinks)[:, None])
 
 
@@ -190,20 +195,17 @@ def test_a_sink_takes_its_share_of_the_softmax_and_adds_nothing(paged: Paged) ->
 @pytest.mark.parametrize("way", ["fast", "rounded", "torch", "reference"])
 def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kept: torch.dtype, chunked: bool) -> None:
     queries, contexts, window = [1, 1, 7, 130, 40], [1, 300, 70, 250, 290], 37
-    q, k_cache, v_cache, starts, lengths, table = paged(queries, contexts, 4, 2, 32, 8)
-    inputs = q, k_cache.to(kept), v_cache.to(kept), starts, lengths
+    q, cache, metadata = paged(queries, contexts, 4, 2, 32, 8)
+    table = metadata.block_table_SB
+    parameters = AttentionParameters(0.2, window, chunked=chunked, rounds=way == "rounded")
+    attention = {"reference": paged_attention_reference, "torch": paged_attention_batched}.get(way, paged_attention)
 
     def attend() -> Tensor:
-        longest: dict[str, Any] = {"max_query": 130, "max_context": 300, "chunked": chunked}
-        if way == "reference":
-            return paged_attention_reference(*inputs, table, 0.2, window, chunked=chunked)
-        if way == "torch":
-            return paged_attention_batched(*inputs, table, 0.2, window, None, num_decode=0, **longest)
-        return paged_attention(*inputs, table, 0.2, window, rounds=way == "rounded", **longest)
+        return attention(q, converted(cache, kept), metadata, parameters)
 
     before = attend()
     used = set(table.flatten().tolist())
-    nobodys = next(block for block in range(len(k_cache)) if block not in used)  # its content is NaN
+    nobodys = next(block for block in range(len(cache.k_NGPd)) if block not in used)  # its content is NaN
     for s, (count, context) in enumerate(zip(queries, contexts, strict=True)):
         first = (context - count) // window * window if chunked else max(0, context - count + 1 - window)
         table[s, : first // 8] = nobodys
@@ -218,11 +220,12 @@ def test_blocks_behind_a_window_may_have_any_content(paged: Paged, way: str, kep
 def test_paged_attention_through_torchs_own(
     paged: Paged, num_decode: int, window: int | None, chunked: bool, workspace: int, with_sinks: bool
 ) -> None:
-    inputs = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
+    q, cache, metadata = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], 8, 2, 64, 16)
     sinks = normal(8, scale=3) if with_sinks else None
-    longest: dict[str, Any] = {"num_decode": num_decode, "max_query": 130, "max_context": 300, "chunked": chunked}
-    ours = paged_attention_batched(*inputs, 0.125, window, sinks, **longest, workspace_bytes=workspace)
-    assert close(ours, paged_attention_reference(*inputs, 0.125, window, sinks, chunked=chunked), 2e-5)
+    some = dataclasses.replace(metadata, num_decode=num_decode)
+    inputs = q, cache, some, AttentionParameters(0.125, window, sinks, chunked=chunked)
+    ours = paged_attention_batched(*inputs, workspace_bytes=workspace)
+    assert close(ours, paged_attention_reference(*inputs), 2e-5)
 
 
 @pytest.mark.combinations(by=("kept",))
@@ -230,15 +233,14 @@ def test_paged_attention_through_torchs_own(
 @pytest.mark.parametrize("places", [16, 5])
 @pytest.mark.parametrize("kept", CACHES)
 def test_mla_attention(paged: Paged, heads: int, latent: int, rotated: int, places: int, kept: torch.dtype) -> None:
-    q, cache, _, *sequences = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
-    cache = cache.to(kept)
-    inputs = q, cache[:, 0], latent, *sequences, 0.2
+    q, cache, metadata = paged([1, 1, 7, 130, 40], [1, 300, 7, 150, 290], heads, 1, latent + rotated, places)
+    k_NGPL = cache.k_NGPd.to(kept)
+    inputs = q, LatentCache(k_NGPL[:, 0], latent), metadata, 0.2
     expected = mla_attention_reference(*inputs)
     assert expected.shape == (179, heads, latent)
-    assert close(mla_attention(*inputs, max_query=130, max_context=300), expected, 2e-5)
-    longest: dict[str, Any] = {"num_decode": 2, "max_query": 130, "max_context": 300}
-    values = cache[..., :latent]
-    assert close(paged_attention_batched(q, cache, values, *sequences, 0.2, None, None, **longest), expected, 2e-5)
+    assert close(mla_attention(*inputs), expected, 2e-5)
+    rows, some = LayerCache(k_NGPL, k_NGPL[..., :latent]), dataclasses.replace(metadata, num_decode=2)
+    assert close(paged_attention_batched(q, rows, some, AttentionParameters(0.2)), expected, 2e-5)
 
 
 def test_experts_through_torchs_grouped_product() -> None:
@@ -252,8 +254,8 @@ def test_experts_through_torchs_grouped_product() -> None:
 
 def test_paged_attention_survives_large_scores(paged: Paged) -> None:
     q, *rest = paged([3], [200], 4, 2, 32, 16)
-    ours = paged_attention(q * 300, *rest, 1.0, max_query=3, max_context=200)
-    assert close(ours, paged_attention_reference(q * 300, *rest, 1.0), 1e-3)
+    inputs = q * 300, *rest, AttentionParameters(1.0)
+    assert close(paged_attention(*inputs), paged_attention_reference(*inputs), 1e-3)
 
 
 @pytest.mark.parametrize("kept", CACHES)
@@ -280,10 +282,10 @@ def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apar
         assert close(found.float(), wanted.float(), 1e-5 + rounding)
     assert int((far != 7.0).sum()) <= tokens * kv_heads * sum(widths)
     sequence = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([0, tokens], [77], [list(range(10))]))
-    inputs = expected, *apart, *sequence
+    inputs = expected, LayerCache(*apart), AttentionMetadata(*sequence, max_query=tokens, max_context=77)
     for rounds in (False, True):
-        attended = paged_attention(*inputs, 0.2, max_query=tokens, max_context=77, rounds=rounds)
-        assert close(attended, paged_attention_reference(*inputs, 0.2), 2e-2 if rounds else 2e-5)
+        attended = paged_attention(*inputs, AttentionParameters(0.2, rounds=rounds))
+        assert close(attended, paged_attention_reference(*inputs, AttentionParameters(0.2)), 2e-2 if rounds else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -355,23 +357,27 @@ def test_a_wrong_shape_is_named(paged: Paged) -> None:
         linear(normal(2, 16), normal(4, 32))
     with pytest.raises(KernelInputError, match="logits has shape"):
         route(normal(2, 16), RoutingSpec(8, 2, renormalize=True))
+    q, cache, metadata = paged([1], [4], 4, 2, 16, 4)
     with pytest.raises(KernelInputError, match="query heads must be a multiple"):
-        inputs = paged([1], [4], 4, 2, 16, 4)
-        paged_attention(inputs[0][:, :3], *inputs[1:], 1.0, max_query=1, max_context=4)
+        paged_attention(q[:, :3], cache, metadata, AttentionParameters(1.0))
     with pytest.raises(KernelInputError, match=r"sinks has shape \(3,\)"):
-        paged_attention(*inputs, 1.0, None, normal(3), max_query=1, max_context=4)
-    with pytest.raises(KernelInputError, match="value_width"):
-        mla_attention(inputs[0], inputs[1][:, 0], 17, *inputs[3:], 1.0, max_query=1, max_context=4)
+        paged_attention(q, cache, metadata, AttentionParameters(1.0, sinks_H=normal(3)))
+    with pytest.raises(KernelInputError, match="latent_width"):
+        mla_attention(q, LatentCache(cache.k_NGPd[:, 0], 17), metadata, 1.0)
+    with pytest.raises(KernelInputError, match="scale must be positive"):
+        AttentionParameters(0.0)
+    with pytest.raises(KernelInputError, match=r"query_start has shape \(2,\)"):
+        dataclasses.replace(metadata, context_len_S=metadata.context_len_S.repeat(2))
 
 
 @pytest.mark.parametrize(("heads", "width", "dtype"), [(16, 64, torch.float32), (5, 32, torch.bfloat16), (3, 20, None)])
 def test_an_indexer_selects_the_tokens_with_the_largest_scores(
     paged: Paged, heads: int, width: int, dtype: torch.dtype | None
 ) -> None:
-    q, keys, _, starts, lengths, table = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
-    if DEVICE == "cpu":
-        keys = keys.to(dtype)
-    tensors = q, normal(54, heads), keys.squeeze(1), starts, lengths, table
+    q, cache, metadata = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
+    keys = cache.k_NGPd.to(dtype) if DEVICE == "cpu" else cache.k_NGPd
+    sequences = metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB
+    tensors = q, normal(54, heads), keys.squeeze(1), *sequences
     for top_k, most in ((30, 30), (1000, 300)):
         slots, counts = select_tokens(*tensors, top_k, max_context=300)
         expected, expected_counts = select_tokens_reference(*tensors, most)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.paged_attention import cpu_pairs, paged_attention
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 from moiety_kernels.paged_attention.reference import paged_attention as reference
 
 HALF_A_STEP = 2.0**-8  # of bfloat16, relative
@@ -25,19 +27,25 @@ def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def attend(inputs: tuple[Tensor, ...], scale: float, *, rounds: bool = True, **options: Any) -> Tensor:
-    return paged_attention(*inputs, scale, **options, max_query=512, max_context=512, rounds=rounds)
+Inputs = tuple[Tensor, LayerCache, AttentionMetadata]
 
 
-def rounded(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def attend(inputs: Inputs, scale: float, *, rounds: bool = True, **options: Any) -> Tensor:
+    return paged_attention(*inputs, AttentionParameters(scale, **options, rounds=rounds))
+
+
+def rounded(inputs: Inputs) -> Inputs:
     """Queries, keys and values as the nearest bfloat16, in float32."""
-    return *(one.bfloat16().float() for one in inputs[:3]), *inputs[3:]
+    q, cache, metadata = inputs
+    q, k, v = (one.bfloat16().float() for one in (q, cache.k_NGPd, cache.v_NGPd))
+    return q, LayerCache(k, v), metadata
 
 
-def is_rounding_of_weights(ours: Tensor, inputs: tuple[Tensor, ...], scale: float, *further: Any) -> bool:
+def is_rounding_of_weights(ours: Tensor, inputs: Inputs, parameters: AttentionParameters) -> bool:
     """Whether what differs is at most what rounding each weight to bfloat16 can make of rounded keys and values."""
-    q, k, v, *rest = rounded(inputs)
-    expected, bound = (reference(q, k, one, *rest, scale, *further) for one in (v, v.abs()))
+    q, cache, metadata = rounded(inputs)
+    positive = LayerCache(cache.k_NGPd, cache.v_NGPd.abs())
+    expected, bound = (reference(q, one, metadata, parameters) for one in (cache, positive))
     return bool(((ours - expected).abs() <= (HALF_A_STEP + SUMMING) * bound).all())
 
 
@@ -53,34 +61,36 @@ def test_nothing_is_lost_but_by_rounding(
 ) -> None:
     inputs = paged([1, 1, 7, 130, 40, 3], [1, 300, 7, 150, 290, 129], heads, kv_heads, width, places)
     sinks = 3 * torch.randn(heads) if with_sinks else None
-    in_cache = inputs[0], inputs[1].to(kept), inputs[2].to(kept), *inputs[3:]
+    q, cache, metadata = inputs
+    in_cache = q, LayerCache(cache.k_NGPd.to(kept), cache.v_NGPd.to(kept)), metadata
     ours = attend(in_cache, width**-0.5, window=window, sinks_H=sinks)
-    assert is_rounding_of_weights(ours, inputs, width**-0.5, window, sinks)
+    assert is_rounding_of_weights(ours, inputs, AttentionParameters(width**-0.5, window, sinks))
     assert not torch.equal(ours, attend(in_cache, width**-0.5, window=window, sinks_H=sinks, rounds=False))
 
 
 def test_rounding_is_not_done_unasked_nor_beside_tiles(paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = paged([40], [290], 4, 2, 64, 16)
     exact = attend(inputs, 0.125, rounds=False)
-    assert (exact - reference(*inputs, 0.125)).abs().max() < 2e-5
+    assert (exact - reference(*inputs, AttentionParameters(0.125))).abs().max() < 2e-5
     monkeypatch.setattr(tiles, "usable", lambda: True)
     assert torch.equal(attend(inputs, 0.125), exact)
 
 
 def test_a_cache_of_bfloat16_gives_the_bits_of_one_of_float32(paged: Any) -> None:
-    inputs = paged([1, 130], [300, 290], 8, 2, 64, 16)
-    narrow = inputs[0], inputs[1].bfloat16(), inputs[2].bfloat16(), *inputs[3:]
-    assert torch.equal(attend(inputs, 0.125), attend(narrow, 0.125))
+    q, cache, metadata = paged([1, 130], [300, 290], 8, 2, 64, 16)
+    narrow = LayerCache(cache.k_NGPd.bfloat16(), cache.v_NGPd.bfloat16())
+    assert torch.equal(attend((q, cache, metadata), 0.125), attend((q, narrow, metadata), 0.125))
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("cuts", [[1, 299], [299, 1], [100, 200], [128, 128, 44], [7] * 42 + [6], [1] * 300])
 def test_a_rows_bits_do_not_depend_on_how_its_prompt_is_cut(paged: Any, cuts: list[int], window: int | None) -> None:
-    q, k, v, _, _, table = inputs = paged([300], [300], 6, 2, 64, 16)
+    q, cache, metadata = inputs = paged([300], [300], 6, 2, 64, 16)
     whole, done, parts = attend(inputs, 0.125, window=window), 0, []
     for count in cuts:
-        sequence = torch.tensor([0, count], dtype=torch.int32), torch.tensor([done + count], dtype=torch.int32), table
-        parts.append(attend((q[done : done + count], k, v, *sequence), 0.125, window=window))
+        start, context = (torch.tensor(one, dtype=torch.int32) for one in ([0, count], [done + count]))
+        chunk = AttentionMetadata(start, context, metadata.block_table_SB, count, done + count)
+        parts.append(attend((q[done : done + count], cache, chunk), 0.125, window=window))
         done += count
     assert torch.equal(torch.cat(parts), whole)
 
@@ -97,7 +107,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_a_task_takes(paged: Any, monkeypa
 def test_large_scores_are_survived(paged: Any, factor: float) -> None:
     q, *rest = paged([3], [200], 4, 2, 32, 16)
     inputs = factor * q, *rest
-    assert (attend(inputs, 1.0) - reference(*rounded(inputs), 1.0)).abs().max() < 0.02
+    assert (attend(inputs, 1.0) - reference(*rounded(inputs), AttentionParameters(1.0))).abs().max() < 0.02
 
 
 def test_nan_stays_nan_in_attention_by_pairs(paged: Any) -> None:

@@ -54,6 +54,7 @@ from moiety_kernels.output_gate import cpu as output_gate
 from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.paged_attention import cpu as paged_attention
 from moiety_kernels.paged_attention import cpu_pairs
+from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from moiety_kernels.rms_norm import cpu as rms_norm
 from moiety_kernels.rms_norm.reference import rms_norm as rms_norm_reference
@@ -144,8 +145,9 @@ def adds_low_rank(kernel: ModuleType, _: Any) -> None:
 def attends(kernel: ModuleType, paged: Any) -> None:
     inputs = paged([1, 1, 7, 130], [1, 300, 7, 150], 6, 2, 64, 5)
     for window, sinks in ((None, None), (37, 3 * torch.randn(6))):
-        ours = kernel.paged_attention(*inputs, 0.125, window, sinks)
-        assert_close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-5)
+        parameters = AttentionParameters(0.125, window, sinks)
+        ours = kernel.paged_attention(*inputs, parameters)
+        assert_close(ours, paged_attention_reference(*inputs, parameters), 2e-5)
 
 
 def attends_in_pairs(kernel: ModuleType, paged: Paged) -> None:
@@ -155,8 +157,9 @@ def attends_in_pairs(kernel: ModuleType, paged: Paged) -> None:
         patch.setattr(cpu_pairs, "task", kernel.task)
         patch.setattr(cpu_pairs, "usable", lambda: True)
         for window, sinks in ((None, None), (37, 3 * torch.randn(6))):
-            ours = paged_attention.paged_attention(*inputs, 0.125, window, sinks, rounds=True)
-            assert_close(ours, paged_attention_reference(*inputs, 0.125, window, sinks), 2e-2)
+            parameters = AttentionParameters(0.125, window, sinks, rounds=True)
+            ours = paged_attention.paged_attention(*inputs, parameters)
+            assert_close(ours, paged_attention_reference(*inputs, parameters), 2e-2)
 
 
 def prepares(kernel: ModuleType, _: Any) -> None:
@@ -253,7 +256,8 @@ def gates(kernel: ModuleType, _: Any) -> None:
 
 
 def selects(kernel: ModuleType, paged: Paged) -> None:
-    q, keys, _, *sequences = paged([1, 1, 7, 130], [1, 300, 7, 600], 6, 1, 64, 5)
+    q, cache, metadata = paged([1, 1, 7, 130], [1, 300, 7, 600], 6, 1, 64, 5)
+    keys, sequences = cache.k_NGPd, (metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB)
     for weight, few_values in ((torch.randn(139, 6), False), (torch.ones(139, 6), True)):
         query, key = (q.sign() * (torch.rand(q.shape) < 0.03), keys.sign()) if few_values else (q, keys)
         tensors = query, weight, key.squeeze(1), *sequences

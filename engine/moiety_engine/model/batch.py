@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
+from moiety_kernels.paged_attention.inputs import AttentionMetadata
 from moiety_kernels.recurrent.inputs import RecurrentSequences
 
 if TYPE_CHECKING:
@@ -105,6 +106,12 @@ class Batch:
     further_tables: tuple[GroupTable, ...] = ()  # of the cache groups after the first
     states: RecurrentRows | None = None  # None: the model has no recurrent layers
     selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
+    attention: AttentionMetadata = field(init=False)  # the sequences as attention kernels take them
+
+    def __post_init__(self) -> None:
+        bounds = self.max_query, self.max_context, self.num_decode
+        metadata = AttentionMetadata(self.query_start_S1, self.context_len_S, self.block_table_SB, *bounds)
+        object.__setattr__(self, "attention", metadata)  # once for all layers of a step
 
     @property
     def contexts(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,14 +95,4 @@ class LatentAttention:
                 *scales,
                 num_decode=batch.num_decode,
             )
-        return mla_attention(
-            q_THL,
-            cache.rows_NPL,
-            spec.latent_width,
-            *batch.contexts,
-            spec.scale,
-            *scales,
-            num_decode=batch.num_decode,
-            max_query=batch.max_query,
-            max_context=batch.max_context,
-        )
+        return mla_attention(q_THL, cache, batch.attention, spec.scale)

@@ -34,6 +34,7 @@ from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.route import RoutingSpec, route, weigh_experts
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ class GroupedQueryAttention:
         """
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
-        self._rounds = rounds
+        self._parameters = AttentionParameters(
+            spec.scale, spec.window, weights.sinks_H, chunked=spec.chunked, rounds=rounds
+        )
         device = rotary.device
         self._growth = None if spec.query_growth is None else GrowthTable(spec.query_growth, device)
         self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
@@ -121,22 +124,7 @@ class GroupedQueryAttention:
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
             q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
-        out_THd = paged_attention(
-            q_THd,
-            cache.k_NGPd,
-            cache.v_NGPd,
-            *batch.contexts,
-            spec.scale,
-            spec.window,
-            weights.sinks_H,
-            cache.k_scale_NGP,
-            cache.v_scale_NGP,
-            num_decode=batch.num_decode,
-            max_query=batch.max_query,
-            max_context=batch.max_context,
-            chunked=spec.chunked,
-            rounds=self._rounds,
-        )
+        out_THd = paged_attention(q_THd, cache, batch.attention, self._parameters)
         if spec.value_scale != 1.0:  # attention is linear in values
             out_THd = out_THd * spec.value_scale
         if spec.gate is not None and weights.gate_CD is not None:

@@ -18,9 +18,11 @@ from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, SPARSE_CONTEXT, LayerShape, SparseShape
 from moiety_kernels.bench.work import Work
 from moiety_kernels.gated_delta import gated_delta_rule
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.route import route
@@ -137,21 +139,20 @@ def _decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
     """
     context = _context(device)
     k, v = _cache(shape, sequences, context, device), _cache(shape, sequences, context, device)
+    cache, parameters = LayerCache(k, v), AttentionParameters(shape.head_width**-0.5)
     q_THd = torch.randn(sequences, shape.heads, shape.head_width, device=device).to(k.dtype)
     table_SB = torch.randperm(k.shape[0], device=device).to(torch.int32).view(sequences, -1)
     start = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
-    scale = shape.head_width**-0.5
+    metadata = AttentionMetadata(start, lengths, table_SB, 1, context, num_decode=sequences)
     flat = (sequences, shape.kv_heads, context, shape.head_width)
 
     def run() -> Tensor:
-        return paged_attention(
-            q_THd, k, v, start, lengths, table_SB, scale, num_decode=sequences, max_query=1, max_context=context
-        )
+        return paged_attention(q_THd, cache, metadata, parameters)
 
     def in_torch() -> Tensor:
         return functional.scaled_dot_product_attention(
-            q_THd[:, :, None], k.view(flat), v.view(flat), scale=scale, enable_gqa=True
+            q_THd[:, :, None], k.view(flat), v.view(flat), scale=parameters.scale, enable_gqa=True
         )
 
     least = work.attention_decode(shape, sequences, context, _name(k))
@@ -160,19 +161,20 @@ def _decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
 
 def _prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
     k, v = _cache(shape, 1, tokens, device), _cache(shape, 1, tokens, device)
+    cache, parameters = LayerCache(k, v), AttentionParameters(shape.head_width**-0.5)
     q_THd = torch.randn(tokens, shape.heads, shape.head_width, device=device).to(k.dtype)
     table_SB = torch.randperm(k.shape[0], device=device).to(torch.int32).view(1, -1)
     start = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     lengths = torch.tensor([tokens], dtype=torch.int32, device=device)
-    scale = shape.head_width**-0.5
+    metadata = AttentionMetadata(start, lengths, table_SB, tokens, tokens)
     k_HTd, v_HTd = (c.transpose(0, 1).reshape(1, shape.kv_heads, -1, shape.head_width)[:, :, :tokens] for c in (k, v))
 
     def run() -> Tensor:
-        return paged_attention(q_THd, k, v, start, lengths, table_SB, scale, max_query=tokens, max_context=tokens)
+        return paged_attention(q_THd, cache, metadata, parameters)
 
     def in_torch() -> Tensor:
         return functional.scaled_dot_product_attention(
-            q_THd.transpose(0, 1)[None], k_HTd, v_HTd, is_causal=True, scale=scale, enable_gqa=True
+            q_THd.transpose(0, 1)[None], k_HTd, v_HTd, is_causal=True, scale=parameters.scale, enable_gqa=True
         )
 
     least = work.attention_prefill(shape, tokens, _name(k))

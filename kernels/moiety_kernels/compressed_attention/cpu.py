@@ -17,7 +17,9 @@ from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, team
 from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import copy_row, widen_row
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.paged_attention import cpu as paged_attention
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +91,7 @@ def fits_attention(q_THd: Tensor, row_Td: Tensor, history_NWd: Tensor, entries: 
         and (entries is None or (entries.slot_TK.is_contiguous() and entries.count_T.is_contiguous()))
         and 0 < tokens < MAX_TASKS
         and width % LANES == 0
-        and paged_attention.fits(q_THd[:1], rows, rows, torch.empty(1, 1, dtype=torch.int32))
+        and paged_attention.fits(q_THd[:1], LayerCache(rows, rows), torch.empty(1, 1, dtype=torch.int32))
     )
 
 
@@ -130,6 +132,7 @@ def compressed_attention(
     seen_TKd = torch.empty(at_once, 1, most_seen, width)
     count_T, parts = torch.empty(at_once, dtype=torch.int32), []
     own_B1 = torch.arange(at_once + 1, dtype=torch.int32)
+    seen, parameters = LayerCache(seen_TKd, seen_TKd), AttentionParameters(scale, sinks_H=sinks_H)
     for first in range(0, tokens, at_once):
         num = min(at_once, tokens - first)
         args = CopyArguments(
@@ -145,9 +148,8 @@ def compressed_attention(
             itemsize=4 if entries is None else entries.pool_NEd.itemsize,
         )
         team().run(_copy_task, num, args)
-        sequences = own_B1[: num + 1], count_T[:num], own_B1[:num, None]
-        q_some = q_THd[first : first + num]
-        parts.append(paged_attention.paged_attention(q_some, seen_TKd, seen_TKd, *sequences, scale, None, sinks_H))
+        metadata = AttentionMetadata(own_B1[: num + 1], count_T[:num], own_B1[:num, None], 1, most_seen, num)
+        parts.append(paged_attention.paged_attention(q_THd[first : first + num], seen, metadata, parameters))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_kernels.gpu.targets import SM_80, SM_90, SM_100
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.paged_attention import kernel as paged
 from moiety_kernels.paged_attention.cases import variant
+from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.kernels.prefill import prefill
 from moiety_kernels.paged_attention.tiles import Shape, parts
@@ -21,17 +23,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.gpu.cases import CompileCase
+    from moiety_kernels.kv_store.caches import LatentCache
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 MAX_WIDTH = 576
 
 
-def fits(q_THL: Tensor, cache_NPL: Tensor, value_width: int) -> bool:
+def fits(q_THL: Tensor, cache: LatentCache) -> bool:
     """Return whether the kernels support these tensors."""
+    rows_NPL = cache.rows_NPL
     return (
         q_THL.dtype in (torch.float16, torch.bfloat16)
-        and (cache_NPL.dtype is q_THL.dtype or (cache_NPL.itemsize == 1 and paged.converts(cache_NPL)))
-        and fits_widths(cache_NPL.shape[2], value_width)
-        and q_THL.stride(2) == cache_NPL.stride(2) == 1
+        and (rows_NPL.dtype is q_THL.dtype or (rows_NPL.itemsize == 1 and paged.converts(rows_NPL)))
+        and fits_widths(rows_NPL.shape[2], cache.latent_width)
+        and q_THL.stride(2) == rows_NPL.stride(2) == 1
     )
 
 
@@ -44,38 +49,16 @@ def fits_widths(width: int, value_width: int) -> bool:
     return fits_memory and width <= MAX_WIDTH and parts(width)[0] == value_width < width
 
 
-def mla_attention(
-    q_THL: Tensor,
-    cache_NPL: Tensor,
-    value_width: int,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    scale: float,
-    latent_scale_NP: Tensor | None = None,
-    rotated_scale_NP: Tensor | None = None,
-    *,
-    num_decode: int,
-    max_context: int,
-) -> Tensor:
+def mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Return out_THV, contiguous."""
-    k_NGPL = cache_NPL.unsqueeze(1)
-    return paged.paged_attention(
-        q_THL,
+    k_NGPL = cache.rows_NPL.unsqueeze(1)
+    rows = LayerCache(
         k_NGPL,
-        k_NGPL[..., :value_width],
-        query_start_S1,
-        context_len_S,
-        block_table_SB,
-        scale,
-        None,
-        None,
-        rotated_scale_NP,  # for the rest of a key after its value
-        latent_scale_NP,
-        num_decode=num_decode,
-        max_context=max_context,
-        shared=True,
+        k_NGPL[..., : cache.latent_width],
+        cache.rotated_scale_NP,  # for the rest of a key after its value
+        cache.latent_scale_NP,
     )
+    return paged.paged_attention(q_THL, rows, metadata, AttentionParameters(scale), shared=True)
 
 
 def compile_cases() -> list[CompileCase]:

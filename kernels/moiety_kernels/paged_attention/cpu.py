@@ -31,6 +31,9 @@ from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, Atte
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LayerCache
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
+
 ROWS_AT_ONCE = 48
 _AXPY_VECTORS = 4
 _FETCH_AHEAD = 2  # blocks; they are scattered, so the hardware prefetcher does not predict the next
@@ -43,25 +46,25 @@ _some_several_bf16, _some_one_bf16 = (axpy_tile(AXPY_ROWS, vectors, widen=True) 
 _one_several_bf16, _one_one_bf16 = (axpy_tile(1, vectors, widen=True) for vectors in (_AXPY_VECTORS, 1))
 
 
-def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPd: Tensor, block_table_SB: Tensor) -> bool:
+def fits(q_THd: Tensor, cache: LayerCache, block_table_SB: Tensor) -> bool:
     """Return whether `paged_attention` supports these tensors."""
     tokens, heads, width = q_THd.shape
-    sharing = heads // k_cache_NGPd.shape[1]
+    sharing = heads // cache.k_NGPd.shape[1]
     rows = max(ROWS_AT_ONCE, sharing)
     return (
         q_THd.dtype is torch.float32
-        and k_cache_NGPd.dtype in (torch.float32, torch.bfloat16)
+        and cache.k_NGPd.dtype in (torch.float32, torch.bfloat16)
         and block_table_SB.dtype is torch.int32
         and width % LANES == 0
-        and v_cache_NGPd.shape[3] % LANES == 0
+        and cache.v_NGPd.shape[3] % LANES == 0
         and sharing <= _MAX_SHARING
         and TEMP_AT + 4 * rows * (CHUNK + width + 2) <= SCRATCH_BYTES
         and 0 < tokens * heads <= MAX_TASKS
         and q_THd.stride(2) == 1
         and q_THd.stride(1) == width
         and block_table_SB.stride(1) == 1
-        and has_contiguous_blocks(k_cache_NGPd)
-        and _is_packed(v_cache_NGPd)
+        and has_contiguous_blocks(cache.k_NGPd)
+        and _is_packed(cache.v_NGPd)
     )
 
 
@@ -72,36 +75,26 @@ def _is_packed(cache_NGPd: Tensor) -> bool:
 
 
 def paged_attention(
-    q_THd: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPd: Tensor,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    scale: float,
-    window: int | None,
-    sinks_H: Tensor | None = None,
-    *,
-    chunked: bool = False,
-    rounds: bool = False,
+    q_THd: Tensor, cache: LayerCache, metadata: AttentionMetadata, parameters: AttentionParameters
 ) -> Tensor:
     """Return out_THd, contiguous, as wide as a value."""
     tokens, heads, width = q_THd.shape
-    _, kv_heads, places, _ = k_cache_NGPd.shape
-    sequences = context_len_S.shape[0]
-    value_width, sharing = v_cache_NGPd.shape[3], heads // kv_heads
-    in_pairs = rounds and cpu_pairs.usable() and cpu_pairs.takes(width, value_width, sharing)
+    k_NGPd, v_NGPd, block_table_SB = cache.k_NGPd, cache.v_NGPd, metadata.block_table_SB
+    _, kv_heads, places, _ = k_NGPd.shape
+    sequences = metadata.context_len_S.shape[0]
+    value_width, sharing = v_NGPd.shape[3], heads // kv_heads
+    in_pairs = parameters.rounds and cpu_pairs.usable() and cpu_pairs.takes(width, value_width, sharing)
     rows = cpu_pairs.rows_at_once(tokens, heads) if in_pairs else ROWS_AT_ONCE
     at_once = max(1, rows // sharing)
     out_THd = torch.empty(tokens, heads, value_width)
     items = torch.empty(ITEM_BYTES // 8 * (sequences + tokens // at_once), dtype=torch.int64)
     args = AttentionArguments(
         q_THd=q_THd.data_ptr(),
-        k_cache_NGPd=k_cache_NGPd.data_ptr(),
-        v_cache_NGPd=v_cache_NGPd.data_ptr(),
+        k_cache_NGPd=k_NGPd.data_ptr(),
+        v_cache_NGPd=v_NGPd.data_ptr(),
         out_THd=out_THd.data_ptr(),
-        query_start_S1=query_start_S1.data_ptr(),
-        context_len_S=context_len_S.data_ptr(),
+        query_start_S1=metadata.query_start_S1.data_ptr(),
+        context_len_S=metadata.context_len_S.data_ptr(),
         block_table_SB=block_table_SB.data_ptr(),
         sequences=sequences,
         table_width=block_table_SB.stride(0),
@@ -109,19 +102,19 @@ def paged_attention(
         kv_heads=kv_heads,
         width=width,
         places=places,
-        key_block=k_cache_NGPd.itemsize * k_cache_NGPd.stride(0),
-        value_block=v_cache_NGPd.itemsize * v_cache_NGPd.stride(0),
+        key_block=k_NGPd.itemsize * k_NGPd.stride(0),
+        value_block=v_NGPd.itemsize * v_NGPd.stride(0),
         q_stride=4 * q_THd.stride(0),
-        window=0 if window is None else window,
-        chunked=chunked,
+        window=0 if parameters.window is None else parameters.window,
+        chunked=parameters.chunked,
         items=items.data_ptr(),
         tokens_at_once=at_once,
         task=task_address(cpu_pairs.task if in_pairs else _task, AttentionArguments),
-        sinks_H=address_of(sinks_H),
+        sinks_H=address_of(parameters.sinks_H),
         value_width=value_width,
-        value_stride=v_cache_NGPd.itemsize * v_cache_NGPd.stride(2),
-        cache_itemsize=v_cache_NGPd.itemsize,
-        scale=scale,
+        value_stride=v_NGPd.itemsize * v_NGPd.stride(2),
+        cache_itemsize=v_NGPd.itemsize,
+        scale=parameters.scale,
     )
     team().drive(_drive, args)
     return out_THd

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -37,60 +37,61 @@ from moiety_kernels.paged_attention.tiles import (
     splits,
 )
 
+if TYPE_CHECKING:
+    from moiety_kernels.kv_store.caches import LayerCache
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 
-def fits(q_THd: Tensor, k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> bool:
+
+def fits(q_THd: Tensor, cache: LayerCache) -> bool:
     """Return whether the kernels support these tensors."""
-    key_width, value_width = k_cache_NGPd.shape[3], v_cache_NGPv.shape[3]
+    k_NGPd, v_NGPv = cache.k_NGPd, cache.v_NGPd
     return (
         q_THd.dtype in (torch.float16, torch.bfloat16)
-        and (k_cache_NGPd.dtype is q_THd.dtype or (k_cache_NGPd.itemsize == 1 and converts(k_cache_NGPd)))
-        and max(key_width, value_width) <= MAX_WIDTH
-        and q_THd.stride(2) == k_cache_NGPd.stride(3) == v_cache_NGPv.stride(3) == 1
+        and (k_NGPd.dtype is q_THd.dtype or (k_NGPd.itemsize == 1 and converts(k_NGPd)))
+        and max(k_NGPd.shape[3], v_NGPv.shape[3]) <= MAX_WIDTH
+        and q_THd.stride(2) == k_NGPd.stride(3) == v_NGPv.stride(3) == 1
     )
 
 
 def paged_attention(
     q_THd: Tensor,
-    k_cache_NGPd: Tensor,
-    v_cache_NGPv: Tensor,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    scale: float,
-    window: int | None,
-    sinks_H: Tensor | None,
-    k_scale_NGP: Tensor | None,
-    v_scale_NGP: Tensor | None,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    parameters: AttentionParameters,
     *,
-    num_decode: int,
-    max_context: int,
-    chunked: bool = False,
     shared: bool = False,
 ) -> Tensor:
     """Return out_THv, contiguous.
 
     `shared`: a value is the first of its key's `parts`. Launches depend only on shapes, `num_decode` and `max_context`.
     """
-    num_kv_heads, places, key_width = k_cache_NGPd.shape[1:]
+    k_NGPd, v_NGPv, window = cache.k_NGPd, cache.v_NGPd, parameters.window
+    num_kv_heads, places, key_width = k_NGPd.shape[1:]
     num_tokens, num_heads = q_THd.shape[:2]
-    value_width, windowed = v_cache_NGPv.shape[3], CHUNKS if chunked and window else SLIDING if window else EVERYTHING
-    sizes = q_THd.itemsize, k_cache_NGPd.itemsize
+    value_width = v_NGPv.shape[3]
+    windowed = CHUNKS if parameters.chunked and window else SLIDING if window else EVERYTHING
+    sizes = q_THd.itemsize, k_NGPd.itemsize
     shape = Shape(num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared)
     out_THv = q_THd.new_empty(num_tokens, num_heads, value_width)
-    strides = *q_THd.stride()[:2], *k_cache_NGPd.stride()[:3], *v_cache_NGPv.stride()[:3]
+    strides = *q_THd.stride()[:2], *k_NGPd.stride()[:3], *v_NGPv.stride()[:3]
     layer = _Layer(
         shape,
         _device(q_THd.device),
-        (q_THd, k_cache_NGPd, v_cache_NGPv, out_THv),
-        (sinks_H, k_scale_NGP, v_scale_NGP),
-        (window or 0, scale / math.log(2), block_table_SB.stride(0), *strides),
-        {"PLACES": places, "SINKS": sinks_H is not None, "SCALED": k_scale_NGP is not None},
+        (q_THd, k_NGPd, v_NGPv, out_THv),
+        (parameters.sinks_H, cache.k_scale_NGP, cache.v_scale_NGP),
+        (window or 0, parameters.scale / math.log(2), metadata.block_table_SB.stride(0), *strides),
+        {"PLACES": places, "SINKS": parameters.sinks_H is not None, "SCALED": cache.k_scale_NGP is not None},
+    )
+    sequences, num_decode = (
+        (metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB),
+        metadata.num_decode,
     )
     if num_decode:
-        seen = max_context if window is None else min(window, max_context)
-        _decode(layer, (query_start_S1, context_len_S, block_table_SB), num_decode, seen)
+        seen = metadata.max_context if window is None else min(window, metadata.max_context)
+        _decode(layer, sequences, num_decode, seen)
     if num_tokens > num_decode:
-        chunks = query_start_S1[num_decode:], context_len_S[num_decode:], block_table_SB[num_decode:]
+        starts, contexts, tables = (one[num_decode:] for one in sequences)
+        chunks = starts, contexts, tables
         _prefill(layer, chunks, num_tokens - num_decode)
     return out_THv
 

@@ -11,6 +11,7 @@ from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import require_latent_scales
 from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.mla_attention import mla_attention
+from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +42,9 @@ def sparse_mla_attention(
     require_shape("q", q_THL, (tokens, -1, cache_NPL.shape[2]))
     require_shape("count", count_T, (tokens,))
     require(slot_TK.dtype is torch.int32 and count_T.dtype is torch.int32, "slots and counts must be int32")
-    require_latent_scales(LatentCache(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP))
-    if q_THL.is_cuda and _kernel().fits(q_THL, cache_NPL, value_width):
+    cache = LatentCache(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
+    require_latent_scales(cache)
+    if q_THL.is_cuda and _kernel().fits(q_THL, cache):
         on_gpu: Tensor = _kernel().sparse_mla_attention(
             q_THL,
             cache_NPL,
@@ -57,21 +59,21 @@ def sparse_mla_attention(
         return on_gpu
     blocks, places, width = cache_NPL.shape
     of_slots = [None if one is None else one.view(blocks * places, 1) for one in (latent_scale_NP, rotated_scale_NP)]
-    rows = cache_NPL.view(blocks * places, 1, width)
+    rows = LatentCache(cache_NPL.view(blocks * places, 1, width), value_width, of_slots[0], of_slots[1])
     at_once = tokens if q_THL.is_cpu else max(num_decode, _TOKENS_AT_ONCE)  # without a kernel, rows are gathered first
     parts = [
         mla_attention(
             q_THL[first : first + at_once],
             rows,
-            value_width,
-            torch.arange(min(at_once, tokens - first) + 1, dtype=torch.int32, device=q_THL.device),
-            count_T[first : first + at_once],
-            slot_TK[first : first + at_once],
+            AttentionMetadata(
+                torch.arange(min(at_once, tokens - first) + 1, dtype=torch.int32, device=q_THL.device),
+                count_T[first : first + at_once],
+                slot_TK[first : first + at_once],
+                max_query=1,
+                max_context=most,
+                num_decode=min(num_decode, at_once) if first == 0 else 0,
+            ),
             scale,
-            *of_slots,
-            num_decode=min(num_decode, at_once) if first == 0 else 0,
-            max_query=1,
-            max_context=most,
         )
         for first in range(0, tokens, max(1, at_once))
     ]

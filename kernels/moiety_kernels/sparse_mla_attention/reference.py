@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.mla_attention.reference import unscaled
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def sparse_mla_attention(
     rotated_scale_NP: Tensor | None = None,
 ) -> Tensor:
     """Return out_THV: each query attends to the rows in its first `count` slots; scales are as in `mla_attention`."""
-    if latent_scale_NP is not None and rotated_scale_NP is not None:
-        cache_NPL = unscaled(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
+    cache_NPL = unscaled(LatentCache(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP))
     out_THV = q_THL.new_empty(*q_THL.shape[:2], value_width)
     for t, count in enumerate(count_T.tolist()):
         rows_KL = cache_NPL.flatten(0, 1)[slot_TK[t, :count].long()].float()

@@ -98,8 +98,8 @@ def test_no_tokens_are_no_work(device: str) -> None:
 def test_whole_numbers_without_scales_are_refused(device: str) -> None:
     plan, (cache, _) = LatentInputPlan(torch.ones(8, device=device), None, 1e-6), poisoned(12, torch.int8, device)
     one, table = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(POSITIONS, 2, device=device)
+    rotary = RotaryInputs(table, table, one)
     with pytest.raises(KernelInputError, match="an int8 cache, and no other, has scales"):
-        rotary = RotaryInputs(table, table, one)
         latent_input(torch.ones(1, 20, device=device), plan, rotary, LatentCache(cache, 8), one)
 
 

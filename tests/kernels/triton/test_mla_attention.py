@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from tests.kernels.mutants import Edit, mutants, mutants_by
 from tests.kernels.paged_rows import query_starts, scatter_rows
+from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.mla_attention import kernel, mla_attention, reference
 from moiety_kernels.paged_attention import kernel as paged
+from moiety_kernels.paged_attention.inputs import AttentionMetadata
 from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
 
 QUERIES, CONTEXTS = [1, 1, 1, 40, 3], [1, 17, 600, 90, 3]
@@ -20,27 +24,28 @@ PLACES = 16
 
 def arguments(
     heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, LatentCache, AttentionMetadata, float]:
     """Queries and a cache of the type `kept` that is NaN (or 127, with scales that are NaN) wherever no context is."""
     width = latent + rotated
     cache, table = scatter_rows(CONTEXTS, PLACES, width)
     starts = query_starts(QUERIES).to(device)
     q = torch.randn(sum(QUERIES), heads, width).to(device, dtype)
     contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=device)
-    sequences = starts, contexts, table.to(device), width**-0.5
+    metadata = AttentionMetadata(starts, contexts, table.to(device), max(QUERIES), max(CONTEXTS), num_decode=3)
     if kept is not torch.int8:
-        return q, cache.to(device, kept or dtype), latent, *sequences
+        return q, LatentCache(cache.to(device, kept or dtype), latent), metadata, width**-0.5
     scales = [torch.where(cache[..., 0].isnan(), torch.nan, torch.rand(cache.shape[:2]) * 0.02 + 0.02) for _ in "lr"]
     of_entry = torch.repeat_interleave(torch.stack(scales, 2), torch.tensor([latent, rotated]), 2)
     whole = (cache / of_entry).clamp(-127, 127).nan_to_num(127).to(torch.int8)
-    return q, whole.to(device), latent, *sequences, *(scale.to(device) for scale in scales)
+    held = LatentCache(whole.to(device), latent, *(scale.to(device) for scale in scales))
+    return q, held, metadata, width**-0.5
 
 
 def assert_agrees(
     heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
 ) -> None:
     args = arguments(heads, latent, rotated, dtype, device, kept)
-    ours = kernel.mla_attention(*args, num_decode=3, max_context=max(CONTEXTS))
+    ours = kernel.mla_attention(*args)
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
     torch.testing.assert_close(ours, reference.mla_attention(*args), **tolerance)
 
@@ -60,20 +65,19 @@ def test_rows_in_eight_bits_agree(dtype: torch.dtype, widths: tuple[int, int], k
 
 
 def test_rows_in_eight_bits_are_understood_without_the_kernels_too_and_others_refused(device: str) -> None:
-    longest: dict[str, Any] = {"num_decode": 3, "max_query": 40, "max_context": 600}
     for kept in (torch.float8_e4m3fn, torch.int8):
         args = arguments(5, 32, 16, torch.float32, device, kept)
-        torch.testing.assert_close(mla_attention(*args, **longest), reference.mla_attention(*args))
+        torch.testing.assert_close(mla_attention(*args), reference.mla_attention(*args))
     with pytest.raises(KernelInputError, match="an int8 cache, and no other, has scales"):
-        mla_attention(*args[:-2], **longest)
+        mla_attention(args[0], LatentCache(args[1].rows_NPL, 32), *args[2:])
     with pytest.raises(KernelInputError, match="the cache must have the queries' dtype"):
-        mla_attention(*arguments(5, 32, 16, torch.float32, device, torch.float64), **longest)
+        mla_attention(*arguments(5, 32, 16, torch.float32, device, torch.float64))
 
 
 def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
     """The offsets are beyond 32 bits."""
-    q, near, latent, *sequences = arguments(3, 32, 16, torch.float16, device, torch.float8_e4m3fn)
-    last = int(sequences[2][:, 0].max())
+    q, cache, metadata, scale = arguments(3, 32, 16, torch.float16, device, torch.float8_e4m3fn)
+    near, last = cache.rows_NPL, int(metadata.block_table_SB[:, 0].max())
     stride = (1 << 31) // last + 16
     held = untouched(stride * (last + 1), torch.float8_e4m3fn)
     far = held.as_strided((last + 1, *near.shape[1:]), (stride, *near.stride()[1:])).copy_(near[: last + 1])
@@ -81,26 +85,27 @@ def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
         [0, 1, 1, 1, 1, 1], dtype=torch.int32, device=device
     )  # of the first alone, which has one block
     contexts = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32, device=device)
-    table = torch.full_like(sequences[2], last)
-    args = latent, begin, contexts, table, sequences[3]
-    ours = kernel.mla_attention(q[:1], far, *args, num_decode=1, max_context=16)
-    torch.testing.assert_close(ours, reference.mla_attention(q[:1], near, *args), rtol=4e-3, atol=4e-3)
+    args = AttentionMetadata(begin, contexts, torch.full_like(metadata.block_table_SB, last), 1, 16, 1), scale
+    ours = kernel.mla_attention(q[:1], LatentCache(far, 32), *args)
+    torch.testing.assert_close(ours, reference.mla_attention(q[:1], cache, *args), rtol=4e-3, atol=4e-3)
 
 
 def test_only_values_that_are_the_first_part_of_a_row_fit(device: str) -> None:
     q, cache, *_ = arguments(4, 48, 32, torch.float16, device)
-    assert not kernel.fits(q, cache, 48)
+    assert not kernel.fits(q, cache)
     q, cache, *_ = arguments(4, 64, 32, torch.float16, device)
-    assert kernel.fits(q, cache, 64)
+    assert kernel.fits(q, cache)
 
 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
-    q, cache, latent, starts, contexts, table, scale = arguments(5, 32, 16, torch.float16, device)
-    together = kernel.mla_attention(q, cache, latent, starts, contexts, table, scale, num_decode=3, max_context=8192)
+    q, cache, metadata, scale = arguments(5, 32, 16, torch.float16, device)
+    together = kernel.mla_attention(q, cache, dataclasses.replace(metadata, max_context=8192), scale)
+    starts, contexts, table = metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB
     for s, decoded in ((2, 1), (3, 0)):
         begin, end = starts[s : s + 2].tolist()
-        one = starts[s : s + 2] - begin, contexts[s, None], table[s, None], scale
-        alone = kernel.mla_attention(q[begin:end], cache, latent, *one, num_decode=decoded, max_context=CONTEXTS[s])
+        one = starts[s : s + 2] - begin, contexts[s, None], table[s, None]
+        of_one = AttentionMetadata(*one, end - begin, CONTEXTS[s], decoded)
+        alone = kernel.mla_attention(q[begin:end], cache, of_one, scale)
         assert torch.equal(alone, together[begin:end])
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.kv_store.reference import kv_store
 from moiety_kernels.paged_attention import kernel, paged_attention, reference
 from moiety_kernels.paged_attention.batched import paged_attention as paged_attention_batched
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
 
 RAGGED = ((1, 1), (1, 17), (1, 300), (3, 3), (70, 90), (1, 16), (0, 5), (40, 290))  # (queries, context) of a sequence
@@ -42,7 +44,7 @@ class Case:
         return max(context for _, context in self.sequences)
 
 
-def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
+def arguments(case: Case, device: str) -> tuple[Tensor, LayerCache, AttentionMetadata, AttentionParameters]:
     """Random ones. Beyond a context the cache has NaN (or 127), and the table a block with nothing else, also
     behind the window of a sequence's first query, where blocks are freed."""
     counts = [-(-context // case.places) for _, context in case.sequences]
@@ -79,18 +81,17 @@ def arguments(case: Case, device: str) -> tuple[list[Any], dict[str, Any]]:
     stored = [cache.to(device, case.cache_dtype or case.dtype) for cache in caches]
     sequences = [tensor.to(device) for tensor in (starts, contexts, table)]
     given = [None if scale is None else scale.to(device) for scale in scales]
-    return [q, *stored, *sequences, case.width**-0.5, case.window, sinks, *given], {
-        "num_decode": case.decoded,
-        "max_context": case.longest,
-        "chunked": case.chunked,
-    }
+    most = max(queries for queries, _ in case.sequences)
+    metadata = AttentionMetadata(*sequences, most, case.longest, case.decoded)
+    parameters = AttentionParameters(case.width**-0.5, case.window, sinks, case.chunked)
+    return q, LayerCache(*stored, *given), metadata, parameters
 
 
 def assert_agrees(case: Case, device: str) -> None:
-    args, bounds = arguments(case, device)
-    ours = kernel.paged_attention(*args, **bounds)
+    args = arguments(case, device)
+    ours = kernel.paged_attention(*args)
     tolerance = {"rtol": 4e-3, "atol": 4e-3} if case.dtype is torch.float16 else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(ours, reference.paged_attention(*args, chunked=case.chunked), **tolerance)
+    torch.testing.assert_close(ours, reference.paged_attention(*args), **tolerance)
 
 
 CASES = {
@@ -131,65 +132,65 @@ def test_wide_heads_in_eight_bits_agree(width: int, kept: torch.dtype, device: s
 
 
 def test_a_sequence_of_nothing_gets_zeros(device: str) -> None:
-    args, bounds = arguments(Case(((1, 3), (1, 0), (2, 2)), 2), device)
-    assert torch.equal(kernel.paged_attention(*args, **bounds)[1], torch.zeros(4, 16, device=device))
+    args = arguments(Case(((1, 3), (1, 0), (2, 2)), 2), device)
+    assert torch.equal(kernel.paged_attention(*args)[1], torch.zeros(4, 16, device=device))
 
 
 def test_large_scores_do_not_overflow(device: str) -> None:
-    (q, *rest), bounds = arguments(Case(((1, 200), (9, 40)), 1), device)
-    ours = kernel.paged_attention(q * 300, *rest, **bounds)
+    q, *rest = arguments(Case(((1, 200), (9, 40)), 1), device)
+    ours = kernel.paged_attention(q * 300, *rest)
     torch.testing.assert_close(ours, reference.paged_attention(q * 300, *rest), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("which", [0, 3])
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(which: int, device: str) -> None:
     case = Case(((1, 300), (1, 17), (1, 5000), (70, 290), (90, 95)), 3, kv_heads=1, dtype=torch.float16, window=280)
-    args, bounds = arguments(case, device)
-    q, k, v, starts, contexts, table, *rest = args
+    q, cache, metadata, parameters = arguments(case, device)
+    starts, contexts, table = metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB
     begin, end = starts[which : which + 2].tolist()
-    alone = [q[begin:end], k, v, starts[which : which + 2] - begin, contexts[which, None], table[which, None], *rest]
-    bounds_alone: dict[str, Any] = {"num_decode": int(which < case.decoded), "max_context": int(contexts[which])}
-    ours = kernel.paged_attention(*alone, **bounds_alone)
-    assert torch.equal(ours, kernel.paged_attention(*args, **bounds)[begin:end])
+    sequence = starts[which : which + 2] - begin, contexts[which, None], table[which, None]
+    alone = AttentionMetadata(*sequence, end - begin, int(contexts[which]), int(which < case.decoded))
+    ours = kernel.paged_attention(q[begin:end], cache, alone, parameters)
+    assert torch.equal(ours, kernel.paged_attention(q, cache, metadata, parameters)[begin:end])
 
 
 def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None:
-    args, bounds = arguments(Case(((70, 290),), 0, dtype=torch.float16, window=200, sinks=True), device)
-    q, k, v, _, contexts, *rest = args
-    whole = kernel.paged_attention(*args, **bounds)
+    case = Case(((70, 290),), 0, dtype=torch.float16, window=200, sinks=True)
+    q, cache, metadata, parameters = arguments(case, device)
+    whole = kernel.paged_attention(q, cache, metadata, parameters)
     for begin, end in ((0, 33), (33, 70)):
-        chunk = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
-        part = kernel.paged_attention(q[begin:end], k, v, chunk, contexts - 70 + end, *rest, **bounds)
+        starts = torch.tensor([0, end - begin], dtype=torch.int32, device=device)
+        chunk = dataclasses.replace(metadata, query_start_S1=starts, context_len_S=metadata.context_len_S - 70 + end)
+        part = kernel.paged_attention(q[begin:end], cache, chunk, parameters)
         assert torch.equal(part, whole[begin:end])
 
 
 def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
     """The offsets are beyond 32 bits."""
     case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
-    args, bounds = arguments(case, device)
-    last = int(args[5][:, 0].max())
-    stride = (1 << 31) // last + 16
-    for at in (1, 2):
+    q, cache, *rest = arguments(case, device)
+    last = int(rest[0].block_table_SB[:, 0].max())
+    stride, far = (1 << 31) // last + 16, []
+    for part in (cache.k_NGPd, cache.v_NGPd):
         held = untouched(stride * (last + 1), torch.float8_e4m3fn)
-        near = args[at][: last + 1]
-        args[at] = held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near)
-    ours = kernel.paged_attention(*args, **bounds)
-    torch.testing.assert_close(ours, reference.paged_attention(*args), rtol=4e-3, atol=4e-3)
+        near = part[: last + 1]
+        far.append(held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near))
+    args = q, LayerCache(*far), *rest
+    torch.testing.assert_close(kernel.paged_attention(*args), reference.paged_attention(*args), rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_a_cache_of_eight_bits_is_understood_without_the_kernels_too(dtype: torch.dtype, device: str) -> None:
-    args, bounds = arguments(Case(cache_dtype=dtype, scaled=True, window=37, sinks=True), device)
+    args = arguments(Case(cache_dtype=dtype, scaled=True, window=37, sinks=True), device)
     expected = reference.paged_attention(*args)
-    torch.testing.assert_close(paged_attention_batched(*args, **bounds, max_query=70), expected, rtol=1e-4, atol=1e-4)
-    ours = paged_attention(*args, **bounds, max_query=70)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    for attention in (paged_attention_batched, paged_attention):
+        torch.testing.assert_close(attention(*args), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_whole_numbers_without_scales_are_refused(device: str) -> None:
-    args, bounds = arguments(Case(cache_dtype=torch.int8, scaled=True), device)
+    q, cache, *rest = arguments(Case(cache_dtype=torch.int8, scaled=True), device)
     with pytest.raises(KernelInputError, match="needs the scales"):
-        paged_attention(*args[:-2], **bounds, max_query=70)
+        paged_attention(q, LayerCache(cache.k_NGPd, cache.v_NGPd), *rest)
 
 
 SMALL = Case(((1, 300), (1, 5), (60, 300), (8, 70)), 2, places=4)
