@@ -40,7 +40,7 @@ def report_command(
     covering: Annotated[
         bool,
         typer.Option(
-            help="Compile only variants that together have every value of every constant, about half of them."
+            help="Compile only variants that together have every kernel, argument type and flag, about a third of them."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,

@@ -27,17 +27,16 @@ class CompileCase:
 
 
 def covering_cases(cases: Sequence[CompileCase]) -> list[CompileCase]:
-    """Return cases in which each kernel has each argument type, constant, number of warps and number of stages of
-    `cases` at least once. The other cases are further combinations of these.
+    """Return cases with each kernel, argument type and flag (a constant that is a bool or a string) of `cases`.
 
-    It is a greedy set cover: the next case is always the one with the most values that are not covered.
+    A type or flag counts as covered if any of the kernels has it. The other cases differ in sizes, numbers of warps and
+    stages, or combine the same values. It is a greedy set cover: the next case is always the one with the most values
+    that are not covered.
     """
     values = {
-        case.name: {
-            (id(case.kernel), name, repr(value))
-            for name, value in (case.signature | case.constants | {"warps": case.num_warps}).items()
-        }
-        | {(id(case.kernel), "stages", repr(case.num_stages))}
+        case.name: {("kernel", str(id(case.kernel)))}
+        | {(name, repr(value)) for name, value in case.signature.items()}
+        | {(name, repr(value)) for name, value in case.constants.items() if isinstance(value, bool | str)}
         for case in cases
     }
     missing = set().union(*values.values())

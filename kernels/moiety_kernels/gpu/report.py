@@ -1,7 +1,7 @@
 """Table of the resources of every kernel on every target: registers, spills, shared memory.
 
 `python -m moiety_kernels.gpu.report sm_90,sm_80 rms_norm` prints it as JSON, one row per variant and target; without
-operations, for all of them. With `--covering`, combinations of constants are left out whose values other variants have.
+operations, for all of them. With `--covering`, variants are left out if others have their kernel, types and flags.
 """
 
 from __future__ import annotations

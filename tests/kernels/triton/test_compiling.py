@@ -23,7 +23,8 @@ BY_TARGET = [pytest.param(one, marks=() if one == FIRST else pytest.mark.thoroug
 
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Rows of the report of a target: of every variant in `make test-all`, else of those that cover every value."""
+    """Rows of the report of a target: of every variant in `make test-all`, else of those that have each kernel,
+    argument type and flag."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "moiety_kernels.gpu.report", request.param]
     command += [] if THOROUGH else ["--covering"]
