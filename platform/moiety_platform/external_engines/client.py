@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import httpx
 import structlog
@@ -82,6 +84,7 @@ class ExternalEngineClient:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
             follow_redirects=False,
             trust_env=False,
+            verify=_shared_tls(),
         )
         self._dialect: Dialect = LlamaCpp(address) if address.kind is ExternalKind.LLAMA_CPP else Completions(address)
         self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
@@ -343,3 +346,9 @@ class ExternalEngineClient:
 def _refusal_of(submit: Submit, dialect: Dialect) -> str:
     """Return what the server does not support of the request, or "" if nothing."""
     return "adapters" if submit.adapter else dialect.refusal(submit)
+
+
+@cache
+def _shared_tls() -> ssl.SSLContext:
+    """Return the TLS context of all clients of the process, whose certificates take 20 ms to read."""
+    return httpx.create_ssl_context(trust_env=False)
