@@ -62,6 +62,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_InOrderOfPaths())
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give workers a file at a time, and all files of tests/system, which share one server, to one worker: each worker
+    that gets one of them starts that server, for 15 s of processor time."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class SystemTestsTogether(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/system" if nodeid.startswith("tests/system/") else super()._split_scope(nodeid)
+
+    return SystemTestsTogether(config, log)
+
+
 class _InOrderOfPaths:
     """Undoes the order of `pytest_configure` before pytest groups tests by their fixtures."""
 
