@@ -32,7 +32,7 @@ ASK: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 30}
 CHAT = "/v1/chat/completions"
 TEXT = "one two three"
 BEATS = Heartbeat(interval_s=0.05, timeout_s=30, silence_s=60)  # a server in this process may be slow, not lost
-NUM_REQUESTS = 24
+NUM_REQUESTS = 12
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
 
