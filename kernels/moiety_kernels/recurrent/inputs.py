@@ -73,5 +73,5 @@ class RecurrentHeads:
 
     @property
     def has_contiguous_tokens(self) -> bool:
-        """Whether each token's heads are contiguous; tokens may be apart, as in a row of queries, keys and values."""
+        """True if each token's heads are contiguous; tokens can be apart, as in a row of queries, keys and values."""
         return all(one.stride()[1:] == (one.shape[2], 1) for one in (self.q_THK, self.k_THK, self.v_TMV))

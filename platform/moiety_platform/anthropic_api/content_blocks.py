@@ -70,7 +70,7 @@ class ContentBlock(StrictBody):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the block has no effect."""
+        """True if the block has no effect."""
         return False
 
 

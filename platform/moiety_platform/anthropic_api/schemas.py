@@ -264,7 +264,7 @@ class MessagesBody(ConversationBody, GeneratingBody):
 
     @property
     def marks_end(self) -> bool:
-        """Whether the request asks to cache its whole prompt."""
+        """True if the request asks to cache its whole prompt."""
         last = self.messages[-1].content
         return self.cache_control is not None or bool(last and last[-1].cache_control is not None)
 

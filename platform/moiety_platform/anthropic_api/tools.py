@@ -82,7 +82,7 @@ class MessageTool(StrictBody):
 
     @property
     def is_known(self) -> bool:
-        """Whether the model can call the tool."""
+        """True if the model can call the tool."""
         return self.is_custom or self.type in CLIENT_TOOLS
 
     def tool(self) -> Tool:

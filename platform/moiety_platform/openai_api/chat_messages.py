@@ -127,7 +127,7 @@ class ChatMessage(StrictBody):
 
     @property
     def has_detail(self) -> bool:
-        """Whether an image asks for a level of detail, which has no effect."""
+        """True if an image asks for a level of detail, which has no effect."""
         parts = self.content if isinstance(self.content, list) else []
         details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
         return any(detail not in (None, "auto") for detail in details)

@@ -188,7 +188,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far, if the last one has usage."""
+        """True if every chunk of a stream has the usage so far, if the last one has usage."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property

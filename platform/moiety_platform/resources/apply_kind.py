@@ -1,4 +1,4 @@
-"""How `moiety apply` handles the objects of one resource: what a file says of them, and the requests that make it so.
+"""Handling of the objects of one resource by `moiety apply`: their fields in a file, and the requests for a change.
 
 Pure: requests are data, which `cli/apply/` sends.
 """
@@ -72,7 +72,7 @@ class Entry:
 
 
 class Removal(StrEnum):
-    """What is done with an object that left the file."""
+    """Action for an object that is no longer in the file."""
 
     DELETE = "delete"
     SUSPEND = "suspend"  # it stays in the ledger

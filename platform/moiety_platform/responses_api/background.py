@@ -182,7 +182,7 @@ class BackgroundRuns:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the process stops."""
+        """True if the process is stopping."""
         return self._drains_since is not None
 
     @property

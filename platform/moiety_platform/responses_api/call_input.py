@@ -116,7 +116,7 @@ class PatchCallItem(StrictBody):
 
 
 class PatchResultItem(StrictBody):
-    """Whether a patch was applied."""
+    """Result of a patch: applied or not."""
 
     type: Literal["apply_patch_call_output"]
     call_id: _CallId

@@ -66,7 +66,7 @@ class ItemsBody(InferenceBody):
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether the last item asks for a compaction of the conversation in place of an answer."""
+        """True if the last item asks for a compaction of the conversation in place of an answer."""
         return isinstance(next(reversed(self.input or []), None), CompactionTrigger)
 
     @property

@@ -127,7 +127,7 @@ class ShellCommands(TypedDict):
 
 
 class ShellPlace(TypedDict):
-    """Where commands are executed: by the client."""
+    """Place where commands are executed: the client."""
 
     type: Literal["local"]
 
@@ -194,7 +194,7 @@ class InputCustomResult(TypedDict):
 
 
 class InputPatchResult(TypedDict):
-    """Whether a change of a file was made."""
+    """Result of a change of a file."""
 
     id: str
     type: Literal["apply_patch_call_output"]
@@ -204,14 +204,14 @@ class InputPatchResult(TypedDict):
 
 
 class ShellEnd(TypedDict):
-    """How a command ended."""
+    """End of a command."""
 
     type: Literal["exit", "timeout"]
     exit_code: NotRequired[int]
 
 
 class ShellOutputs(TypedDict):
-    """What a command wrote."""
+    """Output of a command."""
 
     stdout: str
     stderr: str

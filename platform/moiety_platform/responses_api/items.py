@@ -63,7 +63,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{5,}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What a response continues: items in order, and their stored size in bytes.
+    """Conversation that a response continues: items in order, and their stored size in bytes.
 
     They are of the response `last_id` and all before it, or of the conversation `conversation_id`, whose next item will
     have the position `conversation_position`.
