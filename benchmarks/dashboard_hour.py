@@ -46,7 +46,7 @@ GATEWAY = "gateway-of-the-hour-before"
 
 
 @dataclass(frozen=True)
-class Habit:
+class TrafficProfile:
     """Traffic pattern of a tenant: mean requests a second, their sizes, and when in the hour it bursts."""
 
     name: str
@@ -60,8 +60,8 @@ class Habit:
     limits: tuple[tuple[str, int], ...] = ()
 
 
-HABITS = (
-    Habit(
+PROFILES = (
+    TrafficProfile(
         "acme",
         "priority",
         2.0,
@@ -71,11 +71,11 @@ HABITS = (
         90,
         limits=(("tokens_per_day", 20_000_000), ("requests_per_minute", 600)),
     ),
-    Habit("globex", "standard", 1.0, 0.9, 700, 220, 240, (0.45, 0.62), (("tokens_per_day", 7_500_000),)),
-    Habit("initech", "standard", 1.0, 0.5, 300, 120, 220, limits=(("money_per_month", 10**9),)),
-    Habit("hooli", "standard", 0.5, 0.25, 1800, 90, 380, limits=(("concurrent_requests", 24),)),
-    Habit("umbrella", "flex", 1.0, 0.35, 2400, 400, 1400, (0.7, 0.85), (("tokens_per_month", 60_000_000),)),
-    Habit("research", "batch", 0.5, 0.2, 900, 700, 5200),
+    TrafficProfile("globex", "standard", 1.0, 0.9, 700, 220, 240, (0.45, 0.62), (("tokens_per_day", 7_500_000),)),
+    TrafficProfile("initech", "standard", 1.0, 0.5, 300, 120, 220, limits=(("money_per_month", 10**9),)),
+    TrafficProfile("hooli", "standard", 0.5, 0.25, 1800, 90, 380, limits=(("concurrent_requests", 24),)),
+    TrafficProfile("umbrella", "flex", 1.0, 0.35, 2400, 400, 1400, (0.7, 0.85), (("tokens_per_month", 60_000_000),)),
+    TrafficProfile("research", "batch", 0.5, 0.2, 900, 700, 5200),
 )
 
 
@@ -83,7 +83,7 @@ HABITS = (
 class Made:
     """A tenant that has been created."""
 
-    habit: Habit
+    profile: TrafficProfile
     tenant_id: str
     project_id: str
     key_id: str
@@ -106,15 +106,15 @@ def make_tenants(admin: Admin) -> list[Made]:
     """Create tenants with a project, a key, limits and a price, so that money is spent."""
     admin("PUT", "/prices", {"model": "moiety-demo", "input": "0.30", "output": "1.20", "cached_input": "0.03"})
     made = []
-    for habit in HABITS:
+    for profile in PROFILES:
         tenant = admin(
-            "POST", "/tenants", {"name": habit.name, "service_class": habit.service_class, "weight": habit.weight}
+            "POST", "/tenants", {"name": profile.name, "service_class": profile.service_class, "weight": profile.weight}
         )
         project = admin("POST", "/projects", {"tenant_id": tenant["id"], "name": "production"})
         key = admin("POST", "/keys", {"name": "backend", "project_id": project["id"]})
-        for kind, cap in habit.limits:
+        for kind, cap in profile.limits:
             admin("PUT", "/quotas", {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap})
-        made.append(Made(habit, tenant["id"], project["id"], key["key"]["id"], key["secret"]))
+        made.append(Made(profile, tenant["id"], project["id"], key["key"]["id"], key["secret"]))
     return made
 
 
@@ -127,20 +127,20 @@ def past_requests(made: list[Made], until: datetime, rng: random.Random) -> list
     rows: list[UsageRow] = []
     for second in range(HOUR_S):
         part = second / HOUR_S
-        pressure = sum(rate_at(one.habit, part) for one in made) / 3.6
+        pressure = sum(rate_at(one.profile, part) for one in made) / 3.6
         started = until - timedelta(seconds=HOUR_S - second)
         for one in made:
             rows += [
-                past_request(one, started, f"past-{one.habit.name}-{second}-{number}", pressure, rng)
-                for number in range(poisson(rng, rate_at(one.habit, part)))
+                past_request(one, started, f"past-{one.profile.name}-{second}-{number}", pressure, rng)
+                for number in range(poisson(rng, rate_at(one.profile, part)))
             ]
     return rows
 
 
-def rate_at(habit: Habit, part: float) -> float:
-    wave = 1 + 0.35 * math.sin(2 * math.pi * (part * 1.5 + len(habit.name) / 7))
-    burst = 4.5 if habit.burst and habit.burst[0] <= part < habit.burst[1] else 1.0
-    return habit.per_s * wave * burst
+def rate_at(profile: TrafficProfile, part: float) -> float:
+    wave = 1 + 0.35 * math.sin(2 * math.pi * (part * 1.5 + len(profile.name) / 7))
+    burst = 4.5 if profile.burst and profile.burst[0] <= part < profile.burst[1] else 1.0
+    return profile.per_s * wave * burst
 
 
 def poisson(rng: random.Random, mean: float) -> int:
@@ -163,15 +163,15 @@ TTFT_SLO_MS = {"priority": 500.0, "standard": 2000.0, "flex": 600_000.0, "batch"
 
 
 def past_request(one: Made, started: datetime, request_id: str, pressure: float, rng: random.Random) -> UsageRow:
-    habit = one.habit
-    waits = max(0.0, pressure - 1.0) * PATIENCE[habit.service_class]
+    profile = one.profile
+    waits = max(0.0, pressure - 1.0) * PATIENCE[profile.service_class]
     queue_ms = rng.expovariate(1) * (4 + 900 * waits)
-    ttft_ms = queue_ms + habit.ttft_ms * rng.lognormvariate(0, 0.35)
-    prompt, output = (max(1, int(rng.lognormvariate(math.log(size), 0.6))) for size in (habit.prompt, habit.output))
-    refused = habit.service_class in ("standard", "priority") and rng.random() < 0.12 * waits
+    ttft_ms = queue_ms + profile.ttft_ms * rng.lognormvariate(0, 0.35)
+    prompt, output = (max(1, int(rng.lognormvariate(math.log(size), 0.6))) for size in (profile.prompt, profile.output))
+    refused = profile.service_class in ("standard", "priority") and rng.random() < 0.12 * waits
     failed = not refused and rng.random() < 0.002
     left = not refused and not failed and rng.random() < 0.008
-    kept = not refused and not failed and ttft_ms <= TTFT_SLO_MS[habit.service_class]
+    kept = not refused and not failed and ttft_ms <= TTFT_SLO_MS[profile.service_class]
     generated = 0 if refused else output // 2 if left or failed else output
     outcome = "rejected" if refused else "failed" if failed else "disconnected" if left else "stop"
     cached = 0 if refused else int(prompt * 0.6 * rng.random())
@@ -183,7 +183,7 @@ def past_request(one: Made, started: datetime, request_id: str, pressure: float,
         key_id=one.key_id,
         endpoint="/v1/chat/completions",
         model="moiety-demo",
-        service_class=habit.service_class,
+        service_class=profile.service_class,
         started_at=started + timedelta(seconds=rng.random()),
         outcome=outcome,
         http_status=429 if refused else 502 if failed else 499 if left else 200,
@@ -195,7 +195,7 @@ def past_request(one: Made, started: datetime, request_id: str, pressure: float,
         ttft_ms=None if refused else ttft_ms,
         duration_ms=2.0 if refused else ttft_ms + generated * 14,
         error_code="overloaded" if refused else "engine_failed" if failed else None,
-        num_preemptions=int(habit.service_class in ("flex", "batch") and rng.random() < 0.3 * waits),
+        num_preemptions=int(profile.service_class in ("flex", "batch") and rng.random() < 0.3 * waits),
         slo_attained=None if left else kept,
         cost_nanodollars=cost,
     )
@@ -244,9 +244,9 @@ def send_live(
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60) as http:
         while not ended.is_set():
-            one = rng.choices(made, [other.habit.per_s for other in made])[0]
+            one = rng.choices(made, [other.profile.per_s for other in made])[0]
             words = " ".join(rng.choice(("weigh", "route", "expert", "share")) for _ in range(rng.randint(4, 60)))
-            text = rng.choice(texts.get(one.habit.name, (words,)))
+            text = rng.choice(texts.get(one.profile.name, (words,)))
             body = {"model": "moiety-demo", "messages": [{"role": "user", "content": text}],
                     "max_tokens": rng.randint(8, 120)}  # fmt: skip
             http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {one.key}"})

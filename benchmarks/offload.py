@@ -296,38 +296,38 @@ def replay(
 ) -> dict[str, float]:
     """Replay the visits; with `together`, layers share their slots."""
     parts, width = (1, num_layers) if together else (num_layers, 1)
-    shelves = [ExpertSlotTable(num_experts * width, slots * width, eviction) for _ in range(parts)]
-    predictor, aims = CoOccurrence(num_experts, num_layers), [PrefetchAccuracy() for _ in range(num_layers)]
+    caches = [ExpertSlotTable(num_experts * width, slots * width, eviction) for _ in range(parts)]
+    predictor, accuracies = CoOccurrence(num_experts, num_layers), [PrefetchAccuracy() for _ in range(num_layers)]
     hits = misses = loads = 0
     for visit in visits:
-        shelf, first = (shelves[0], visit.layer * num_experts) if together else (shelves[visit.layer], 0)
+        cache, first = (caches[0], visit.layer * num_experts) if together else (caches[visit.layer], 0)
         wanted = np.unique(visit.chosen_TK) + first
         learned = predictor.prefetch(visit)
-        guess = (
+        predicted = (
             None
             if speculative_prefill == "none"
             else learned
             if speculative_prefill == "co-occurrence"
             else visit.prefetched_TK
         )
-        if guess is not None:
-            missing = [expert for expert in np.unique(guess) if shelf.slot_E[expert] < 0]
-            if aims[visit.layer].is_worthwhile or "where it pays" not in speculative_prefill:
-                loads += fetch(shelf, np.unique(guess))
-            aims[visit.layer].record_predictions(len(np.intersect1d(missing, wanted)), len(missing))
-        shelf.visited(wanted)
-        there = int((shelf.slot_E[wanted] >= 0).sum())
+        if predicted is not None:
+            missing = [expert for expert in np.unique(predicted) if cache.slot_E[expert] < 0]
+            if accuracies[visit.layer].is_worthwhile or "where it pays" not in speculative_prefill:
+                loads += fetch(cache, np.unique(predicted))
+            accuracies[visit.layer].record_predictions(len(np.intersect1d(missing, wanted)), len(missing))
+        cache.visited(wanted)
+        there = int((cache.slot_E[wanted] >= 0).sum())
         hits, misses, loads = hits + there, misses + len(wanted) - there, loads + len(wanted) - there
-        fetch(shelf, wanted)
+        fetch(cache, wanted)
     return {"hit_rate": round(hits / (hits + misses), 3), "loads_a_visit": round(loads / len(visits), 2)}
 
 
-def fetch(shelf: ExpertSlotTable, wanted: Ids) -> int:
+def fetch(cache: ExpertSlotTable, wanted: Ids) -> int:
     """Fetch the missing experts as far as slots allow, and return their number."""
-    missing = [expert for expert in wanted.tolist() if shelf.slot_E[expert] < 0]
-    placed = list(zip(missing, shelf.victims(len(missing), wanted), strict=False))
+    missing = [expert for expert in wanted.tolist() if cache.slot_E[expert] < 0]
+    placed = list(zip(missing, cache.victims(len(missing), wanted), strict=False))
     for expert, slot in placed:
-        shelf.put(expert, slot)
+        cache.put(expert, slot)
     return len(placed)
 
 
@@ -345,19 +345,19 @@ class CoOccurrence:
             return None
         followed, top_k = self._followed[visit.layer], visit.chosen_TK.shape[1]
         seen = followed[before.chosen_TK].sum(1)
-        guess = np.argsort(-seen, axis=1, kind="stable")[:, :top_k]
+        predicted = np.argsort(-seen, axis=1, kind="stable")[:, :top_k]
         for one, other in zip(before.chosen_TK, visit.chosen_TK, strict=True):
             followed[np.ix_(one, other)] += 1
-        return guess
+        return predicted
 
 
 def quality(visits: list[Visit], num_experts: int, by: str) -> float:
     """Return the share of the experts chosen by single tokens that was predicted."""
     predictor, right, asked = CoOccurrence(num_experts, 1 + max(visit.layer for visit in visits)), 0, 0
     for visit in visits:
-        guess = visit.prefetched_TK if by == "router" else predictor.prefetch(visit)
-        if guess is not None and len(visit.chosen_TK) == 1:
-            right += len(np.intersect1d(guess, visit.chosen_TK))
+        predicted = visit.prefetched_TK if by == "router" else predictor.prefetch(visit)
+        if predicted is not None and len(visit.chosen_TK) == 1:
+            right += len(np.intersect1d(predicted, visit.chosen_TK))
             asked += visit.chosen_TK.size
     return round(right / asked, 3)
 

@@ -170,7 +170,7 @@ async def test_a_response_in_the_foreground_cannot_be_cancelled(gateway: Running
     assert refused.value.code == "response_not_cancellable"
 
 
-class AwayKeeper:
+class UnavailableService:
     """A store of responses that is unavailable for this many attempts."""
 
     def __init__(self, num_failures: int) -> None:
@@ -187,7 +187,7 @@ class AwayKeeper:
 
 async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RETRIES", Backoff(0.001, 0.002))
-    service: Any = AwayKeeper(4)
+    service: Any = UnavailableService(4)
     runs = BackgroundRuns(service, service, drain_s=1.0)
     await runs.store_progress("resp_1", b"begun")
     assert service.stored == []  # which costs nothing but the progress
@@ -200,7 +200,7 @@ async def test_the_end_of_a_response_is_stored_once_the_database_is_back(monkeyp
 
 
 async def test_a_stop_waits_for_running_responses_no_longer_than_its_time_and_not_at_all_when_forced() -> None:
-    service: Any = AwayKeeper(0)
+    service: Any = UnavailableService(0)
     runs = BackgroundRuns(service, service, drain_s=100.0)
     assert runs.drain_left_s() == 100.0
     runs.drain()

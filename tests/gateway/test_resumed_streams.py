@@ -173,8 +173,8 @@ async def test_a_resumption_after_a_failure_of_a_resumed_stream_loses_no_event(
         assert await resumed(gateway, response_id, number) == live[0 if number is None else number + 1 :]
 
 
-class GrowingKeeper:
-    """Keeper of one running response, which gets an event at the third look at it, and ends at the eighth."""
+class GrowingService:
+    """Service of one running response, which gets an event at the third poll, and ends at the eighth."""
 
     num_looks = num_reads = 0
 
@@ -195,14 +195,14 @@ WHOSE: Any = SimpleNamespace(tenant_id="one", root_key_id="key")
 
 async def test_events_are_read_only_when_more_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumed_streams, "POLL_S", 0.001)
-    service: Any = GrowingKeeper()
+    service: Any = GrowingService()
     parts = [part async for part in await ResumedStreams(service, StreamGate(9), StreamGate(9)).open(WHOSE, "r", -1)]
     assert [part.split(b"\n")[0] for part in parts[1:]] == [b"event: e", b"event: response.completed"]
     assert (service.num_looks, service.num_reads) == (8, 3)  # at first, after the growth, and at the end
 
 
 async def test_a_tenant_may_open_only_so_many_resumed_streams() -> None:
-    service: Any = GrowingKeeper()
+    service: Any = GrowingService()
     streams = ResumedStreams(service, StreamGate(1000), StreamGate(3, "tenant", "resumed streams"))
     held = [await streams.open(WHOSE, "r", -1) for _ in range(3)]
     assert [await anext(stream) for stream in held]
