@@ -147,7 +147,7 @@ def time() -> DatabaseClock:
 
 
 async def hold_without_rounds(enforcer: QuotaEnforcer, scope: Scope, amounts: dict[Unit, int]) -> Hold:
-    """Hold amounts with a enforcer that was not started: it renews only what this hold needs."""
+    """Hold amounts with an enforcer that was not started: it renews only what this hold needs."""
     waiting = asyncio.create_task(enforcer.hold([scope], amounts))
     while not waiting.done():
         await asyncio.wait({waiting}, timeout=0.01)

@@ -9,7 +9,7 @@ from moiety_wire.experts import OTHER_TENANTS
 NO_TENANT, OTHER_SLOT = 0, 1  # slots; NO_TENANT is for rows that belong to no request
 NUM_SLOTS = 18
 MAX_KNOWN = 4096  # tenants whose tokens are tracked to find the busiest ones
-KEPT_A_MINUTE = 0.9  # decay of a tenant's weight per turn
+KEPT_A_MINUTE = 0.9  # decay of a tenant's weight per minute
 
 
 class TenantSlots:

@@ -1,4 +1,4 @@
-"""Accuracy of expert prefetching, and the decision whether it is_worthwhile. Handles numbers only."""
+"""Accuracy of expert prefetching, and the decision whether it pays. Handles numbers only."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Note = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """Result of a quantization. `before` and `after` are None if no evaluation evaluation_data exists for the model."""
+    """Result of a quantization. `before` and `after` are None if no evaluation data exists for the model."""
 
     source: str
     target: str

@@ -107,7 +107,7 @@ class PassCosts:
             self._wrong += _WEIGHT * (found - self._wrong)
 
     def take_s(self) -> float:
-        """Return the seconds that passes record_seconds since the last call."""
+        """Return the seconds that passes took since the last call."""
         taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s
 
