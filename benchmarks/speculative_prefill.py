@@ -9,8 +9,8 @@ and the answer some 200. Between two turns a client waits for a second. The outp
 first, cached tokens, and the tokens that were prefilled, used and wasted.
 
 With a trace in Mooncake's form, it also reports how often a predicted next turn arrives: every prompt is a turn,
-identified by the hash of its last whole block; conversations of the same number of turns share a pattern, since the trace
-names no tenants.
+identified by the hash of its last whole block; conversations of the same number of turns share a pattern, since the
+trace names no tenants.
 """
 
 from __future__ import annotations

@@ -281,8 +281,9 @@ def test_values_may_have_a_width_and_a_norm_of_their_own_in_blocks_that_lie_apar
     for found, wanted in zip(apart, near, strict=True):
         assert close(found.float(), wanted.float(), 1e-5 + rounding)
     assert int((far != 7.0).sum()) <= tokens * kv_heads * sum(widths)
-    sequence = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in ([0, tokens], [77], [list(range(10))]))
-    inputs = expected, LayerCache(*apart), AttentionMetadata(*sequence, max_query=tokens, max_context=77)
+    rows = [0, tokens], [77], [list(range(10))]
+    starts, contexts, table = (torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in rows)
+    inputs = expected, LayerCache(*apart), AttentionMetadata(starts, contexts, table, max_query=tokens, max_context=77)
     for rounds in (False, True):
         attended = paged_attention(*inputs, AttentionParameters(0.2, rounds=rounds))
         assert close(attended, paged_attention_reference(*inputs, AttentionParameters(0.2)), 2e-2 if rounds else 2e-5)

@@ -20,9 +20,11 @@ from moiety_kernels.compressed_attention import (
     update_history,
 )
 from moiety_kernels.head_linear import head_linear
+from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
+from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.rope import rope
 
@@ -52,6 +54,7 @@ class CompressedAttention:
         self._invariant = arithmetic.invariant
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._unit_d = torch.ones(spec.head_dim, device=rotary.device)
+        self._parameters = AttentionParameters(spec.scale, spec.window, weights.sinks_H)
         self._entries: CompressedEntries | None = None
         if spec.pool is not None and weights.pool is not None:
             self._entries = CompressedEntries(spec, spec.pool, weights.pool, weights.indexer, rotary, arithmetic)
@@ -103,18 +106,7 @@ class CompressedAttention:
         assert isinstance(cache, CompressedCache)
         rows_N1Pd = cache.entries_NEd.unsqueeze(1)
         cache.entries_NEd.flatten(0, 1).index_copy_(0, batch.slots_T, row_Td.to(rows_N1Pd.dtype))
-        return paged_attention(
-            q_THd,
-            rows_N1Pd,
-            rows_N1Pd,
-            *batch.contexts,
-            self._spec.scale,
-            self._spec.window,
-            self._weights.sinks_H,
-            num_decode=batch.num_decode,
-            max_query=batch.max_query,
-            max_context=batch.max_context,
-        )
+        return paged_attention(q_THd, LayerCache(rows_N1Pd, rows_N1Pd), batch.attention, self._parameters)
 
     def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
         """Keep the rows of tokens whose inputs were recorded; their entries are in blocks already."""

@@ -168,14 +168,14 @@ def test_a_row_has_the_same_bits_however_its_prompt_was_cut(device: str) -> None
 def test_caches_whose_blocks_lie_far_apart(untouched: Any, device: str) -> None:
     """The offsets are beyond 32 bits."""
     case = Case(((1, 5), (2, 4)), 1, kv_heads=1, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
-    q, cache, *rest = arguments(case, device)
-    last = int(rest[0].block_table_SB[:, 0].max())
+    q, cache, metadata, parameters = arguments(case, device)
+    last = int(metadata.block_table_SB[:, 0].max())
     stride, far = (1 << 31) // last + 16, []
     for part in (cache.k_NGPd, cache.v_NGPd):
         held = untouched(stride * (last + 1), torch.float8_e4m3fn)
         near = part[: last + 1]
         far.append(held.as_strided(near.shape, (stride, *near.stride()[1:])).copy_(near))
-    args = q, LayerCache(*far), *rest
+    args = q, LayerCache(*far), metadata, parameters
     torch.testing.assert_close(kernel.paged_attention(*args), reference.paged_attention(*args), rtol=4e-3, atol=4e-3)
 
 
