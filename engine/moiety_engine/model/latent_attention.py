@@ -81,18 +81,9 @@ class LatentAttention:
 
     def _attend(self, q_THL: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """Return out_THL, attention to all tokens or, if it is sparse, to the selected ones."""
-        spec, scales = self._spec, (cache.latent_scale_NP, cache.rotated_scale_NP)
+        spec = self._spec
         if spec.indexer is not None:
             slot_TK, count_T = batch.selected.slot_TK, batch.selected.count_T
             assert slot_TK is not None and count_T is not None, "an indexer comes before its selection is used"
-            return sparse_mla_attention(
-                q_THL,
-                cache.rows_NPL,
-                spec.latent_width,
-                slot_TK,
-                count_T,
-                spec.scale,
-                *scales,
-                num_decode=batch.num_decode,
-            )
+            return sparse_mla_attention(q_THL, cache, slot_TK, count_T, spec.scale, num_decode=batch.num_decode)
         return mla_attention(q_THL, cache, batch.attention, spec.scale)

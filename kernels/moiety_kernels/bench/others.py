@@ -18,7 +18,7 @@ from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, SPARSE_CONTEXT, LayerShape, SparseShape
 from moiety_kernels.bench.work import Work
 from moiety_kernels.gated_delta import gated_delta_rule
-from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
@@ -248,13 +248,14 @@ def _sparse_attention(shape: LayerShape, tokens: int, num_decode: int, device: t
     sparse, context = _sparse(shape), _sparse_context(device)
     blocks = max(1, num_decode) * context // _PLACES
     q = torch.randn(tokens, sparse.heads, sparse.row_width, device=device).to(_dtype(device))
-    cache = torch.randn(blocks, _PLACES, sparse.row_width, device=device).to(_dtype(device))
+    rows = torch.randn(blocks, _PLACES, sparse.row_width, device=device).to(_dtype(device))
+    cache = LatentCache(rows, sparse.value_width)
     slots = torch.randint(blocks * _PLACES, (tokens, sparse.top_k), dtype=torch.int32, device=device)
     counts = torch.full((tokens,), sparse.top_k, dtype=torch.int32, device=device)
     scale = sparse.row_width**-0.5
 
     def run() -> Tensor:
-        return sparse_mla_attention(q, cache, sparse.value_width, slots, counts, scale, num_decode=num_decode)
+        return sparse_mla_attention(q, cache, slots, counts, scale, num_decode=num_decode)
 
     return Point(run, {}, work.sparse_attention(shape, tokens, _name(q)), _name(q))
 

@@ -22,16 +22,7 @@ _TOKENS_AT_ONCE = 64
 
 
 def sparse_mla_attention(
-    q_THL: Tensor,
-    cache_NPL: Tensor,
-    value_width: int,
-    slot_TK: Tensor,
-    count_T: Tensor,
-    scale: float,
-    latent_scale_NP: Tensor | None = None,
-    rotated_scale_NP: Tensor | None = None,
-    *,
-    num_decode: int = 0,
+    q_THL: Tensor, cache: LatentCache, slot_TK: Tensor, count_T: Tensor, scale: float, *, num_decode: int = 0
 ) -> Tensor:
     """Return out_THV: attention of query t to the first count[t] of the cache slots in slot[t], both int32.
 
@@ -39,27 +30,14 @@ def sparse_mla_attention(
     On a CPU it is that operation, with each query a sequence of its own whose blocks have one slot.
     """
     tokens, most = slot_TK.shape
-    require_shape("q", q_THL, (tokens, -1, cache_NPL.shape[2]))
+    require_shape("q", q_THL, (tokens, -1, cache.rows_NPL.shape[2]))
     require_shape("count", count_T, (tokens,))
     require(slot_TK.dtype is torch.int32 and count_T.dtype is torch.int32, "slots and counts must be int32")
-    cache = LatentCache(cache_NPL, value_width, latent_scale_NP, rotated_scale_NP)
     require_latent_scales(cache)
     if q_THL.is_cuda and _kernel().fits(q_THL, cache):
-        on_gpu: Tensor = _kernel().sparse_mla_attention(
-            q_THL,
-            cache_NPL,
-            value_width,
-            slot_TK,
-            count_T,
-            scale,
-            latent_scale_NP,
-            rotated_scale_NP,
-            num_decode=num_decode,
-        )
+        on_gpu: Tensor = _kernel().sparse_mla_attention(q_THL, cache, slot_TK, count_T, scale, num_decode=num_decode)
         return on_gpu
-    blocks, places, width = cache_NPL.shape
-    of_slots = [None if one is None else one.view(blocks * places, 1) for one in (latent_scale_NP, rotated_scale_NP)]
-    rows = LatentCache(cache_NPL.view(blocks * places, 1, width), value_width, of_slots[0], of_slots[1])
+    rows = _blocks_of_one(cache)
     at_once = tokens if q_THL.is_cpu else max(num_decode, _TOKENS_AT_ONCE)  # without a kernel, rows are gathered first
     parts = [
         mla_attention(
@@ -78,3 +56,11 @@ def sparse_mla_attention(
         for first in range(0, tokens, max(1, at_once))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _blocks_of_one(cache: LatentCache) -> LatentCache:
+    """Return the cache with each slot as a block of its own."""
+    blocks, places, width = cache.rows_NPL.shape
+    scales = cache.latent_scale_NP, cache.rotated_scale_NP
+    of_slots = [None if scale_NP is None else scale_NP.view(blocks * places, 1) for scale_NP in scales]
+    return LatentCache(cache.rows_NPL.view(blocks * places, 1, width), cache.latent_width, *of_slots)

@@ -34,6 +34,8 @@ from moiety_kernels.paged_attention.tiles import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.kv_store.caches import LatentCache
+
 __all__ = ["fits", "sparse_mla_attention"]
 
 _LEAST, _MOST = 512, 32  # slots of a split, splits of a query
@@ -43,24 +45,15 @@ _MAX_ROWS = 32  # of a tile with 32 keys on Blackwell
 
 
 def sparse_mla_attention(
-    q_THL: Tensor,
-    cache_NPL: Tensor,
-    value_width: int,
-    slot_TK: Tensor,
-    count_T: Tensor,
-    scale: float,
-    latent_scale_NP: Tensor | None,
-    rotated_scale_NP: Tensor | None,
-    *,
-    num_decode: int,
+    q_THL: Tensor, cache: LatentCache, slot_TK: Tensor, count_T: Tensor, scale: float, *, num_decode: int
 ) -> Tensor:
     """Return out_THV, contiguous. Launches depend only on shapes and `num_decode`."""
-    tokens, heads, width = q_THL.shape
-    shape = Shape(1, heads, width, value_width, q_THL.itemsize, cache_NPL.itemsize, False, True)
+    (tokens, heads, width), rows_NPL, value_width = q_THL.shape, cache.rows_NPL, cache.latent_width
+    shape = Shape(1, heads, width, value_width, q_THL.itemsize, rows_NPL.itemsize, False, True)
     tiles = _tiles(shape, *_device(q_THL.device))
     out_THV = q_THL.new_empty(tokens, heads, value_width)
-    factor, row = scale / math.log(2), cache_NPL.stride(1)
-    flags = constants(shape, tiles) | {"SCALED": latent_scale_NP is not None}
+    factor, row = scale / math.log(2), rows_NPL.stride(1)
+    flags = constants(shape, tiles) | {"SCALED": cache.latent_scale_NP is not None}
     num_splits = max(1, min(_MOST, triton.cdiv(slot_TK.shape[1], _LEAST)))
     part_SIHV, weight_SIH = (
         q_THL.new_empty(num_decode, num_splits, heads, *rest, dtype=torch.float32) for rest in ((value_width,), ())
@@ -70,14 +63,14 @@ def sparse_mla_attention(
             continue
         attend_to_slots[(end - first, triton.cdiv(heads, tiles.rows), max(1, splits))](
             q_THL[first:end],
-            cache_NPL,
+            rows_NPL,
             out_THV[first:end],
             part_SIHV,
             weight_SIH,
             slot_TK[first:end],
             count_T[first:end],
-            rotated_scale_NP,  # for the rest of a key after its value
-            latent_scale_NP,
+            cache.rotated_scale_NP,  # for the rest of a key after its value
+            cache.latent_scale_NP,
             heads,
             splits,
             factor,

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants
+from torch import Tensor
 
+from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.sparse_mla_attention import kernel, reference, sparse_mla_attention
 
 COUNTS = [1, 1100, 17, 40, 3]  # of selected slots: of three decodes, and of two tokens of a prompt
@@ -17,8 +19,11 @@ BLOCKS, PLACES = 80, 16
 
 def arguments(
     heads: int, latent: int, rotated: int, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
-) -> tuple[Any, ...]:
-    """A cache that is NaN (or 127, with scales that are NaN) where no slot is selected."""
+) -> tuple[Tensor, LatentCache, Tensor, Tensor, float]:
+    """Queries, a cache, slots, their counts and a scale.
+
+    The cache is NaN (or 127, with scales that are NaN) where no slot is selected.
+    """
     width, most = latent + rotated, max(COUNTS)
     slots = torch.stack([torch.randperm(BLOCKS * PLACES - 1)[:most] for _ in COUNTS]).int()
     rows = torch.full((BLOCKS * PLACES, width), float("nan"))
@@ -29,11 +34,11 @@ def arguments(
     q, counts = torch.randn(len(COUNTS), heads, width).to(device, dtype), torch.tensor(COUNTS, dtype=torch.int32)
     chosen = slots.to(device), counts.to(device), width**-0.5
     if kept is not torch.int8:
-        return q, cache.to(device, kept or dtype), latent, *chosen, None, None
+        return q, LatentCache(cache.to(device, kept or dtype), latent), *chosen
     scales = [torch.where(cache[..., 0].isnan(), torch.nan, torch.rand(cache.shape[:2]) * 0.02 + 0.02) for _ in "lr"]
     of_entry = torch.repeat_interleave(torch.stack(scales, 2), torch.tensor([latent, rotated]), 2)
     whole = (cache / of_entry).clamp(-127, 127).nan_to_num(127).to(torch.int8)
-    return q, whole.to(device), latent, *chosen, *(scale.to(device) for scale in scales)
+    return q, LatentCache(whole.to(device), latent, *(scale.to(device) for scale in scales)), *chosen
 
 
 def assert_agrees(
@@ -74,12 +79,11 @@ def test_sparse_attention_without_the_kernel_attends_to_the_selected_rows() -> N
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others(device: str) -> None:
-    q, cache, latent, slots, counts, scale, *_ = arguments(5, 32, 16, torch.float16, device)
-    none = None, None
-    together = kernel.sparse_mla_attention(q, cache, latent, slots, counts, scale, *none, num_decode=NUM_DECODE)
+    q, cache, slots, counts, scale = arguments(5, 32, 16, torch.float16, device)
+    together = kernel.sparse_mla_attention(q, cache, slots, counts, scale, num_decode=NUM_DECODE)
     for t, decoded in ((1, 1), (3, 0)):
-        one = slots[t : t + 1], counts[t : t + 1], scale, *none
-        alone = kernel.sparse_mla_attention(q[t : t + 1], cache, latent, *one, num_decode=decoded)
+        one = slots[t : t + 1], counts[t : t + 1], scale
+        alone = kernel.sparse_mla_attention(q[t : t + 1], cache, *one, num_decode=decoded)
         assert torch.equal(alone, together[t : t + 1])
 
 
