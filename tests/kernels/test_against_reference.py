@@ -17,6 +17,7 @@ from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.latent_input import reference as latent_reference
 from moiety_kernels.lightning_indexer import select_tokens, store_index_keys
+from moiety_kernels.lightning_indexer.norm import IndexKeyNorm
 from moiety_kernels.lightning_indexer.reference import select_tokens as select_tokens_reference
 from moiety_kernels.linear import linear
 from moiety_kernels.linear.reference import linear as linear_reference
@@ -377,11 +378,10 @@ def test_an_indexer_selects_the_tokens_with_the_largest_scores(
 ) -> None:
     q, cache, metadata = paged([1, 1, 12, 40], [1, 300, 12, 170], heads, 1, width, 7)
     keys = cache.k_NGPd.to(dtype) if DEVICE == "cpu" else cache.k_NGPd
-    sequences = metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB
-    tensors = q, normal(54, heads), keys.squeeze(1), *sequences
+    inputs = q, normal(54, heads), keys.squeeze(1), metadata
     for top_k, most in ((30, 30), (1000, 300)):
-        slots, counts = select_tokens(*tensors, top_k, max_context=300)
-        expected, expected_counts = select_tokens_reference(*tensors, most)
+        slots, counts = select_tokens(*inputs, top_k)
+        expected, expected_counts = select_tokens_reference(*inputs, most)
         assert slots.shape == (54, most)
         assert torch.equal(counts, expected_counts)
         is_void = torch.arange(most, device=DEVICE) >= counts[:, None]
@@ -393,10 +393,11 @@ def test_index_keys_are_normalised_rotated_and_stored_in_their_slots() -> None:
     positions, slots = torch.arange(20, 29, device=DEVICE), torch.randperm(40, device=DEVICE)[:9]
     slots[7:] = -1
     keys = torch.full((10, 4, 24), 7.0, device=DEVICE)
-    store_index_keys(key, weight, bias, 1e-6, angles.cos(), angles.sin(), positions, keys, slots)
+    rotary = RotaryInputs(angles.cos(), angles.sin(), positions)
+    store_index_keys(key, IndexKeyNorm(weight, bias, 1e-6), rotary, keys, slots)
     normed = torch.nn.functional.layer_norm(key, (24,), weight, bias, 1e-6)
-    expected = rope(normed.unsqueeze(1), angles.cos(), angles.sin(), positions).squeeze(1)
+    expected = rope(normed.unsqueeze(1), *rotary).squeeze(1)
     assert close(keys.flatten(0, 1)[slots[:7]], expected[:7])
     assert (keys == 7).all(dim=2).sum() == 40 - 7
     with pytest.raises(KernelInputError, match="the rotated width is larger than an index key"):
-        store_index_keys(key[:, :6], weight[:6], bias[:6], 1e-6, angles, angles, positions, keys[..., :6], slots)
+        store_index_keys(key[:, :6], IndexKeyNorm(weight[:6], bias[:6], 1e-6), rotary, keys[..., :6], slots)

@@ -257,10 +257,10 @@ def gates(kernel: ModuleType, _: Any) -> None:
 
 def selects(kernel: ModuleType, paged: Paged) -> None:
     q, cache, metadata = paged([1, 1, 7, 130], [1, 300, 7, 600], 6, 1, 64, 5)
-    keys, sequences = cache.k_NGPd, (metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB)
+    keys = cache.k_NGPd
     for weight, few_values in ((torch.randn(139, 6), False), (torch.ones(139, 6), True)):
         query, key = (q.sign() * (torch.rand(q.shape) < 0.03), keys.sign()) if few_values else (q, keys)
-        tensors = query, weight, key.squeeze(1), *sequences
+        tensors = query, weight, key.squeeze(1), metadata
         for most in (9, 290):
             slots, counts = kernel.select_tokens(*tensors, most)
             expected, expected_counts = select_tokens_reference(*tensors, most)

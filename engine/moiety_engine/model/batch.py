@@ -113,11 +113,6 @@ class Batch:
         metadata = AttentionMetadata(self.query_start_S1, self.context_len_S, self.block_table_SB, *bounds)
         object.__setattr__(self, "attention", metadata)  # once for all layers of a step
 
-    @property
-    def contexts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """First token, length of the context and block table of each sequence, as attention kernels read them."""
-        return self.query_start_S1, self.context_len_S, self.block_table_SB
-
     def by_cache_group(self) -> tuple[Batch, ...]:
         """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""
         if not self.further_tables:

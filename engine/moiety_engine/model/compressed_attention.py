@@ -24,7 +24,7 @@ from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
-from moiety_kernels.paged_attention.inputs import AttentionParameters
+from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
 from moiety_kernels.rms_norm import rms_norm
 from moiety_kernels.rope import rope
 
@@ -179,15 +179,14 @@ class CompressedEntries:
             q_THI = self._linear(latent_TR, weights.query_up_CR).view(-1, spec.num_heads, spec.head_dim)
             exact_TD = x_TD if x_TD.dtype is torch.float32 else x_TD.float()
             factor = (spec.num_heads * spec.head_dim) ** -0.5
-            slot_TK, count_T = select_tokens(  # each query is a sequence of its own, of the entries that it sees
+            starts_T1 = torch.arange(len(x_TD) + 1, dtype=torch.int32, device=x_TD.device)
+            slot_TK, count_T = select_tokens(
                 rotate(q_THI),
                 self._linear(exact_TD, weights.head_weight_HD) * factor,
                 cache.index_keys_NEI,
-                torch.arange(len(x_TD) + 1, dtype=torch.int32, device=x_TD.device),
-                count_T,
-                table_TB,
+                # each query is a sequence of its own, of the entries that it sees
+                AttentionMetadata(starts_T1, count_T, table_TB, 1, most, len(x_TD)),
                 spec.top_k,
-                max_context=most,
             )
             return Entries(cache.entries_NEd, slot_TK, count_T)
         entries = cache.entries_NEd.shape[1]

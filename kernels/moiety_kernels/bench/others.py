@@ -223,9 +223,10 @@ def _index_select(shape: LayerShape, sequences: int, device: torch.device) -> Po
     table = torch.randperm(sequences * blocks, device=device).to(torch.int32).view(sequences, blocks)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
+    metadata = AttentionMetadata(starts, lengths, table, 1, context, num_decode=sequences)
 
     def run() -> Tensor:
-        return select_tokens(q, weight, keys, starts, lengths, table, sparse.top_k, max_context=context)[0]
+        return select_tokens(q, weight, keys, metadata, sparse.top_k)[0]
 
     def in_torch() -> Tensor:
         own = keys[table.long()].flatten(1, 2)

@@ -24,6 +24,8 @@ from moiety_kernels.cpu.values import LANES, Float, Floats, Int
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata
+
 CHUNK = 256  # tokens that are scored at once
 _MAX_HEADS = 1024
 _DIGITS = 256  # of a pass of the radix select
@@ -52,32 +54,26 @@ class SelectArguments(NamedTuple):
     most: Int64  # K
 
 
-def fits(q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor, block_table_SB: Tensor, max_context: int) -> bool:
+def fits(q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor, metadata: AttentionMetadata) -> bool:
     """Return whether `select_tokens` supports these tensors."""
     tokens, heads, width = q_THI.shape
     return (
         q_THI.dtype is torch.float32
         and keys_NPI.dtype in (torch.float32, torch.bfloat16)
-        and block_table_SB.dtype is torch.int32
+        and metadata.block_table_SB.dtype is torch.int32
         and width % LANES == 0
         and heads <= _MAX_HEADS
         and q_THI.stride()[1:] == (width, 1)
         and weight_TH.is_contiguous()
         and keys_NPI.is_contiguous()
-        and block_table_SB.stride(1) == 1
+        and metadata.block_table_SB.stride(1) == 1
         and 0 < tokens < MAX_TASKS
-        and _CHUNK_AT + 4 * (CHUNK * heads + max_context + LANES) <= SCRATCH_BYTES
+        and _CHUNK_AT + 4 * (CHUNK * heads + metadata.max_context + LANES) <= SCRATCH_BYTES
     )
 
 
 def select_tokens(
-    q_THI: Tensor,
-    weight_TH: Tensor,
-    keys_NPI: Tensor,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    width: int,
+    q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor, metadata: AttentionMetadata, width: int
 ) -> tuple[Tensor, Tensor]:
     """Return (slot_TK, count_T) with K = `width`."""
     tokens = q_THI.shape[0]
@@ -86,14 +82,14 @@ def select_tokens(
         q_THI=q_THI.data_ptr(),
         weight_TH=weight_TH.data_ptr(),
         keys_NPI=keys_NPI.data_ptr(),
-        query_start_S1=query_start_S1.data_ptr(),
-        context_len_S=context_len_S.data_ptr(),
-        block_table_SB=block_table_SB.data_ptr(),
+        query_start_S1=metadata.query_start_S1.data_ptr(),
+        context_len_S=metadata.context_len_S.data_ptr(),
+        block_table_SB=metadata.block_table_SB.data_ptr(),
         slot_TK=slot_TK.data_ptr(),
         count_T=count_T.data_ptr(),
         q_stride=4 * q_THI.stride(0),
-        sequences=context_len_S.shape[0],
-        table_width=block_table_SB.stride(0),
+        sequences=metadata.context_len_S.shape[0],
+        table_width=metadata.block_table_SB.stride(0),
         heads=q_THI.shape[1],
         width=q_THI.shape[2],
         places=keys_NPI.shape[1],

@@ -17,6 +17,8 @@ from moiety_kernels.gpu.cases import CompileCase
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata
+
 MAX_WIDTH = 256
 MAX_HEADS = 128
 _TILES = {2: (128, 4), 4: (16, 8)}  # keys that a program scores, and its warps, by the bytes of a key's entry
@@ -41,17 +43,12 @@ def fits_widths(heads: int, width: int) -> bool:
 
 
 def select_tokens(
-    q_THI: Tensor,
-    weight_TH: Tensor,
-    keys_NPI: Tensor,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    width: int,
-    max_context: int,
+    q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor, metadata: AttentionMetadata, width: int
 ) -> tuple[Tensor, Tensor]:
     """Return (slot_TK, count_T) with K = `width`; launches depend only on shapes and `max_context`."""
-    tokens, heads, index_width = q_THI.shape
+    (tokens, heads, index_width), max_context = q_THI.shape, metadata.max_context
+    query_start_S1, context_len_S = metadata.query_start_S1, metadata.context_len_S
+    block_table_SB = metadata.block_table_SB
     device, (keys, num_warps) = q_THI.device, _TILES[q_THI.itemsize]
     slot_TK = torch.empty(tokens, width, dtype=torch.int32, device=device)
     count_T = torch.empty(tokens, dtype=torch.int32, device=device)

@@ -17,32 +17,22 @@ from moiety_kernels.rope.reference import rope
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.lightning_indexer.norm import IndexKeyNorm
+    from moiety_kernels.paged_attention.inputs import AttentionMetadata
+    from moiety_kernels.rope.inputs import RotaryInputs
+
 
 def store_index_keys(
-    key_TI: Tensor,
-    norm_weight_I: Tensor,
-    norm_bias_I: Tensor,
-    eps: float,
-    cos_PR: Tensor,
-    sin_PR: Tensor,
-    positions_T: Tensor,
-    keys_NPI: Tensor,
-    slots_T: Tensor,
+    key_TI: Tensor, norm: IndexKeyNorm, rotary: RotaryInputs, keys_NPI: Tensor, slots_T: Tensor
 ) -> None:
     """Normalise the keys, rotate their first entries and store them in their slots."""
-    normed_TI = layer_norm(key_TI, norm_weight_I, norm_bias_I, eps)
-    rotated_TI = rope(normed_TI.unsqueeze(1), cos_PR, sin_PR, positions_T).squeeze(1)
+    normed_TI = layer_norm(key_TI, *norm)
+    rotated_TI = rope(normed_TI.unsqueeze(1), *rotary).squeeze(1)
     store_rows(rotated_TI.to(keys_NPI.dtype), keys_NPI.flatten(0, 1), slots_T)
 
 
 def select_tokens(
-    q_THI: Tensor,
-    weight_TH: Tensor,
-    keys_NPI: Tensor,
-    query_start_S1: Tensor,
-    context_len_S: Tensor,
-    block_table_SB: Tensor,
-    width: int,
+    q_THI: Tensor, weight_TH: Tensor, keys_NPI: Tensor, metadata: AttentionMetadata, width: int
 ) -> tuple[Tensor, Tensor]:
     """Return (slot_TK, count_T), both int32, with K = `width`: the slots of the tokens with the largest scores.
 
@@ -53,13 +43,13 @@ def select_tokens(
     num_tokens, places = len(q_THI), keys_NPI.shape[1]
     slot_TK = torch.zeros(num_tokens, width, dtype=torch.int32, device=q_THI.device)
     count_T = torch.zeros(num_tokens, dtype=torch.int32, device=q_THI.device)
-    starts = query_start_S1.tolist()
-    for s, context in enumerate(context_len_S.tolist()):
+    starts = metadata.query_start_S1.tolist()
+    for s, context in enumerate(metadata.context_len_S.tolist()):
         begin, end = starts[s], starts[s + 1]
         if begin == end:
             continue
         at_C = torch.arange(context, device=q_THI.device)
-        slot_C = block_table_SB[s].long()[at_C // places] * places + at_C % places
+        slot_C = metadata.block_table_SB[s].long()[at_C // places] * places + at_C % places
         keys_CI = keys_NPI.flatten(0, 1)[slot_C].float()
         score_QHC = torch.einsum("qhi,ci->qhc", q_THI[begin:end].float(), keys_CI).relu()
         score_QC = torch.einsum("qh,qhc->qc", weight_TH[begin:end].float(), score_QHC) + 0.0  # no negative zero

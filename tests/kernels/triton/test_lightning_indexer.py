@@ -11,6 +11,7 @@ from tests.kernels.paged_rows import query_starts, scatter_rows
 from torch import Tensor
 
 from moiety_kernels.lightning_indexer import kernel, reference
+from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 QUERIES, CONTEXTS = [1, 1, 1, 5, 3], [1, 40, 1500, 90, 3]
 PLACES, TOP_K = 16, 37
@@ -22,7 +23,7 @@ def few_valued_rows(context: int, width: int) -> Tensor:
 
 def arguments(
     heads: int, width: int, dtype: torch.dtype, device: str, *, few_values: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
     """Index queries and keys, NaN where no context is; with `few_values` many tokens have the same score."""
     keys, table = scatter_rows(CONTEXTS, PLACES, width, few_valued_rows if few_values else torch.randn)
     starts = query_starts(QUERIES)
@@ -30,13 +31,14 @@ def arguments(
     if few_values:
         q, weight = q.sign() * (torch.rand(q.shape) < 2 / width), weight.sign()
     lengths = torch.tensor(CONTEXTS, dtype=torch.int32)
-    moved = [one.to(device) for one in (weight, keys.to(dtype), starts, lengths, table)]
-    return q.to(device, dtype), moved[0], moved[1], moved[2], moved[3], moved[4]
+    sequences = (one.to(device) for one in (starts, lengths, table))
+    metadata = AttentionMetadata(*sequences, max(QUERIES), max(CONTEXTS), num_decode=3)
+    return q.to(device, dtype), weight.to(device), keys.to(device, dtype), metadata
 
 
 def assert_agrees(module: Any, *args: Any, top_k: int = TOP_K, **how: Any) -> None:
     inputs = arguments(*args, **how)
-    slots, counts = module.select_tokens(*inputs, top_k, max(CONTEXTS))
+    slots, counts = module.select_tokens(*inputs, top_k)
     expected, expected_counts = reference.select_tokens(*inputs, top_k)
     assert torch.equal(counts, expected_counts)
     for row, expected_row, count in zip(slots, expected, counts.tolist(), strict=True):
