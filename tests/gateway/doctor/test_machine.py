@@ -41,7 +41,7 @@ def run(command: str, shell: tuple[str, ...] = ("bash",), **environment: str) ->
 
 def test_too_few_open_files_are_found_and_the_command_mends_it(tmp_path: Path) -> None:
     status, found = look(tmp_path, "ulimit -S -n 256")
-    assert (status, found["open_files"]["level"]) == (1, "wrong")
+    assert (status, found["open_files"]["level"]) == (1, "error")
     status, found = look(tmp_path, f"ulimit -S -n 256; {found['open_files']['command']}")
     assert (status, found["open_files"]["level"]) == (0, "ok")
 
@@ -56,7 +56,7 @@ def test_a_driver_that_is_not_loaded_is_found_and_the_command_loads_it(
     script(tools / "modprobe", f'test "$1" = nvidia && touch {loaded}')
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     complaint = at_once(tmp_path)["gpu_driver"]
-    assert (complaint.level, complaint.found) == (Severity.WRONG, f"nvidia-smi failed: {said}")
+    assert (complaint.level, complaint.found) == (Severity.ERROR, f"nvidia-smi failed: {said}")
     assert run(complaint.command).returncode == 0
     assert at_once(tmp_path)["gpu"].found == "H200, 580.1, 143771 MiB"
 
@@ -76,7 +76,7 @@ def test_a_package_of_another_age_is_found_and_the_command_installs_the_right_on
     for folder in (old, new):
         monkeypatch.syspath_prepend(folder)
     complaint = at_once(tmp_path)["packages_unfit"]
-    assert (complaint.level, complaint.found) == (Severity.WRONG, "litestar 1.0 does not fit this release")
+    assert (complaint.level, complaint.found) == (Severity.ERROR, "litestar 1.0 does not fit this release")
     where: dict[str, Any] = {
         "PIP_TARGET": str(new),
         "PIP_FIND_LINKS": str(shelf),
@@ -134,7 +134,7 @@ def test_a_file_in_the_journals_place_is_found_and_the_command_moves_it_away(tmp
 def test_small_memory_and_a_full_disk_are_found_and_what_the_advice_says_mends_them(tmp_path: Path) -> None:
     mounted = f"mount -t tmpfs -o size=64m none /dev/shm; mount -t tmpfs -o size=64m none {tmp_path}"
     status, found = look(tmp_path, mounted, OWN_MOUNTS)
-    assert (status, found["shared_memory_small"]["level"], found["disk_full"]["level"]) == (1, "warning", "wrong")
+    assert (status, found["shared_memory_small"]["level"], found["disk_full"]["level"]) == (1, "warning", "error")
     room = f"mount -o remount,size=2g /dev/shm; mount -o remount,size=2g {tmp_path}"
     status, found = look(tmp_path, f"{mounted}; {room}", OWN_MOUNTS)
     assert (status, found["shared_memory"]["level"], found["disk"]["level"]) == (0, "ok", "ok")

@@ -17,7 +17,7 @@ def complaints() -> set[str]:
         node
         for path in DOCTOR.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("wrong", "warn")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("fail", "warn")
     ]
     return {ast.literal_eval(call.args[1]) for call in calls}
 

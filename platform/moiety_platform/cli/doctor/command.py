@@ -30,7 +30,7 @@ from moiety_platform.supervisor.data_dir import read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError
 
 AREAS = ("machine", "store", "engines", "gateway", "login", "traces", "dashboard")
-MARKS = {Severity.OK: "✓", Severity.WARNING: "!", Severity.WRONG: "✗"}
+MARKS = {Severity.OK: "✓", Severity.WARNING: "!", Severity.ERROR: "✗"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Look for problems of a deployment, and suggest remedies. Changes nothing; ends with 1 if something is wrong.
+    """Find problems of a deployment and suggest remedies. Changes nothing; exits with 1 if there is an error.
 
     Give it the same environment, configuration file or options as the gateway.
     """
@@ -76,7 +76,7 @@ def doctor(
     if as_json:
         show_json(
             {
-                "healthy": not counts[Severity.WRONG],
+                "healthy": not counts[Severity.ERROR],
                 "environment": versions(),
                 "findings": [finding.as_json() for finding in findings],
             }
@@ -84,8 +84,8 @@ def doctor(
     else:
         for finding in findings:
             show(finding)
-        say(f"{counts[Severity.WRONG]} wrong, {counts[Severity.WARNING]} to watch, {counts[Severity.OK]} well")
-    if counts[Severity.WRONG]:
+        say(f"errors: {counts[Severity.ERROR]}, warnings: {counts[Severity.WARNING]}, passed: {counts[Severity.OK]}")
+    if counts[Severity.ERROR]:
         raise typer.Exit(1)
 
 

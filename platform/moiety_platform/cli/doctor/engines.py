@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import zmq
 
-from moiety_platform.cli.doctor.finding import Finding, ok, wrong
+from moiety_platform.cli.doctor.finding import Finding, fail, ok
 from moiety_platform.engine_addresses import ExternalAddress, is_external, is_name
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_wire.codec import decode_to_gateway, encode
@@ -40,7 +40,7 @@ def check_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[
     """Check that each engine answers, and that those of one model agree."""
     if not settings.addresses:
         advice = "configure the gateway's engines: --engine, MOIETY_ENGINES, or `engines` in the configuration file"
-        yield wrong(AREA, "no_engines", "no engine is configured", advice)
+        yield fail(AREA, "no_engines", "no engine is configured", advice)
     cards: list[tuple[str, ModelCard]] = []
     for address in settings.addresses:
         if is_external(address):
@@ -49,7 +49,7 @@ def check_engines(settings: Settings, timeout_s: float = TIMEOUT_S) -> Iterator[
         places = list(_resolve(address)) if is_name(address) else [address]
         if not places:
             advice = "correct the name; in Kubernetes it is that of the headless Service of the engines' pool"
-            yield wrong(AREA, "engine_name_unknown", f"{address}: the name does not exist, or has no addresses", advice)
+            yield fail(AREA, "engine_name_unknown", f"{address}: the name does not exist, or has no addresses", advice)
         for place in places:
             found = _ask(place, settings.curve, timeout_s)
             if isinstance(found, ModelCard):
@@ -75,19 +75,19 @@ def _ask(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard |
         greeting = _greet(address, timeout_s)
     except OSError as exc:
         advice = "start the engine, or correct its address or port; a network policy may block the connection"
-        return wrong(AREA, "engine_away", f"{address}: {exc.strerror or exc}", advice)
+        return fail(AREA, "engine_away", f"{address}: {exc.strerror or exc}", advice)
     if greeting[SIGNATURE] != b"\xff" or len(greeting) < GREETING_BYTES:
         advice = "correct the port: it is that of `moiety engine --listen`, not of its metrics or of another server"
-        return wrong(AREA, "not_an_engine", f"{address}: another server, not an engine, listens there", advice)
+        return fail(AREA, "not_an_engine", f"{address}: another server, not an engine, listens there", advice)
     wants_curve = greeting[MECHANISM].rstrip(b"\0") == b"CURVE"
     if wants_curve and curve is None:
         advice = "set curve_server_key, curve_public_key and curve_secret_key of the gateway (MOIETY_CURVE_…)"
-        return wrong(
+        return fail(
             AREA, "curve_missing", f"{address}: the engine requires CURVE keys, but the gateway has none", advice
         )
     if curve is not None and not wants_curve:
         advice = "start the engine with --curve-key-file, or remove the gateway's three CURVE keys"
-        return wrong(AREA, "curve_unwanted", f"{address}: the gateway has CURVE keys, the engine has none", advice)
+        return fail(AREA, "curve_unwanted", f"{address}: the gateway has CURVE keys, the engine has none", advice)
     return _hello(address, curve, timeout_s)
 
 
@@ -136,9 +136,9 @@ def _hello(address: str, curve: CurveKeys | None, timeout_s: float) -> ModelCard
             "set curve_server_key to the public key of the engine's --curve-key-file (its `engine_ready` line), and "
             "put curve_public_key on the engine's --gateway-keys-file"
         )
-        return wrong(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
+        return fail(AREA, "curve_wrong", f"{address}: the engine refuses the gateway's CURVE keys", advice)
     advice = f"run the same release everywhere (here it speaks protocol {PROTOCOL_VERSION}), or restart the engine"
-    return wrong(
+    return fail(
         AREA, "engine_silent", f"{address}: an engine listens, but does not answer the gateway's first message", advice
     )
 
@@ -150,7 +150,7 @@ def _of_this_release(address: str, card: ModelCard) -> ModelCard | Finding:
     message = f"{address}: the engine speaks protocol {card.protocol_version}, this release {PROTOCOL_VERSION}"
     older = "engine" if card.protocol_version < PROTOCOL_VERSION else "gateway"
     advice = f"run one release of both: bring the {older} up to date, and leave it out until then"
-    return wrong(AREA, "engine_release", message, advice)
+    return fail(AREA, "engine_release", message, advice)
 
 
 def _check_external_engine(text: str, default_key: str | None, timeout_s: float) -> Finding:
@@ -165,10 +165,10 @@ def _check_external_engine(text: str, default_key: str | None, timeout_s: float)
         names = [str(one.get("id")) for one in listed if isinstance(one, dict)]
     except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError) as exc:
         advice = "start that server, or correct the address, key_file or model in it"
-        return wrong(AREA, "external_engine_away", f"{text}: {exc}", advice)
+        return fail(AREA, "external_engine_away", f"{text}: {exc}", advice)
     if address.model not in names:
         advice = f"name one of: {', '.join(names)}"
-        return wrong(AREA, "external_engine_model", f"{address.base_url} does not serve {address.model!r}", advice)
+        return fail(AREA, "external_engine_model", f"{address.base_url} does not serve {address.model!r}", advice)
     return ok(AREA, "engine", f"{address.base_url}: {address.model}")
 
 
@@ -190,7 +190,7 @@ def _disagreements(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
         if different:
             message = f"{address} and {other_address} both serve {card.model!r} with another {', '.join(different)}"
             advice = "start both with the same checkpoint, or give one another --name"
-            yield wrong(AREA, "model_mismatch", message, advice)
+            yield fail(AREA, "model_mismatch", message, advice)
 
 
 def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
@@ -198,7 +198,7 @@ def _half_pools(cards: list[tuple[str, ModelCard]]) -> Iterator[Finding]:
     able = {card.model for _, card in cards if card.role is not EngineRole.PREFILL}
     for model in sorted({card.model for _, card in cards} - able):
         message = f"all engines of {model!r} compute prompts only (--role prefill)"
-        yield wrong(
+        yield fail(
             AREA,
             "role_missing",
             message,

@@ -10,7 +10,7 @@ from typing import Any
 class Severity(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    WRONG = "wrong"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -36,5 +36,5 @@ def warn(area: str, code: str, found: str, advice: str, command: str = "") -> Fi
     return Finding(area, code, Severity.WARNING, found, advice, command)
 
 
-def wrong(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
-    return Finding(area, code, Severity.WRONG, found, advice, command)
+def fail(area: str, code: str, found: str, advice: str, command: str = "") -> Finding:
+    return Finding(area, code, Severity.ERROR, found, advice, command)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
+from moiety_platform.cli.doctor.finding import Finding, fail, ok, warn
 
 AREA = "machine"
 PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc")  # extras of serving parts
@@ -69,7 +69,7 @@ def _packages() -> Finding:
     if unfit:
         command = f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, unfit))}"
         message = f"{', '.join(unfit.values())} {'do' if len(unfit) > 1 else 'does'} not fit this release"
-        return wrong(
+        return fail(
             AREA, "packages_unfit", message, "install the required versions, and restart the processes", command
         )
     shown = ", ".join(f"{name} {number or '–'}" for name, number in versions().items())
@@ -95,7 +95,7 @@ def _gpu() -> Iterator[Finding]:
             "the driver is not loaded: load it; if that fails, dmesg gives the reason, and the driver must be "
             "installed again"
         )
-        yield wrong(AREA, "gpu_driver", f"nvidia-smi failed: {failure}", advice, "modprobe nvidia")
+        yield fail(AREA, "gpu_driver", f"nvidia-smi failed: {failure}", advice, "modprobe nvidia")
         return
     yield ok(AREA, "gpu", told.stdout.strip().replace("\n", "; "))
     if versions()["torch"] is not None and versions()["triton"] is None:
@@ -116,14 +116,14 @@ def _closed(folder: Path) -> Finding:
     place = shlex.quote(str(folder))
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         advice = "its file system is read-only: mount one that can be written there, or set another data directory"
-        return wrong(AREA, "data_dir_closed", f"{folder} cannot be written", advice)
+        return fail(AREA, "data_dir_closed", f"{folder} cannot be written", advice)
     if not folder.is_dir():
         advice = "a file has the name of the folder: move the file"
-        return wrong(AREA, "data_dir_closed", f"{folder} is not a folder", advice, f"mv {place} {place}.away")
+        return fail(AREA, "data_dir_closed", f"{folder} is not a folder", advice, f"mv {place} {place}.away")
     message = f"{folder} cannot be written by user {user}: it is of user {found.st_uid}, mode {found.st_mode & 0o777:o}"
     advice = "change its owner to the gateway's user; otherwise usage that the database cannot store is lost"
     command = f"chmod u+rwx {place}" if found.st_uid == user else f"chown -R {user} {place}"
-    return wrong(AREA, "data_dir_closed", message, advice, command)
+    return fail(AREA, "data_dir_closed", message, advice, command)
 
 
 def _disk(data_dir: Path, min_free_bytes: int) -> Finding:
@@ -135,7 +135,7 @@ def _disk(data_dir: Path, min_free_bytes: int) -> Finding:
             "free space, or move the data directory: with a full disk, usage rows that the database cannot "
             "store are lost"
         )
-        return wrong(AREA, "disk_full", message, advice)
+        return fail(AREA, "disk_full", message, advice)
     return ok(AREA, "disk", message)
 
 
@@ -145,7 +145,7 @@ def _files() -> Finding:
     if soft < MIN_FILES:
         reach = GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)
         advice = f"each stream is an open file: raise the limit to {MIN_FILES} or more before the gateway starts"
-        return wrong(AREA, "open_files", message, advice, f"ulimit -n {reach}")
+        return fail(AREA, "open_files", message, advice, f"ulimit -n {reach}")
     return ok(AREA, "open_files", message)
 
 

@@ -18,7 +18,7 @@ from moiety_platform.auth.pepper import (
     pepper_of,
     pepper_rotation_of,
 )
-from moiety_platform.cli.doctor.finding import Finding, ok, warn, wrong
+from moiety_platform.cli.doctor.finding import Finding, fail, ok, warn
 from moiety_platform.clock import Clock
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
@@ -41,11 +41,11 @@ async def check_pepper(
         if not keys:
             return ok(AREA, "pepper", "there is no pepper yet, and no key needs one")
         advice = f"restore the pepper from the backup at {file} (or in MOIETY_KEY_PEPPER); without it no key is valid"
-        return wrong(AREA, "pepper_missing", f"{len(keys)} keys are stored, but there is no pepper", advice)
+        return fail(AREA, "pepper_missing", f"{len(keys)} keys are stored, but there is no pepper", advice)
     try:
         pepper, turn = pepper_of(settings), pepper_rotation_of(settings)
     except BadPepper as exc:
-        return wrong(AREA, "pepper_bad", str(exc), "restore the pepper from the backup")
+        return fail(AREA, "pepper_bad", str(exc), "restore the pepper from the backup")
     return (
         _open_to_others(settings)
         or _of_another(keys, pepper, turn, admin_key)
@@ -60,7 +60,7 @@ def _open_to_others(settings: GatewaySettings) -> Finding | None:
     for file in (settings.data_dir / FILE_NAME, settings.data_dir / PREVIOUS_FILE_NAME):
         if file.exists() and (mode := stat.S_IMODE(file.stat().st_mode)) & 0o077:
             told, command = f"{file} can be read by others (mode {mode:o})", f"chmod 600 {shlex.quote(str(file))}"
-            return wrong(AREA, "pepper_open", told, "make it readable by its owner only", command)
+            return fail(AREA, "pepper_open", told, "make it readable by its owner only", command)
     return None
 
 
@@ -77,7 +77,7 @@ def _of_another(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation, adm
     advice = (
         "restore the pepper from the backup (or set it as the previous one): keys that were created with it work again"
     )
-    return wrong(AREA, "pepper_other", f"the pepper is not the one that {_named(lost)} were made with", advice)
+    return fail(AREA, "pepper_other", f"the pepper is not the one that {_named(lost)} were made with", advice)
 
 
 def _being_replaced(keys: Sequence[ApiKey], pepper: bytes, turn: PepperRotation) -> Finding | None:

@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from moiety_platform.auth.oidc import FETCH_ERRORS, OtherIssuer, read_keys
-from moiety_platform.cli.doctor.finding import Finding, ok, wrong
+from moiety_platform.cli.doctor.finding import Finding, fail, ok
 from moiety_platform.settings import GatewaySettings
 
 GATEWAY, LOGIN, TRACES, DASHBOARD = "gateway", "login", "traces", "dashboard"
@@ -27,13 +27,13 @@ def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Fi
         is_ours = False
     except httpx.HTTPError as exc:
         advice = "start `moiety gateway` or `moiety serve`, or give its address as --url"
-        yield wrong(GATEWAY, "gateway_away", f"{url} does not answer ({type(exc).__name__})", advice)
+        yield fail(GATEWAY, "gateway_away", f"{url} does not answer ({type(exc).__name__})", advice)
         return
     if not is_ours:
         advice = (
             "give the gateway's address as --url; if it should be there, stop what has its port (ss -ltnp names it)"
         )
-        yield wrong(GATEWAY, "not_a_gateway", f"another server, not a gateway, listens at {url}", advice)
+        yield fail(GATEWAY, "not_a_gateway", f"another server, not a gateway, listens at {url}", advice)
         return
     yield from _check_clock(health, now)
     if ready.status_code == httpx.codes.OK:
@@ -44,7 +44,7 @@ def check_gateway(url: str, admin_key: str | None, now: datetime) -> Iterator[Fi
             "engine are ready"
         )
         reason = ready.json().get("reason", ready.text)
-        yield wrong(GATEWAY, "not_ready", f"{url} is not ready: {reason}", advice)
+        yield fail(GATEWAY, "not_ready", f"{url} is not ready: {reason}", advice)
     if admin_key is not None:
         yield _check_key(url, admin_key)
 
@@ -54,7 +54,7 @@ def _check_clock(answer: httpx.Response, now: datetime) -> Iterator[Finding]:
         skew_s = (now - parsedate_to_datetime(told).astimezone(UTC)).total_seconds()
         if abs(skew_s) > MAX_SKEW_S:
             advice = "configure the same time servers on both machines (chrony or systemd-timesyncd)"
-            yield wrong(GATEWAY, "clock_skew", f"the gateway's clock differs by {skew_s:.0f} s", advice)
+            yield fail(GATEWAY, "clock_skew", f"the gateway's clock differs by {skew_s:.0f} s", advice)
 
 
 def _check_key(url: str, admin_key: str) -> Finding:
@@ -67,7 +67,7 @@ def _check_key(url: str, admin_key: str) -> Finding:
         reason = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         reason = str(answer.status_code)
-    return wrong(GATEWAY, "admin_key_refused", f"the gateway refuses the administrator's key: {reason}", advice)
+    return fail(GATEWAY, "admin_key_refused", f"the gateway refuses the administrator's key: {reason}", advice)
 
 
 async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
@@ -81,7 +81,7 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
             keys = await read_keys(http, issuer)
     except OtherIssuer as exc:
         advice = "set oidc_issuer to exactly that, with or without its last slash"
-        yield wrong(LOGIN, "issuer_other", f"{issuer}: {exc}", advice)
+        yield fail(LOGIN, "issuer_other", f"{issuer}: {exc}", advice)
     except FETCH_ERRORS as exc:
         yield _unreadable(issuer, exc)
     else:
@@ -89,7 +89,7 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
             yield ok(LOGIN, "issuer", f"{issuer} publishes {len(keys)} keys")
         else:
             advice = "configure it to sign with RS256, PS256, ES256 or EdDSA, and to publish those keys"
-            yield wrong(LOGIN, "issuer_keys", f"{issuer} publishes no key that can verify tokens", advice)
+            yield fail(LOGIN, "issuer_keys", f"{issuer} publishes no key that can verify tokens", advice)
 
 
 def _unreadable(issuer: str, failure: Exception) -> Finding:
@@ -99,12 +99,12 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
             "renew the certificate; if a private certificate authority issued it, set SSL_CERT_FILE of the "
             "gateways to the authority's file"
         )
-        return wrong(LOGIN, "issuer_certificate", f"{issuer}: {text}", advice)
+        return fail(LOGIN, "issuer_certificate", f"{issuer}: {text}", advice)
     advice = (
         "start the issuer, correct oidc_issuer, or allow gateways to connect to it: known keys remain valid for "
         "a while, new keys are not accepted"
     )
-    return wrong(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
+    return fail(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
 
 
 def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
@@ -121,14 +121,14 @@ def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
         answer = httpx.post(url, headers=headers, content=b"", timeout=TIMEOUT_S)
     except httpx.HTTPError as exc:
         advice = "start `moiety traces`, or correct traces_endpoint; requests are served without it, but not traced"
-        yield wrong(TRACES, "traces_away", f"{url} does not answer ({type(exc).__name__})", advice)
+        yield fail(TRACES, "traces_away", f"{url} does not answer ({type(exc).__name__})", advice)
         return
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         advice = "set MOIETY_TRACES_TOKEN to the same value for gateways and trace store"
-        yield wrong(TRACES, "traces_token", "the trace store refuses the gateways' token", advice)
+        yield fail(TRACES, "traces_token", "the trace store refuses the gateways' token", advice)
     elif answer.is_error:
         advice = "correct traces_endpoint: it ends in /otlp at a `moiety traces`, whose /readyz says what it lacks"
-        yield wrong(TRACES, "traces_refuse", f"{url} answers {answer.status_code}", advice)
+        yield fail(TRACES, "traces_refuse", f"{url} answers {answer.status_code}", advice)
     else:
         yield ok(TRACES, "traces", f"{settings.traces_endpoint} takes spans")
 
@@ -144,4 +144,4 @@ def check_dashboard(url: str | None) -> Iterator[Finding]:
         yield ok(DASHBOARD, "dashboard", f"{url} is there")
     else:
         advice = "start `moiety dashboard --gateway …`, or correct --dashboard"
-        yield wrong(DASHBOARD, "dashboard_away", f"{url} does not answer as a dashboard", advice)
+        yield fail(DASHBOARD, "dashboard_away", f"{url} does not answer as a dashboard", advice)

@@ -16,7 +16,7 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
-from moiety_platform.cli.doctor.finding import Finding, Severity, ok, warn, wrong
+from moiety_platform.cli.doctor.finding import Finding, Severity, fail, ok, warn
 from moiety_platform.cli.doctor.peppers import check_pepper
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
@@ -71,7 +71,7 @@ def check_revision(url: str) -> Finding:
     )
     if not done.stdout:
         advice = "start the database, or correct MOIETY_DATABASE_URL (--database-url)"
-        return wrong(AREA, "database_away", done.stderr.strip().removeprefix("error: "), advice)
+        return fail(AREA, "database_away", done.stderr.strip().removeprefix("error: "), advice)
     told = json.loads(done.stdout)
     at, needed = told["revision"], told["head"]
     if at == needed:
@@ -81,12 +81,12 @@ def check_revision(url: str) -> Finding:
             "a newer release has migrated it: run that release here, or downgrade the database with its `moiety "
             "migrate downgrade`"
         )
-        return wrong(AREA, "database_newer", f"the database is at {at}, this release knows {needed}", advice)
+        return fail(AREA, "database_newer", f"the database is at {at}, this release knows {needed}", advice)
     behind = f"the database is at {at or 'no revision'}, {needed} is needed"
     command = "moiety migrate upgrade"
     if redact(url) == url:
         command += f" --database-url {shlex.quote(url)}"
-    return wrong(AREA, "database_behind", behind, "migrate it before the gateways start", command)
+    return fail(AREA, "database_behind", behind, "migrate it before the gateways start", command)
 
 
 async def check_clock(session: AsyncSession, clock: Clock) -> Finding:
@@ -96,7 +96,7 @@ async def check_clock(session: AsyncSession, clock: Clock) -> Finding:
     message = f"this machine's clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the database's"
     if abs(skew_s) > MAX_SKEW_S:
         advice = "configure the same time servers on both machines (chrony, timesyncd), and step the wrong clock"
-        return wrong(AREA, "clock_skew", message, advice, "chronyc makestep")
+        return fail(AREA, "clock_skew", message, advice, "chronyc makestep")
     return ok(AREA, "clock", message)
 
 
@@ -108,7 +108,7 @@ async def check_owners(session: AsyncSession, clock: Clock) -> Finding:
     if not owners:
         advice = "start a gateway with --first-keys and a file that does not exist yet; in a cluster: "
         advice += "moiety cluster owner NAME --reissue"
-        return wrong(AREA, "no_owner", "no owner's key works", advice)
+        return fail(AREA, "no_owner", "no owner's key works", advice)
     return ok(AREA, "owners", f"working keys of owners: {owners}")
 
 
@@ -124,7 +124,7 @@ async def check_prices(session: AsyncSession, clock: Clock) -> Finding:
     if free:
         message = f"{', '.join(free[:3])} has no price: requests under the {limits} limits in money are refused"
         advice = f"set one (dollars a million tokens): moiety price set {shlex.quote(free[0])} --input … --output …"
-        return wrong(AREA, "price_missing", message, advice)
+        return fail(AREA, "price_missing", message, advice)
     return ok(AREA, "prices", f"every model used in {DRIFT_HOURS} h has a price")
 
 
@@ -139,15 +139,15 @@ async def check_usage_ledger(session: AsyncSession, clock: Clock) -> AsyncIterat
     if report.differences:
         tenants = ", ".join(one.tenant_id for one in report.differences[:3])
         message = f"requests, ledger and sums of {len(report.differences)} tenants differ: {tenants}"
-        yield wrong(AREA, "books_differ", message, again, "moiety usage reconcile")
+        yield fail(AREA, "books_differ", message, again, "moiety usage reconcile")
     if report.days:
         tenants = ", ".join(one.tenant_id for one in report.days[:3])
         message = f"the sums of days of {len(report.days)} tenants differ from the sums of their hours: {tenants}"
-        yield wrong(AREA, "days_differ", message, again, "moiety usage reconcile")
+        yield fail(AREA, "days_differ", message, again, "moiety usage reconcile")
     if report.windows:
         limits = ", ".join(sorted({one.quota_id for one in report.windows})[:3])
         message = f"{len(report.windows)} windows of limits differ from the sums of their leases: {limits}"
-        yield wrong(AREA, "limits_drift", message, again, "moiety usage reconcile")
+        yield fail(AREA, "limits_drift", message, again, "moiety usage reconcile")
     if report.quarantined:
         count = sum(one.leases for one in report.quarantined)
         message = f"{count} leases of gateways that died count as spent until engines prove otherwise"
@@ -164,7 +164,7 @@ def check_journal(folder: Path) -> Iterator[Finding]:
     if left:
         message = f"usage of a gateway that was killed is in {folder}: {', '.join(left)}"
         advice = "start a gateway on this data directory: it stores them first"
-        yield wrong(AREA, "usage_left", message, advice)
+        yield fail(AREA, "usage_left", message, advice)
 
 
 def check_set_aside(folder: Path) -> Iterator[Finding]:
@@ -176,7 +176,7 @@ def check_set_aside(folder: Path) -> Iterator[Finding]:
         )
         message += f"read, lie in {folder} and are not billed"
         command = f"moiety usage restore --data-dir {shlex.quote(str(folder.parent))}"
-        yield wrong(
+        yield fail(
             AREA, "usage_set_aside", message, "write them to the database, and check the rows that remain", command
         )
 
