@@ -12,7 +12,7 @@ import pytest
 
 import moiety_platform.cli
 from moiety_platform.cli.main import main
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_csv, show_json, show_row, show_rows
 from moiety_platform.resources.paths import path_of
 
@@ -43,7 +43,7 @@ def test_nothing_that_a_terminal_does_not_draw_reaches_it(capsys: pytest.Capture
     show_rows([{"name": name}], {"name": "name"}, as_json=False)
     show_row({"name": name}, as_json=False)
     show_csv([{"name": name}])
-    say(f"the tenant {name} is there")
+    print_line(f"the tenant {name} is there")
     show_json({"name": name})
     shown = capsys.readouterr().out
     assert unseen[0] not in shown
@@ -53,7 +53,7 @@ def test_nothing_that_a_terminal_does_not_draw_reaches_it(capsys: pytest.Capture
 
 def test_letters_of_all_scripts_and_emoji_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     names = "Żółw 東京 می\u200cخواهم \U0001f469\u200d\U0001f4bb क्\u200dष"
-    say(f"{names}\tof\nall")
+    print_line(f"{names}\tof\nall")
     assert capsys.readouterr().out == f"{names}\tof\nall\n"
 
 

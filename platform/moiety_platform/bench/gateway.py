@@ -88,28 +88,30 @@ class RunningGateway:
         return await run_closed_loop("127.0.0.1", self.port, requests, connections=connections, seconds=seconds)
 
 
-def measure_gateway(settings: GatewayBench, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_gateway(settings: GatewayBench, print_progress: Callable[[str], None]) -> dict[str, Any]:
     """Run the benchmark and return its figures. Raises BenchFailed, or an error of `run_closed_loop`."""
     with (
         tempfile.TemporaryDirectory(prefix="moiety-bench-") as folder,
         running(Path(folder), settings.traces) as gateway,
     ):
-        return asyncio.run(_measure(settings, gateway, say))
+        return asyncio.run(_measure(settings, gateway, print_progress))
 
 
-async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callable[[str], None]) -> dict[str, Any]:
-    say(f"creating {settings.tenants} tenants with keys and limits …")
+async def _measure(
+    settings: GatewayBench, gateway: RunningGateway, print_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    print_progress(f"creating {settings.tenants} tenants with keys and limits …")
     keys = await make_tenants(gateway, settings.tenants)
     answers = chat_requests(keys, settings.output_tokens, stream=False)
-    say("warming up …")
+    print_progress("warming up …")
     await gateway.load(answers, settings.connections, WARM_UP_S)
-    say("one connection …")
+    print_progress("one connection …")
     alone = await gateway.load(answers, 1, settings.seconds)
-    say(f"{settings.connections} connections …")
+    print_progress(f"{settings.connections} connections …")
     statements, rss_bytes, cpu_s = await count_statements(gateway.address), gateway.rss_bytes, gateway.cpu_s
     busy = await gateway.load(answers, settings.connections, settings.seconds)
     statements, cpu_s = await count_statements(gateway.address) - statements, gateway.cpu_s - cpu_s
-    say("streams …")
+    print_progress("streams …")
     events = chat_requests(keys, settings.stream_tokens, stream=True)
     streams = await gateway.load(events, settings.connections, settings.seconds)
     figures = {
@@ -122,17 +124,17 @@ async def _measure(settings: GatewayBench, gateway: RunningGateway, say: Callabl
         "rss_bytes": {"before": rss_bytes, "after": gateway.rss_bytes},
     }
     if settings.soak_requests:
-        figures["soak"] = await _soak(settings, gateway, answers, say)
+        figures["soak"] = await _soak(settings, gateway, answers, print_progress)
     return figures
 
 
 async def _soak(
-    settings: GatewayBench, gateway: RunningGateway, answers: Iterator[bytes], say: Callable[[str], None]
+    settings: GatewayBench, gateway: RunningGateway, answers: Iterator[bytes], print_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measure memory growth: resident bytes after a tenth of the requests, and after all of them."""
     rss_bytes = []
     for count in (settings.soak_requests // 10, settings.soak_requests - settings.soak_requests // 10):
-        say(f"{count} requests to measure the growth of memory …")
+        print_progress(f"{count} requests to measure the growth of memory …")
         await gateway.load(itertools.islice(answers, count), settings.connections)
         rss_bytes.append(gateway.rss_bytes)
     growth = round(rss_bytes[1] / rss_bytes[0] - 1, 4)

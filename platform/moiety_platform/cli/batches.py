@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moiety_platform.cli.admin_command import AsJson, DataDir, Url
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_row, show_rows
 from moiety_platform.cli.tenant_client import TenantClient
 from moiety_platform.resources.paths import path_of
@@ -76,7 +76,7 @@ def submit(
         asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
         batch = client.call("POST", "/batches", json=asked)
         if wait:
-            say(f"{batch['id']} is submitted; it continues without this command", err=True)
+            print_line(f"{batch['id']} is submitted; it continues without this command", err=True)
             batch = follow(client, batch)
     show(batch, as_json)
     if wait and batch["status"] != "completed":

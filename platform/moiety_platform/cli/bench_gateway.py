@@ -48,9 +48,9 @@ def gateway(
         tenants, connections, duration_s, output_tokens, stream_tokens, soak_requests, not no_traces
     )
     console = Console(stderr=True)
-    say = console.print if sys.stderr.isatty() else lambda _: None
+    print_progress = console.print if sys.stderr.isatty() else lambda _: None
     try:
-        figures = measure_gateway(settings, say)
+        figures = measure_gateway(settings, print_progress)
     except (BenchFailed, UnexpectedAnswer, OSError) as exc:
         raise CommandError(str(exc)) from exc
     if as_json:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from moiety_platform.auth.bootstrap import ensure_owner
 from moiety_platform.auth.pepper import BadPepper, pepper_of
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.clock import SystemClock
 from moiety_platform.cluster.deployment import ensure_secrets, put_key
 from moiety_platform.cluster.errors import ClusterError
@@ -49,7 +49,7 @@ def make_secrets(
             added = ensure_secrets(api, name, database_host)
     except ClusterError as exc:
         raise CommandError(str(exc)) from exc
-    say(f"the Secret {name} has all it needs; added: {', '.join(added) or 'nothing'}")
+    print_line(f"the Secret {name} has all it needs; added: {', '.join(added) or 'nothing'}")
 
 
 @app.command("owner")
@@ -68,7 +68,7 @@ def make_owner(
             made = asyncio.run(_ensure_owner(settings.store_url, pepper, api, name, reissue=reissue))
     except (ClusterError, BadPepper, BadDatabaseUrl, PlatformError, ValidationError) as exc:
         raise CommandError(str(exc)) from exc
-    say(f"the owner's key is in the Secret {name}" if made else "the store has keys already; nothing was done")
+    print_line(f"the owner's key is in the Secret {name}" if made else "the store has keys already; nothing was done")
 
 
 async def _ensure_owner(url: str, pepper: bytes, api: SecretsApi, name: str, *, reissue: bool) -> bool:

@@ -20,7 +20,7 @@ from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, AdminKey, DataDir, Url, admin_command
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import as_command, explain_missing_package, load_target
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.reference import options_reference, settings_reference
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
@@ -102,10 +102,10 @@ def check(
         show_json(report if against is None else report | {"differences": list(map(asdict, differences))})
     else:
         for one in problems:
-            say(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.message}")
+            print_line(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.message}")
         for other in differences:
-            say(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
-        say(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
+            print_line(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
+        print_line(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
     if wrong:
         raise typer.Exit(1)
 
@@ -121,11 +121,11 @@ def reference(
 ) -> None:
     """Print every setting of the gateway and the trace store with its default and its hot reload, in Markdown."""
     if api_fields:
-        say(load_target("moiety_platform.cli.field_reference:fields_reference")(), nl=False)
+        print_line(load_target("moiety_platform.cli.field_reference:fields_reference")(), nl=False)
     elif options:
-        say(options_reference(load_target("moiety_platform.cli.main:build")()), nl=False)
+        print_line(options_reference(load_target("moiety_platform.cli.main:build")()), nl=False)
     else:
-        say(settings_reference({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
+        print_line(settings_reference({SECTION: GatewaySettings, TRACES: TraceSettings}), nl=False)
 
 
 @app.command("show")
@@ -139,7 +139,7 @@ def show(admin: Admin) -> None:
     rows = [{**one, "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]} for one in told["data"]]
     admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"})
     if told["file"] is not None:
-        say(f"{told['file']}, loaded {told['taken_at']}")
+        print_line(f"{told['file']}, loaded {told['taken_at']}")
     if told["problem"]:
         raise CommandError(f"the current file was not loaded: {told['problem']}")
 

@@ -10,7 +10,7 @@ import typer
 import zmq
 
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 
 OWNER_ONLY = 0o600
 
@@ -30,7 +30,7 @@ def curve_keygen(
     except CommandError:
         public_file.unlink()
         raise
-    say(public.decode())
+    print_line(public.decode())
 
 
 def _write_new(file: Path, key: bytes) -> None:

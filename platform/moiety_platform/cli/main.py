@@ -16,7 +16,7 @@ from moiety_platform.administration.catalog import RESOURCES
 from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import Target, add_lazy_commands, explain_missing_package, load_target
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.resources.declaration import Resource
 
 COMMANDS: dict[str, tuple[Target, str]] = {
@@ -101,7 +101,7 @@ BENCH_SUMMARIES = {
 
 def show_version(value: bool) -> None:
     if value:
-        say(f"moiety {package_version('moiety')}")
+        print_line(f"moiety {package_version('moiety')}")
         raise typer.Exit
 
 
@@ -156,11 +156,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         build().main(args=argv, prog_name="moiety")
     except CommandError as exc:
-        say(f"moiety: {exc}", err=True)
+        print_line(f"moiety: {exc}", err=True)
         sys.exit(exc.exit_code)
     except ModuleNotFoundError as exc:
         explained = explain_missing_package(exc)
         if explained is None:
             raise
-        say(f"moiety: {explained}", err=True)
+        print_line(f"moiety: {explained}", err=True)
         sys.exit(explained.exit_code)

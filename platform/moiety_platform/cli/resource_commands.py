@@ -11,7 +11,7 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.lazy import load_target
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
 from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation
 from moiety_platform.resources.declaration import Resource
@@ -120,5 +120,5 @@ def show_secret(admin: Admin, response: dict[str, Any], notice: str) -> None:
     if admin.as_json:
         show_json(response)
         return
-    say(response["secret"])
-    say(notice.format_map(response), err=True)
+    print_line(response["secret"])
+    print_line(notice.format_map(response), err=True)

@@ -11,7 +11,7 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
@@ -155,35 +155,35 @@ def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, 
 def show_reconciliation(report: dict[str, Any]) -> None:
     """Print a reconciliation for people."""
     total = report["total"]
-    say(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
-    say("requests, ledger and sums agree" if not report["differences"] else "they differ:")
+    print_line(f"tenants: {report['tenants']}, requests: {total['requests']}, output tokens: {total['output_tokens']}")
+    print_line("requests, ledger and sums agree" if not report["differences"] else "they differ:")
     for one in report["differences"]:
-        say(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
+        print_line(f"  tenant {one['tenant_id']}: {one['requests']} · {one['ledger']} · {one['hours']}")
     if report["days"]:
-        say(
+        print_line(
             "sums of days differ from the sums of their hours; DELETE FROM usage_day_marks makes retention compute "
             "them again:"
         )
     for one in report["days"]:
-        say(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
+        print_line(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
     aside = report.get("set_aside", {})
     if aside.get("rows") or aside.get("unreadable_lines"):
-        say(
+        print_line(
             f"not billed: {aside['rows']} rows set aside, and {aside['unreadable_lines']} lines that cannot be read; so"
         )
-        say("requests and bills do not agree; write them to the database: moiety usage restore")
+        print_line("requests and bills do not agree; write them to the database: moiety usage restore")
     for one in aside.get("shown", ()):
-        say(f"  {one['request_id']} of tenant {one['tenant_id']}, begun {one['started_at']}")
-    say("limits add up" if not report["windows"] else "limits differ from their leases:")
+        print_line(f"  {one['request_id']} of tenant {one['tenant_id']}, begun {one['started_at']}")
+    print_line("limits add up" if not report["windows"] else "limits differ from their leases:")
     for one in report["windows"]:
-        say(f"  {one}")
+        print_line(f"  {one}")
     for one in report["quarantined"]:
-        say(f"of {one['replica_id']}, which died, {one['leases']} leases are not proven unspent")
+        print_line(f"of {one['replica_id']}, which died, {one['leases']} leases are not proven unspent")
     engines = report.get("engines")
     if engines is not None:
-        say(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
+        print_line(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
         for one in engines["differences"]:
-            say(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
+            print_line(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
 
 
 def percent(totals: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
@@ -38,9 +38,9 @@ def restore(
     except (BadDatabaseUrl, PlatformError, OSError) as exc:
         raise CommandError(f"{exc} No row that was set aside is lost.") from exc
     folder = settings.usage_journal_dir
-    say(f"{restored} usage rows of {folder} are in the database; {left} rows and lines remain")
+    print_line(f"{restored} usage rows of {folder} are in the database; {left} rows and lines remain")
     if left:
-        say(f"look at {folder / REFUSED} and {folder / DAMAGED}, bill them by hand, and then delete them")
+        print_line(f"look at {folder / REFUSED} and {folder / DAMAGED}, bill them by hand, and then delete them")
         raise typer.Exit(1)
 
 

@@ -20,7 +20,7 @@ class Console:
         self._colour = stream.isatty()
         self._gone = False
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Write a line of the supervisor itself."""
         self.write(f"{self._paint('moiety')}: {text}\n")
 

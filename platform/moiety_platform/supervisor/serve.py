@@ -42,7 +42,7 @@ class StopRequest:
 
     def _receive(self) -> None:
         if self._requested.is_set():
-            self._console.say("stopping at once")
+            self._console.print_line("stopping at once")
             self._supervisor.kill("gateway")
         self._requested.set()
 
@@ -59,19 +59,19 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     stop = StopRequest(supervisor, console)
     supervisor.start(engine_process(options, data_dir, socket))  # first, since it takes longest
     supervisor.start(gateway_process(options, data_dir, socket))
-    console.say(f"starting {options.name}; data and logs are in {data_dir.path}")
+    console.print_line(f"starting {options.name}; data and logs are in {data_dir.path}")
     try:
         if await wait_for_first(supervisor.wait_until_ready(), stop.wait()):
             announce(supervisor, options, data_dir, console, keys_before)
             if options.traces_port is not None:  # the gateway buffers spans until then
                 supervisor.start(traces_process(options, data_dir))
             await stop.wait()
-        console.say(f"draining: running requests have {options.drain_s} s; Ctrl-C again stops at once")
+        console.print_line(f"draining: running requests have {options.drain_s} s; Ctrl-C again stops at once")
         await supervisor.drain("gateway", options.drain_s + 1)
     finally:
         await supervisor.stop()
         remove_socket(socket, data_dir)
-    console.say("stopped")
+    console.print_line("stopped")
 
 
 def announce(

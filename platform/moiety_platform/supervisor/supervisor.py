@@ -69,7 +69,7 @@ class Supervisor:
             if time.monotonic() >= next_report:
                 next_report += PROGRESS_EVERY_S
                 reason = f": {readiness.reason}" if readiness.reason else ""
-                self._console.say(f"still starting after {time.monotonic() - started:.0f} s{reason}")
+                self._console.print_line(f"still starting after {time.monotonic() - started:.0f} s{reason}")
             await asyncio.wait([self._failed], timeout=READY_POLL_S)
 
     async def drain(self, first: str, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ class Supervisor:
         if pending and kept.run.pid is None:  # between two runs: nothing to kill
             kept.task.cancel()
         elif pending:
-            self._console.say(f"the {name} did not end within {timeout_s:g} s; killing it")
+            self._console.print_line(f"the {name} did not end within {timeout_s:g} s; killing it")
             kept.run.signal_group(signal.SIGKILL)
         await asyncio.wait([kept.task], timeout=STOP_TIMEOUT_S)
 
@@ -134,11 +134,13 @@ class Supervisor:
                 return
             if time.monotonic() - started >= HEALTHY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
-            self._console.say(f"the {name} ended ({describe_exit(status)}); starting it again in {backoff_s:g} s")
+            self._console.print_line(
+                f"the {name} ended ({describe_exit(status)}); starting it again in {backoff_s:g} s"
+            )
             kept.run = ComponentProcess(kept.part, self._log_path(name), self._console)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-            self._console.say(f"starting the {name} again")
+            self._console.print_line(f"starting the {name} again")
             if kept.part.serves_requests:
                 self._watch_return(name)
 
@@ -167,6 +169,6 @@ class Supervisor:
             was_away = was_away or not ready
             # a gateway that has not yet noticed the loss still reports that it is ready
             if ready and (was_away or time.monotonic() - started > HEALTHY_AFTER_S):
-                self._console.say(f"the {name} is back; requests are served again")
+                self._console.print_line(f"the {name} is back; requests are served again")
                 return
             await asyncio.sleep(READY_POLL_S)

@@ -26,7 +26,7 @@ from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms
 from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 from moiety_platform.reloading.source import mark_of
@@ -103,9 +103,9 @@ def follow(file: Path, once: Callable[[], None]) -> None:
             try:
                 once()
             except FileError as exc:
-                say(f"Error: {exc}", err=True)
+                print_line(f"Error: {exc}", err=True)
             except CommandError as exc:  # the file itself is valid
-                say(f"Error: {exc}", err=True)
+                print_line(f"Error: {exc}", err=True)
                 polls_until_retry = 1 if isinstance(exc, NotReachable) else POLLS_UNTIL_RETRY
             sys.stdout.flush()
         time.sleep(POLL_INTERVAL_S)
@@ -165,10 +165,10 @@ def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> Non
     if rows:
         show_rows(rows, COLUMNS, as_json=False)
     for (kind, name), text in outcome.texts.items():
-        say(f"{kind} {name}: {text}   (store it now: it is not shown again)")
+        print_line(f"{kind} {name}: {text}   (store it now: it is not shown again)")
     counts = Counter(str(step.action) for step in steps)
     told = ", ".join(f"{count} {action}" for action, count in counts.items()) or "nothing is declared"
-    say(
+    print_line(
         f"{told}; " + ("nothing was done (--dry-run)" if dry_run else f"{outcome.done} done, {len(outcome.failed)} not")
     )
 

@@ -20,7 +20,7 @@ from moiety_platform.cli.doctor.services import check_dashboard, check_gateway, 
 from moiety_platform.cli.doctor.store import check_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json
 from moiety_platform.clock import Clock, SystemClock
@@ -84,7 +84,9 @@ def doctor(
     else:
         for finding in findings:
             show(finding)
-        say(f"errors: {counts[Severity.ERROR]}, warnings: {counts[Severity.WARNING]}, passed: {counts[Severity.OK]}")
+        print_line(
+            f"errors: {counts[Severity.ERROR]}, warnings: {counts[Severity.WARNING]}, passed: {counts[Severity.OK]}"
+        )
     if counts[Severity.ERROR]:
         raise typer.Exit(1)
 
@@ -161,8 +163,8 @@ def curve_of(settings: GatewaySettings) -> CurveKeys | None:
 
 def show(finding: Finding) -> None:
     """Print a finding in one line, and the advice below it."""
-    say(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
+    print_line(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
     if finding.advice:
-        say(f"    {finding.advice}")
+        print_line(f"    {finding.advice}")
     if finding.command:
-        say(f"    $ {finding.command}")
+        print_line(f"    $ {finding.command}")

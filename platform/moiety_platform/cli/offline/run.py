@@ -22,7 +22,7 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.offline.answer_file import AnswerFile
 from moiety_platform.cli.offline.input_file import Work, read_work
 from moiety_platform.cli.offline.offline_line import OfflineLine, ask
-from moiety_platform.cli.printing import say
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_row
 from moiety_platform.inference.model_texts import ModelText
 from moiety_text.errors import TextError
@@ -109,7 +109,7 @@ def _answer(replica: Replica, left: list[Work], file: Path, answers: AnswerFile)
             asyncio.run(answering.run(left))
         except KeyboardInterrupt as exc:
             num_open = len(left) - counts.answered - counts.failed
-            say(f"moiety: stopped; {num_open:,} lines are left; run the same command to continue", err=True)
+            print_line(f"moiety: stopped; {num_open:,} lines are left; run the same command to continue", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from exc
     wall_s = time.perf_counter() - begin_s
     return {
