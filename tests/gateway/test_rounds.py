@@ -62,7 +62,7 @@ async def test_an_outage_is_logged_once_and_the_task_continues(work: Work, capsy
         work.permits.put_nowait(error)
     await work.begun.acquire()
     await rounds.cancel()
-    said = [line for line in capsys.readouterr().out.splitlines() if "what=counting" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "task=counting" in line]
     assert work.num_done == 2
     assert ["store_unreachable" in line for line in said] == [True, True, False]
     assert "periodic_task_failed" in said[2]
