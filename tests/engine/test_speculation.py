@@ -189,12 +189,12 @@ def test_sampled_tokens_follow_the_models_distribution(drafting: Any, checkpoint
     loop = drafting(max_running=1)
     asked = [
         make_submit(seed, prompt_ids=prompt, max_tokens=4, sampling=msgspec.structs.replace(sampling, seed=seed))
-        for seed in range(700)
+        for seed in range(400)
     ]
     seen = Counter(tuple(result.token_ids[1:]) for result in run_all(loop, asked).values())
     drafted, accepted = loop.load().drafted_tokens_total, loop.load().accepted_tokens_total
-    assert accepted > 100, "few guesses were right"
-    assert drafted - accepted > 100, "few guesses were wrong"
+    assert accepted > 50, "few guesses were right"
+    assert drafted - accepted > 50, "few guesses were wrong"
 
     likely: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(4):
