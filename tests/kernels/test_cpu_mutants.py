@@ -38,6 +38,7 @@ from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
 from moiety_kernels.latent_input import reference as latent_reference
+from moiety_kernels.layer_norm import cpu as layer_norm
 from moiety_kernels.lightning_indexer import cpu as lightning_indexer
 from moiety_kernels.lightning_indexer.reference import select_tokens as select_tokens_reference
 from moiety_kernels.linear import cpu as linear
@@ -62,6 +63,7 @@ from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec
 from moiety_kernels.route import cpu as route
 from moiety_kernels.route.reference import route as route_reference
+from moiety_kernels.scaled_sum import cpu as scaled_sum
 from moiety_kernels.selective_scan import cpu as selective_scan
 from moiety_kernels.selective_scan.reference import selective_scan as selective_scan_reference
 
@@ -110,6 +112,22 @@ def normalizes(kernel: ModuleType, _: Any) -> None:
     total, normed = kernel.add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
     assert_close(total, x + delta)
     assert_close(normed, rms_norm_reference(x + delta, weight, 1e-5))
+
+
+def normalizes_by_mean(kernel: ModuleType, _: Any) -> None:
+    x, delta, weight, bias = torch.randn(70, 48) + 2, torch.randn(70, 48), torch.randn(48), torch.randn(48)
+    assert_close(kernel.layer_norm(x, weight, bias, 1e-6), torch.layer_norm(x, (48,), weight, bias, 1e-6))
+    total, normed = kernel.add_layer_norm(x.clone(), delta.clone(), weight, bias, 1e-5)
+    assert_close(total, x + delta)
+    assert_close(normed, torch.layer_norm(x + delta, (48,), weight, bias, 1e-5))
+
+
+def scales(kernel: ModuleType, _: Any) -> None:
+    x, y, factors, row = torch.randn(90, 112), torch.randn(90, 112), torch.randn(99), torch.randint(99, (90,))
+    assert_close(kernel.scaled_sum(x, 0.3, y, -2.0), 0.3 * x - 2.0 * y)
+    assert_close(kernel.scaled_sum(x, 0.3, None, 1.0), x * 0.3)
+    assert_close(kernel.scale_rows(x, factors[:90], None), x * factors[:90, None])
+    assert_close(kernel.scale_rows(x, factors, row), x * factors[row, None])
 
 
 def routes(kernel: ModuleType, _: Any) -> None:
@@ -308,6 +326,8 @@ CHECKS: dict[ModuleType, Check] = {
     embedding: embeds,
     expert_count: counts,
     rms_norm: normalizes,
+    layer_norm: normalizes_by_mean,
+    scaled_sum: scales,
     route: routes,
     linear: multiplies,
     head_linear: multiplies_heads,
@@ -356,6 +376,11 @@ MUTANTS = [
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if owner != 0 and load_i32", "if load_i32"),
     (expert_count, "+ owner * args.slot_bytes", "+ (owner & 1) * args.slot_bytes"),
+    (layer_norm, "load_f32(x_D, i) - mean", "load_f32(x_D, i)"),
+    (layer_norm, "args.delta_TD + 4 * width * t, width", "args.delta_TD, width"),
+    (layer_norm, "args.bias_D, width, 1.0", "args.bias_D, width, 0.0"),
+    (scaled_sum, "args.num_values - first, _BLOCK", "args.num_values - first, _BLOCK - 16"),
+    (scaled_sum, "if args.row_T else task", "if args.row_T and task == 0 else task"),
     (rms_norm, "sum_squares(x_D, width) / width", "sum_squares(x_D, width - 16) / width"),
     (rms_norm, "delta_TD + 4 * width * t, width", "delta_TD + 4 * width * (task * _BLOCK), width"),
     (route, "if better >= top_groups:", "if better > top_groups:"),

@@ -11,6 +11,8 @@ from moiety_kernels.embedding import embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LayerCache
+from moiety_kernels.layer_norm import add_layer_norm, layer_norm
+from moiety_kernels.layer_norm.reference import layer_norm as layer_norm_reference
 from moiety_kernels.output_gate import GateKind, output_gate
 from moiety_kernels.output_gate.reference import output_gate as output_gate_reference
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
@@ -19,6 +21,8 @@ from moiety_kernels.rope import rope
 from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
+from moiety_kernels.scaled_sum import reference as scaled_sum_reference
+from moiety_kernels.scaled_sum import scale_rows, scaled_sum
 
 from .reference_checks import DEVICE, WEIGHTS, close, normal, poisoned_memory, same_numbers_every_time
 
@@ -46,6 +50,38 @@ def test_rms_norm_alone_and_after_an_addition(rows: int, width: int) -> None:
     ours_total, ours = add_rms_norm(x.clone(), delta.clone(), weight, 1e-5)
     assert close(ours_total, total)
     assert close(ours, rms_norm_reference(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("rows", [1, 31, 70])
+@pytest.mark.parametrize("width", [16, 48, 1024, 60])
+def test_layer_norm_alone_and_after_an_addition(rows: int, width: int) -> None:
+    x, delta, weight, bias = normal(rows, width) + 3, normal(rows, width), normal(width), normal(width)
+    assert close(layer_norm(x, weight, bias, 1e-6), layer_norm_reference(x, weight, bias, 1e-6))
+    total = x + delta
+    ours_total, ours = add_layer_norm(x.clone(), delta.clone(), weight, bias, 1e-5)
+    assert close(ours_total, total)
+    assert close(ours, layer_norm_reference(total, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (31, 48), (70, 1024), (3, 5, 7), (70, 4, 32), (0, 16)])
+def test_scaled_sums_and_rows_with_a_factor_each(shape: tuple[int, ...]) -> None:
+    x, y = normal(*shape), normal(*shape)
+    assert torch.equal(scaled_sum(x, 0.3), x * 0.3)
+    assert torch.equal(scaled_sum(x, 1.0, y), x + y)
+    assert torch.allclose(scaled_sum(x, 0.3, y, -2.0), scaled_sum_reference.scaled_sum(x, 0.3, y, -2.0), atol=1e-6)
+    factors, row = normal(90), torch.randint(90, shape[:1], device=DEVICE)
+    assert torch.equal(scale_rows(x, factors, row), scaled_sum_reference.scale_rows(x, factors, row))
+    apart = torch.cat((x, y), dim=1)[:, : shape[1]]  # rows of a wider tensor
+    assert torch.equal(scale_rows(apart, factors, row), scaled_sum_reference.scale_rows(x, factors, row))
+    in_order = factors[: shape[0]].unsqueeze(1).contiguous()
+    assert torch.equal(scale_rows(x, in_order), scaled_sum_reference.scale_rows(x, in_order, None))
+
+
+def test_tensors_of_different_shapes_are_not_added() -> None:
+    with pytest.raises(KernelInputError, match="x and y must have one shape and dtype"):
+        scaled_sum(normal(3, 16), 1.0, normal(3, 32))
+    with pytest.raises(KernelInputError, match="each row has a factor"):
+        scale_rows(normal(3, 16), normal(4))
 
 
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 4, 4), (5, 8, 2), (70, 60, 4), (200, 128, 8)])

@@ -23,6 +23,7 @@ from moiety_kernels.linear import linear
 from moiety_kernels.mla_attention import mla_attention
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.rope.inputs import RotaryInputs
+from moiety_kernels.scaled_sum import scale_rows
 from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class LatentAttention:
         if self._indexer is not None:
             self._indexer.select(x_TD, query_TQ, batch, cache)
         if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output
-            query_TQ = query_TQ * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None]
+            query_TQ = scale_rows(query_TQ, self._growth.upto(batch.max_context), batch.positions_T)
         if raw_TC is not None:
             query_TQ = torch.cat((query_TQ, raw_TC), dim=1)
         if weights.query_up is not None:

@@ -36,6 +36,7 @@ from moiety_kernels.output_gate import output_gate
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.route import RoutingSpec, route, weigh_experts
+from moiety_kernels.scaled_sum import scale_rows, scaled_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
     from moiety_kernels.low_rank import FeedForwardFactors
+
+
+_MAX_CONSTANT_ROWS = 64  # tokens of a step whose constant weights are kept: those of the largest recorded step
 
 
 class Attention(Protocol):
@@ -123,10 +127,10 @@ class GroupedQueryAttention:
         written = cache if self._spec.kv_layer is None else cache.without_heads()  # it reads that of another layer
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
-            q_THd = q_THd * self._growth.upto(batch.max_context).index_select(0, batch.positions_T)[:, None, None]
+            q_THd = scale_rows(q_THd, self._growth.upto(batch.max_context), batch.positions_T)
         out_THd = paged_attention(q_THd, cache, batch.attention, self._parameters)
         if spec.value_scale != 1.0:  # attention is linear in values
-            out_THd = out_THd * spec.value_scale
+            out_THd = scaled_sum(out_THd, spec.value_scale)
         if spec.gate is not None and weights.gate_CD is not None:
             gate_TC = self._linear(x_TD, weights.gate_CD)
             self._adapters.add(Product.OUTPUT_GATE, gate_TC, x_TD, batch.adapted)
@@ -170,6 +174,23 @@ class DenseFeedForward:
         )
 
 
+class ConstantWeights:
+    """The same weight for each token, [T, 1], float32. Nothing may write to the tensors, which are kept."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._known: dict[int, Tensor] = {}  # recorded programs read these by address
+
+    def of_tokens(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the weights of this number of tokens."""
+        if tokens not in self._known:
+            weights_T1 = torch.full((tokens, 1), self._weight, device=device)
+            if tokens > _MAX_CONSTANT_ROWS:
+                return weights_T1
+            self._known[tokens] = weights_T1
+        return self._known[tokens]
+
+
 class SharedExperts:
     """Shared experts, which process every token.
 
@@ -182,6 +203,7 @@ class SharedExperts:
         assert spec.factor == 1.0 or not spec.gated, "a gate has no factor"
         self._dense = DenseFeedForward(spec.dense, weights.dense, arithmetic, LayerFactors())
         self._weights, self._factor, self._invariant = weights, spec.factor, arithmetic.invariant
+        self._constant = ConstantWeights(spec.factor)
 
     def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         """Return the routed experts' output, which may be overwritten, plus the shared experts' output for x."""
@@ -190,7 +212,7 @@ class SharedExperts:
     def _share(self, x_TD: Tensor) -> Tensor | None:
         gate_1D = self._weights.gate_1D
         if gate_1D is None:
-            return None if self._factor == 1.0 else x_TD.new_full((len(x_TD), 1), self._factor, dtype=torch.float32)
+            return None if self._factor == 1.0 else self._constant.of_tokens(len(x_TD), x_TD.device)
         return route(linear(x_TD, gate_1D, invariant=self._invariant), self._ROUTING)[0]
 
 
@@ -220,6 +242,7 @@ class MixtureOfExperts:
         self._cached = None if context.cached is None else CachedExperts(context.cached)
         self._following: MixtureOfExperts | None = None
         self._linear = partial(linear, invariant=context.arithmetic.invariant)
+        self._one = ConstantWeights(1.0)
         self._shared: SharedExperts | None = None
         if spec.shared and weights.shared:
             self._shared = SharedExperts(spec.shared, weights.shared, context.arithmetic)
@@ -265,7 +288,7 @@ class MixtureOfExperts:
         """Return the experts' input and the weights of their outputs."""
         if not self._spec.weighs_input:
             return x_TD, weight_TK
-        return x_TD * weight_TK.to(x_TD.dtype), torch.ones_like(weight_TK)
+        return scale_rows(x_TD, weight_TK), self._one.of_tokens(len(x_TD), x_TD.device)
 
     def _route(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts, both [T, K]."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_kernels.scaled_sum import scaled_sum
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,7 +35,9 @@ class ResidualConnections:
         `normed_TD`: the input of attention.
         """
         x_TD, attended_TD = self.scale_attention(x_TD, normed_TD, attended_TD)
-        return (x_TD + attended_TD, normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
+        return (
+            (scaled_sum(x_TD, y=attended_TD), normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
+        )
 
     def scale_attention(self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two terms of the layer's output after attention. `normed_TD`: the input of attention."""
@@ -67,9 +71,11 @@ class ResidualConnections:
 
         `normed_TD`: the input of the layer's last half.
         """
-        return (x_TD + fed_TD, normed_TD) if self._input_is_shared else next_norm.after_adding(x_TD, fed_TD)
+        return (
+            (scaled_sum(x_TD, y=fed_TD), normed_TD) if self._input_is_shared else next_norm.after_adding(x_TD, fed_TD)
+        )
 
 
 def times(factor: float, values: Tensor) -> Tensor:
     """Return the product, without a copy where the factor is 1."""
-    return values if factor == 1.0 else values * factor
+    return values if factor == 1.0 else scaled_sum(values, factor)

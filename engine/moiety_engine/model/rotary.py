@@ -77,6 +77,7 @@ class GrowthTable:
     def __init__(self, spec: QueryGrowth, device: torch.device) -> None:
         self._spec, self.device = spec, device
         self._factor_P = torch.empty(0, device=device)
+        self._kept: list[Tensor] = []  # recorded programs read the factors by address
 
     def upto(self, num_positions: int) -> Tensor:
         """Return factor_P with P ≥ num_positions."""
@@ -84,6 +85,7 @@ class GrowthTable:
             position_P = torch.arange(max(2048, 1 << (num_positions - 1).bit_length()), dtype=torch.float64)
             steps_P = torch.floor((position_P + self._spec.first) / self._spec.original_max_positions)
             self._factor_P = (1 + self._spec.beta * torch.log1p(steps_P)).float().to(self.device)
+            self._kept.append(self._factor_P)
         return self._factor_P
 
 

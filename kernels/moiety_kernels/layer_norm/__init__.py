@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 from moiety_kernels.checks import require, require_shape
 from moiety_kernels.layer_norm import reference
+from moiety_kernels.lazy_imports import lazy_import
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_cpu = lazy_import(__name__, "cpu")
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
@@ -18,6 +21,9 @@ def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Te
     """
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     require_shape("bias", bias_D, (x_TD.shape[-1],))
+    if x_TD.is_cpu and _cpu().fits(x_TD, weight_D, bias_D):
+        fast: Tensor = _cpu().layer_norm(x_TD, weight_D, bias_D, eps)
+        return fast
     return reference.layer_norm(x_TD, weight_D, bias_D, eps)
 
 
@@ -26,5 +32,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, layer_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
     require(x_TD.shape == delta_TD.shape, "x and delta must have one shape")
+    if x_TD.is_cpu and all(_cpu().fits(one, weight_D, bias_D) for one in (x_TD, delta_TD)):
+        fast: tuple[Tensor, Tensor] = _cpu().add_layer_norm(x_TD, delta_TD, weight_D, bias_D, eps)
+        return fast
     total_TD = x_TD + delta_TD
     return total_TD, layer_norm(total_TD, weight_D, bias_D, eps)

@@ -1,0 +1,46 @@
+"""Decode steps on a CPU are recorded and replayed in families that scale, add or normalize by other operations than the
+usual ones, and replayed steps say what transformers says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import Driver, Sequence
+
+RECORDED = [
+    "cohere2_moe",  # attention beside the feed-forward, layer norms, a mean with shared experts
+    "dbrx",
+    "granite",
+    "granitemoe",
+    "llama4_text",  # inputs of experts are weighted, queries grow
+    "mimo_v2_flash",  # values are scaled
+    "mistral4",
+    "phimoe",
+]
+PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(60)]
+NUM_READ, NUM_REPLAYED = 50, 8
+
+
+@pytest.mark.parametrize("variant", RECORDED)
+def test_decode_steps_are_recorded_and_say_what_transformers_says(
+    make_checkpoint: Any, make_driver: Any, variant: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    driver: Driver = make_driver(checkpoint.folder)
+    one, other = Sequence(list(PROMPT)), Sequence(list(reversed(PROMPT)))
+    driver.step([(one, NUM_READ), (other, NUM_READ)])
+    replays = 0
+    found = []
+    for _ in range(NUM_REPLAYED):
+        assert driver.model._programs is not None
+        known = dict(driver.model._programs._recorded)
+        found.append(torch.stack([rows[-1] for rows in driver.step([(one, 1), (other, 1)])]))
+        replays += (2, False) in known
+    assert driver.model.only_kernels
+    assert replays == NUM_REPLAYED - 1
+    expected = torch.stack([checkpoint.logprobs(one.token_ids), checkpoint.logprobs(other.token_ids)], dim=1)
+    ours = torch.stack(found).log_softmax(-1)
+    assert (ours - expected[NUM_READ : NUM_READ + NUM_REPLAYED]).abs().max() <= 1e-4
