@@ -245,6 +245,7 @@ def test_after_a_kill_every_state_goes_on_where_it_was(service: GrammarService, 
 def test_a_step_does_not_wait_for_the_report_of_an_end_as_long_as_a_compilation_does(service: GrammarService) -> None:
     handle = opened(service, LIST)
     before, template = mask_of(handle), template_pid(service)
+    until(lambda: len(children_of(template)) == 1)  # the last trial has ended
     (stepper,) = children_of(template)
     with service._template.fork() as waiting, ThreadPoolExecutor(2) as threads, capture_logs() as logs:
         until(lambda: len(children_of(template)) == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from moiety_engine.scripted.text_model import END_ID, scripted_text_model
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.costly_parts import costliest_part
 from moiety_engine.structured_outputs.errors import GrammarRefused
+from moiety_engine.structured_outputs.state import TOO_COSTLY
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
 TEXT = scripted_text_model()  # whose tokens are bytes
@@ -18,13 +21,15 @@ COMPILER = GrammarCompiler(TEXT.tokenizer_json, TEXT.eos_token_ids)
 
 def can_be_answered(spec: GrammarSpec, answer: str) -> bool:
     """Return whether each token of the answer and its end are in the masks of the steps."""
-    matcher = COMPILER.compile(spec).deep_copy()
+    state = COMPILER.open(spec)
+    mask = ctypes.create_string_buffer(4 * COMPILER.num_words)
     for token_id in (*answer.encode(), END_ID):
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        assert not matcher.is_error(), matcher.get_error()
-        if not mask >> token_id & 1:
+        state.write(ctypes.addressof(mask), len(mask))
+        assert not state.problem, state.problem
+        if not mask.raw[token_id >> 3] >> (token_id & 7) & 1:
             return False
-        assert matcher.consume_token(token_id)
+        state.take([token_id])
+    assert not state.problem, state.problem
     return True
 
 
@@ -37,7 +42,9 @@ def can_be_answered(spec: GrammarSpec, answer: str) -> bool:
         (".{0,5000}", "a😀", 0, 5000),
         ("[^x]{2560,}", "a\né", 2560, None),
         ("a{127,18433}", "a", 127, 18_433),
-        ("(ab|c){1000,2000}", "c", 1000, 2000),
+        ("(ab|c){1000,9000}", "c", 1000, 9000),
+        ("[^x]{1,3000}!?", "a\né", 1, 3000),
+        (r"(\w{1,100} ){1,12}", "é" * 100 + " ", 101, 1212),
     ],
 )
 def test_an_expression_is_counted_exactly(expression: str, piece: str, least: int, most: int | None) -> None:
@@ -58,13 +65,13 @@ REGEX, LARK = GrammarKind.REGEX, GrammarKind.GRAMMAR
 @pytest.mark.parametrize(
     ("kind", "text", "named"),
     [
-        (REGEX, "[a-z]{1,50000}!", "[a-z]{1,50000}!"),
-        (REGEX, "(ab|c){1000,9000}", "(ab|c){1000,9000}"),
-        (REGEX, r"(\w{1,100} ){1,100}", r"(\w{1,100} ){1,100}"),
-        (LARK, 'start: A "!"\nA: /[a-z]{1,50000}/', "/[a-z]{1,50000}/"),
-        (LARK, 'start: A "!"\nA: /\\w/{1,5000}', "/\\w/{1,5000}"),
-        (LARK, 'start: A "!"\nA: /(ab|c){10000}/', "/(ab|c){10000}/"),
-        (LARK, 'start: A "!"\nA: /(?P<x>(ab){3}){4000}/', "/(?P<x>(ab){3}){4000}/"),
+        (REGEX, "[a-z]{1,500000}!", "[a-z]{1,500000}!"),
+        (REGEX, "(ab|c){1000,90000}", "(ab|c){1000,90000}"),
+        (REGEX, r"(\w{1,1000} ){1,1000}", r"(\w{1,1000} ){1,1000}"),
+        (LARK, 'start: A "!"\nA: /[a-z]{1,500000}/', "/[a-z]{1,500000}/"),
+        (LARK, 'start: A "!"\nA: /\\w/{1,70000}', "/\\w/{1,70000}"),
+        (LARK, 'start: A "!"\nA: /(ab|c){100000}/', "/(ab|c){100000}/"),
+        (LARK, 'start: A "!"\nA: /(?P<x>(ab){3}){50000}/', "/(?P<x>(ab){3}){50000}/"),
     ],
 )
 def test_an_expression_that_the_lexer_cannot_hold_is_refused_by_its_name(
@@ -76,29 +83,127 @@ def test_an_expression_that_the_lexer_cannot_hold_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
-    ("part", "longest", "limit"),
+    ("part", "longest", "least"),
     [
-        ({"pattern": "^[a-z]+$"}, "a" * 17_999, 18_000),
-        ({"pattern": "a"}, "b" * 1799, 1800),
-        ({"pattern": "^.*$"}, "é中" * 899, 1800),
-        ({"format": "uri"}, "http://a.b/" + "c" * 4080, 4096),
+        ({"pattern": "^[a-z]+$"}, "a" * 3000, 3000),
+        ({"pattern": "^.*$"}, "é中" * 900, 1800),
+        ({"pattern": "a"}, "b" * 4000 + "a", None),
+        ({"pattern": "^.*$"}, "é中" * 2000, None),
+        ({"format": "uri"}, "http://a.b/" + "c" * 5000, None),
     ],
 )
-def test_lengths_beside_a_pattern_or_a_format_are_kept(part: dict[str, Any], longest: str, limit: int) -> None:
-    def schema(**lengths: int) -> GrammarSpec:
-        string = {"type": "string", **part, **lengths}
-        return GrammarSpec(
-            GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"x": string}, "required": ["x"]})
-        )
+def test_lengths_beside_a_pattern_or_a_format_are_exact(part: dict[str, Any], longest: str, least: int | None) -> None:
+    string = {"type": "string", **part, "maxLength": len(longest), **({} if least is None else {"minLength": least})}
+    schema = {"type": "object", "properties": {"x": string}, "required": ["x"], "additionalProperties": False}
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert can_be_answered(spec, json.dumps({"x": longest}, ensure_ascii=False))
+    assert not can_be_answered(spec, json.dumps({"x": longest + "a"}, ensure_ascii=False))
+    if least is not None:
+        assert not can_be_answered(spec, json.dumps({"x": longest[: least - 1]}, ensure_ascii=False))
 
-    assert can_be_answered(schema(maxLength=limit), json.dumps({"x": longest + "a"}, ensure_ascii=False))
-    assert can_be_answered(schema(maxLength=10 * limit), json.dumps({"x": longest + "a"}, ensure_ascii=False))
-    with pytest.raises(GrammarRefused, match=f"/properties/x/minLength: beside this .* at most {limit:,}"):
-        COMPILER.compile(schema(minLength=limit + 1))
+
+@pytest.mark.parametrize(
+    ("part", "complaint"),
+    [
+        ({"pattern": "^[a-z]+$", "minLength": 250_001}, "beside this pattern it may be at most 250,000"),
+        ({"pattern": "^(ab|c)*$", "minLength": 1801}, "beside this pattern it may be at most 1,800"),
+        ({"format": "uri", "minLength": 5000}, "beside this format it may be at most 1,800"),
+        ({"pattern": "a", "minLength": 1800}, "whether a string of this length satisfies the pattern"),
+    ],
+)
+def test_a_least_length_that_cannot_be_kept_is_refused_with_its_place(part: dict[str, Any], complaint: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", **part}}, "required": ["x"]}
+    with pytest.raises(GrammarRefused, match=f"/properties/x/minLength: {complaint}"):
+        COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+LONG = {"type": "string", "pattern": "^[^x]*$", "maxLength": 3000}
+CLOSED = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "document"),
+    [
+        (  # several strings with patterns
+            CLOSED
+            | {
+                "properties": {name: LONG | {"pattern": f"^[^x{name}]*$"} for name in "abc"},
+                "required": list("abc"),
+            },
+            dict.fromkeys("abc", "é" * 1500),
+        ),
+        (CLOSED | {"patternProperties": {"^[a-z]+$": {"type": "string", "maxLength": 4000}}}, {"ab": "中" * 4000}),
+        (
+            {
+                "allOf": [
+                    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4000}}},
+                    {"type": "object"},
+                ]
+            },
+            {"a": "é" * 4000},
+        ),
+        ({"allOf": [LONG, {"type": "string", "pattern": "z$"}]}, "a" * 2999 + "z"),
+    ],
+)
+def test_long_strings_that_the_lexer_counts_end_no_answer(schema: Any, document: Any) -> None:
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert can_be_answered(spec, json.dumps(document, ensure_ascii=False))
+
+
+AMBIGUOUS = "([a-z]+ ?){1,9000}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        (GrammarSpec(REGEX, AMBIGUOUS), AMBIGUOUS),
+        (GrammarSpec(LARK, f'start: "a" | WORDS\nWORDS: /{AMBIGUOUS}/'), f"/{AMBIGUOUS}/"),
+    ],
+)
+def test_a_grammar_that_a_long_answer_is_too_much_for_is_refused_at_its_trial(spec: GrammarSpec, place: str) -> None:
+    with pytest.raises(GrammarRefused) as refused:
+        COMPILER.try_grammar(spec)
+    assert str(refused.value) == f"the requested grammar is too complex, most of all {place!r}; simplify it"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec(REGEX, "([a-z]+ ?){1,100}"),
+        GrammarSpec(REGEX, "([a-z]+ ){1,9000}"),
+        GrammarSpec(REGEX, r"(\w{1,100} ){1,100}"),
+        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(LONG)),
+        GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "items": LONG, "maxItems": 500})),
+    ],
+)
+def test_a_grammar_that_a_long_answer_is_possible_in_passes_its_trial(spec: GrammarSpec) -> None:
+    assert COMPILER.try_grammar(spec) == spec
+
+
+def test_an_answer_that_is_read_again_continues_as_before() -> None:
+    spec = GrammarSpec(REGEX, "[a-z]{1,60000}!")
+    answer = b"ab" * 10_000
+    state = COMPILER.open(spec)
+    state.take(list(answer))
+    mask = ctypes.create_string_buffer(4 * COMPILER.num_words)
+    state.write(ctypes.addressof(mask), len(mask))
+    assert not state.problem
+    state.take([ord("!"), END_ID])
+    assert not state.problem
+
+
+def test_an_answer_that_reaches_the_largest_lexer_fails_with_the_name_of_its_expression() -> None:
+    assert costliest_part(GrammarSpec(REGEX, AMBIGUOUS)) == repr(AMBIGUOUS)
+    parts = {"a": {"type": "string", "maxLength": 5}, "b/c": {"type": "string", "pattern": "^.{7,500}$"}}
+    schema = json.dumps({"type": "object", "properties": parts})
+    assert costliest_part(GrammarSpec(GrammarKind.JSON_SCHEMA, schema)) == "'/properties/b~1c/pattern'"
+    state = COMPILER.open(GrammarSpec(REGEX, AMBIGUOUS))
+    state.take(list(b"ab" * 5000))
+    assert state.problem == TOO_COSTLY
 
 
 def test_a_pattern_with_a_large_count_is_refused_with_its_place() -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^[a-z]{1,50000}$"}}}
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^[a-z]{1,500000}$"}}}
     with pytest.raises(GrammarRefused, match="/properties/x/pattern: the repetitions of"):
         COMPILER.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 

@@ -142,3 +142,26 @@ async def test_a_model_whose_engines_sleep_is_answered_with_503_and_when_to_come
             ("two", True),
             ("two", False),
         }
+
+
+async def test_an_answer_that_its_grammar_is_too_complex_for_is_billed_up_to_there(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    problem = "the requested grammar is too complex, most of all '/pattern'; simplify it"
+
+    def fails_after_two(submit: Submit) -> Iterator[Any]:
+        yield 65, "a"
+        yield 66, "b"
+        yield Failed(submit.request_id, 0, FailureCode.GRAMMAR_REFUSED, problem)
+
+    engine = FakeEngineClient(card, fails_after_two)
+    async with start_gateway([engine]) as gateway:
+        for stream in (False, True):
+            body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "stream": stream}
+            status, _, answer = await gateway.post(CHAT, body)
+            error = json.loads(answer.strip().split(b"data: ")[-1])["error"]
+            assert (error["code"], error["message"]) == ("unsupported_response_format", problem)
+            assert status == (200 if stream else 400)
+        for row in await gateway.rows.wait_for(2):
+            assert (row.outcome, row.error_code) == ("failed", "unsupported_response_format")
+            assert row.prompt_tokens > 0 and row.output_tokens == 2

@@ -1,8 +1,9 @@
-"""Expressions with large counts, which the lexer of the grammar library cannot hold.
+"""Expressions with large counts, and which of them the lexer of the grammar library cannot hold.
 
-The lexer has 20,000 states in all, and some for each position of a counted repetition. So a repetition of one character
-that is a whole answer is counted by the parser, in chunks; other repetitions of so many states are refused before the
-answer begins. The states of a character were measured; they are no bound for expressions that are ambiguous.
+The lexer has a state for each byte of a counted repetition that an answer reaches, and many for the places that a mask
+looks at. A repetition of one character that is a whole answer is counted by the parser, in chunks, which costs least.
+Other repetitions are counted by the lexer, whose states grow with the answer (`state`); those that are larger than it
+can grow are refused before the answer begins.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 from moiety_engine.structured_outputs.chunked_strings import levels
 from moiety_engine.structured_outputs.errors import GrammarRefused
 
-MAX_COUNTED_STATES = 18_000  # of the 20,000 that the lexer has
-MAX_CHARS_BESIDE_PATTERN = 1800
-MAX_CHARS_OF_URI = 4096
+MAX_COUNTED_BYTES = 250_000  # the lexer of an answer has up to 320,000 states
+MAX_CHAR_BYTES = 4
+MAX_LEAST_CHARS = 1800  # beside a pattern or a format: the lexer looks for a string of this length at each step
+_CHUNKED_STATES = 18_000  # more, in one character that is repeated, are counted in chunks
 _CHUNK_CHARS = 128
 _COUNT = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
 _GROUP = re.compile(r"\((?:\?P?<[^>=!][^>]*>|\?[A-Za-z-]*:)?")
@@ -24,13 +26,13 @@ _ATOM = re.compile(
     rf"\\[pP]\{{[^}}]*\}}|\\x\{{[0-9A-Fa-f]+\}}|\\.|\(\?[A-Za-z-]+\)|{_GROUP.pattern}|{_COUNT.pattern}|.", re.DOTALL
 )
 _ASCII_CLASS = re.compile(r"\[(?!\^)(?:[0-9A-Za-z_-]|\\x\{[0-7]?[0-9A-F]\})+\]")
-_ONE_CLASS = re.compile(rf"\^?{_ASCII_CLASS.pattern}(?:[*+]|\{{\d+(?:,\d*)?\}})\$?")
+_ONE_CLASS = re.compile(rf"\^{_ASCII_CLASS.pattern}[*+]\$")
 _NAMED = (r"\p", r"\w", r"\d", r"\s")
 _STATES_OF_NEGATED, _STATES_OF_NAMED = 8, 48  # of a character beyond ASCII: `[^…]`, and `\p{…}`
 
 
-def counted_states(expression: str) -> int:
-    """Return about how many states the counted repetitions of an expression have.
+def counted_states(expression: str, most: int = _STATES_OF_NAMED) -> int:
+    """Return about how many states the counted repetitions of an expression have, at `most` for one character.
 
     Groups of any kind are read, and a brace that begins no count is a character.
     """
@@ -50,7 +52,7 @@ def counted_states(expression: str) -> int:
             sums[-1] += last[-1] * (count - 1)
             counted[-1] += last[-1] * count - before
         else:
-            sums[-1], last[-1], before = sums[-1] + states, states, 0
+            sums[-1], last[-1], before = sums[-1] + min(states, most), min(states, most), 0
     return counted[-1]
 
 
@@ -95,11 +97,11 @@ def _end_of_class(expression: str, begin: int) -> int:
 
 
 def check_repetitions(expression: str, written: str) -> None:
-    """Refuse an exact expression with too many counted states. `written` is the client's. Raises GrammarRefused."""
-    if (states := counted_states(expression)) > MAX_COUNTED_STATES:
+    """Refuse an exact expression with too large counts. `written` is the client's. Raises GrammarRefused."""
+    if (num_bytes := counted_states(expression, MAX_CHAR_BYTES)) > MAX_COUNTED_BYTES:
         shown = written if len(written) <= 64 else f"{written[:64]}…"
         raise GrammarRefused(
-            f"the repetitions of {shown!r} need about {states:,} states of the lexer, of {MAX_COUNTED_STATES:,}; use "
+            f"the repetitions of {shown!r} count up to {num_bytes:,} bytes, of at most {MAX_COUNTED_BYTES:,}; use "
             "smaller counts, or '*' and '+' without a count"
         )
 
@@ -107,7 +109,7 @@ def check_repetitions(expression: str, written: str) -> None:
 def counting_rules(expression: str) -> str | None:
     """Return the grammar of an exact expression that is one character, many times; None for other expressions."""
     atoms = _atoms(expression.removeprefix("^").removesuffix("$"))
-    if len(atoms) != 2 or not _COUNT.fullmatch(atoms[1][0]) or counted_states(expression) <= MAX_COUNTED_STATES:
+    if len(atoms) != 2 or not _COUNT.fullmatch(atoms[1][0]) or counted_states(expression) <= _CHUNKED_STATES:
         return None
     character, repetition = atoms[0][0], atoms[1][0]
     if "".join((character, repetition)) != expression.removeprefix("^").removesuffix("$"):
@@ -131,15 +133,10 @@ def check_lengths(schema: Mapping[str, Any], pointer: str) -> None:
     A large `maxLength` is not refused: the lexer makes states as an answer needs them, and few answers are so long.
     """
     pattern, name, least = schema.get("pattern"), schema.get("format"), schema.get("minLength")
-    is_anchored = isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$")
-    if is_anchored and name is None and _ONE_CLASS.fullmatch(str(pattern)) is not None:
-        most = MAX_COUNTED_STATES
-    elif isinstance(pattern, str):
-        most = MAX_CHARS_BESIDE_PATTERN
-    elif name == "uri":
-        most = MAX_CHARS_OF_URI
-    else:
-        return  # counted by the parser, or a format whose strings are short
+    if not isinstance(pattern, str) and name is None:
+        return  # counted by the parser
+    is_ascii = isinstance(pattern, str) and name is None and _ONE_CLASS.fullmatch(pattern) is not None
+    most = MAX_COUNTED_BYTES if is_ascii else MAX_LEAST_CHARS
     if isinstance(least, int) and least > most:
         beside = "pattern" if isinstance(pattern, str) else "format"
         raise GrammarRefused(

@@ -154,6 +154,17 @@ def _explain_overlap(match: re.Match[str]) -> tuple[Finding, str]:
     return finding, "two of the patterns may match the same name; change them so that they cannot"
 
 
+def _explain_length(_: re.Match[str]) -> tuple[Finding, str]:
+    def finding(schema: Mapping[str, Any]) -> str | None:
+        return "minLength" if "minLength" in schema and ("pattern" in schema or "format" in schema) else None
+
+    why = (
+        "whether a string of this length satisfies the pattern or format cannot be determined; use a smaller length, "
+        "or write it into the pattern as a count"
+    )
+    return finding, why
+
+
 def _is_rewritten(pattern: str, rewritten: str, *, names: bool = False) -> bool:
     try:
         return (exact_name_pattern(pattern) if names else exact_pattern(pattern)) == rewritten
@@ -170,5 +181,6 @@ _EXPLANATIONS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], tuple[Find
     (re.compile("^oneOf constraints are not supported"), _explain_choice),
     (re.compile("^min/maxProperties only supported"), _explain_properties),
     (_ANCHORED, _explain_anchor),
+    (re.compile("^Unable to determine if regex is empty"), _explain_length),
     (_OVERLAPPING, _explain_overlap),
 )

@@ -23,7 +23,8 @@ from moiety_engine.limited_processes.frames import (
     receive_frame_with_fds,
     send_frame,
 )
-from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.compiler import GrammarCompiler, largest_bytes
+from moiety_engine.structured_outputs.costly_parts import too_costly
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
     ChildOrder,
@@ -38,12 +39,12 @@ from moiety_engine.structured_outputs.frames import (
 )
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
+from moiety_wire.grammars import GrammarSpec
 
 TRIAL_NICENESS = 5  # compilations yield to the model's steps
 MAX_ROW_S = 0.25  # processor time of one mask; a slower grammar delays too many requests
 FREE_ROW_S = 0.02  # processor time of one mask that is free for a request; time beyond it adds up,
 MAX_EXCESS_S = 2.0  # to at most this
-TOKENS_AT_ONCE = 256  # of an answer that is replayed: as many count as one operation
 
 
 def run_child(link: socket.socket, compiler: GrammarCompiler) -> NoReturn:
@@ -68,7 +69,7 @@ def _run_trial(link: socket.socket, compiler: GrammarCompiler, order: TrialOrder
     limit_time(order.cpu_s, order.wall_s)
     begin_bytes, begin_s, refusal, spec = resident_bytes(), time.process_time(), "", order.spec
     try:
-        _, spec = compiler.compile_preferred(spec)
+        spec = compiler.try_grammar(spec)
     except GrammarRefused as exc:
         refusal = str(exc)
     used_s = time.process_time() - begin_s
@@ -88,10 +89,13 @@ class _Stepper:
         self._link, self._compiler, self._step_cpu_s = link, compiler, order.step_cpu_s
         self._compile_link = socket.socket(fileno=compile_fd)
         self._masks = MaskBuffer(order.num_words, mask_fd)
-        self._grammars: dict[int, LLMatcher] = {}
+        self._grammars: dict[int, tuple[GrammarSpec, LLMatcher]] = {}
         self._states: dict[int, GrammarState] = {}
         self._refusals: dict[int, str] = {}  # by grammar
+        self._specs: dict[int, GrammarSpec] = {}  # by state
         self._excess_s: dict[int, float] = {}  # by state
+        self._larger_bytes: dict[int, int] = {}  # at most, of the lexers of states with a long answer
+        self._max_larger_bytes = order.memory_bytes // 2
         limit_memory(order.memory_bytes)
 
     def serve(self) -> None:
@@ -109,7 +113,9 @@ class _Stepper:
     def _free(self, order: StepOrder) -> None:
         for state_id in order.freed_state_ids:
             self._states.pop(state_id, None)
+            self._specs.pop(state_id, None)
             self._excess_s.pop(state_id, None)
+            self._larger_bytes.pop(state_id, None)
         for grammar_id in order.freed_grammar_ids:
             self._grammars.pop(grammar_id, None)
 
@@ -118,7 +124,7 @@ class _Stepper:
         self._masks.mark_grammar(grammar.grammar_id, beside=False)
         signal.setitimer(signal.ITIMER_PROF, self._step_cpu_s)
         try:
-            self._grammars[grammar.grammar_id] = self._compiler.compile(grammar.spec)
+            self._grammars[grammar.grammar_id] = (grammar.spec, self._compiler.compile(grammar.spec))
         except GrammarRefused as exc:
             self._refusals[grammar.grammar_id] = str(exc)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -130,23 +136,40 @@ class _Stepper:
             return self._refusals[row.grammar_id]
         self._begin(row.state_id)
         if row.is_new:
-            self._states[row.state_id] = GrammarState(self._grammars[row.grammar_id].deep_copy())
+            self._states[row.state_id] = self._new_state(row)
         state = self._states[row.state_id]
-        for begin in range(0, len(row.token_ids) - 1, TOKENS_AT_ONCE):
-            end = min(begin + TOKENS_AT_ONCE, len(row.token_ids) - 1)
-            state.take(row.token_ids[begin:end])
-            self._begin(row.state_id)
-        begin_s = time.thread_time()
+        state.take(row.token_ids[:-1])
+        self._begin(row.state_id)
+        begin_s, reread_s = time.thread_time(), state.reread_s
         state.take(row.token_ids[-1:])
         state.write(self._masks.row_address(index), self._masks.row_bytes)
-        spent_s = time.thread_time() - begin_s
+        spent_s = time.thread_time() - begin_s - (state.reread_s - reread_s)
         signal.setitimer(signal.ITIMER_PROF, 0)
         self._masks.mark_state(0)
         if spent_s > FREE_ROW_S:
             excess_s = self._excess_s[row.state_id] = self._excess_s.get(row.state_id, 0.0) + spent_s - FREE_ROW_S
             if spent_s > MAX_ROW_S or excess_s > MAX_EXCESS_S:
                 state.problem = state.problem or TOO_COSTLY
-        return state.problem
+        return too_costly(self._specs[row.state_id]) if state.problem == TOO_COSTLY else state.problem
+
+    def _new_state(self, row: StepRow) -> GrammarState:
+        spec, matcher = self._grammars[row.grammar_id]
+        self._specs[row.state_id] = spec
+        return GrammarState(
+            matcher.deep_copy(), partial(self._enlarge, row.state_id, spec), partial(self._begin, row.state_id)
+        )
+
+    def _enlarge(self, state_id: int, spec: GrammarSpec, size: int) -> LLMatcher | None:
+        """Return a matcher with a larger lexer for a long answer; None where there is none, or no memory for it."""
+        self._begin(state_id)
+        num_bytes = largest_bytes(size)
+        if self._larger_bytes_total(state_id) + num_bytes > self._max_larger_bytes:
+            return None
+        self._larger_bytes[state_id] = num_bytes
+        return self._compiler.compile_larger(spec, size)
+
+    def _larger_bytes_total(self, besides: int) -> int:
+        return sum(num for state_id, num in self._larger_bytes.items() if state_id != besides)
 
     def _begin(self, state_id: int) -> None:
         """Mark the operation and start its processor-time limit. The signal's default action ends the process."""
@@ -160,7 +183,7 @@ class _Stepper:
                 self._masks.mark_grammar(order.grammar_id, beside=True)
                 begin_s, refusal = time.thread_time(), ""
                 try:
-                    self._grammars[order.grammar_id] = self._compiler.compile(order.spec)
+                    self._grammars[order.grammar_id] = (order.spec, self._compiler.compile(order.spec))
                 except GrammarRefused as exc:
                     refusal = str(exc)
                 self._masks.mark_grammar(0, beside=True)
