@@ -19,6 +19,7 @@ from urllib.parse import quote
 import httpx
 
 from moiety_dashboard.escaping import show_unseen_in
+from moiety_dashboard.settings import without_password
 
 CONNECT_TIMEOUT_S = 5.0
 TIMEOUT_S = 12.0  # exceeds the gateway's longest wait for a queue slot
@@ -71,6 +72,7 @@ class AdminClient:
         self._headers = {"Authorization": f"Bearer {credential}"}
         self._http = http
         self.url = url
+        self._shown_url = without_password(url)
 
     def get(self, path: str, **parameters: Any) -> Answer:
         """Return the decoded answer of one GET; parameters that are None are omitted. Raises ApiError."""
@@ -94,7 +96,7 @@ class AdminClient:
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Return the decoded answer of a POST that changes nothing. Raises ApiError."""
-        url, data = shlex.quote(f"{self.url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
+        url, data = shlex.quote(f"{self._shown_url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
         query = f'curl -s {url} -H "Authorization: Bearer $MOIETY_ADMIN_KEY" \\\n  --json {data}'
         return Answer(self._decode(self._send("POST", path, json=body), path), query)
 
@@ -110,7 +112,9 @@ class AdminClient:
         try:
             response = self._http.request(method, f"{self.url}{ADMIN}{path}", headers=given, **options)
         except httpx.HTTPError as exc:
-            raise GatewayUnreachable(f"The gateway at {self.url} does not respond ({type(exc).__name__})") from exc
+            raise GatewayUnreachable(
+                f"The gateway at {self._shown_url} does not respond ({type(exc).__name__})"
+            ) from exc
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             known = read_error(response, "code") == "missing_role"
             raise (RoleRefused if known else KeyRefused)(read_message(response))
@@ -122,12 +126,14 @@ class AdminClient:
         try:
             return show_unseen_in(response.json())
         except ValueError as exc:
-            raise ApiRefused(f"{path} did not return JSON; check that {self.url} is a gateway") from exc
+            raise ApiRefused(f"{path} did not return JSON; check that {self._shown_url} is a gateway") from exc
 
     def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
         """Return the same request as a shell command that reads the key from its environment."""
         words = [f"  --data-urlencode {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
-        first = f'curl -sG {shlex.quote(f"{self.url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
+        first = (
+            f'curl -sG {shlex.quote(f"{self._shown_url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
+        )
         return " \\\n".join([first, *words])
 
 

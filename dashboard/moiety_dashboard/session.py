@@ -11,7 +11,7 @@ import streamlit as st
 
 from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayUnreachable
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.settings import DashboardSettings
+from moiety_dashboard.settings import DashboardSettings, without_password
 
 CREDENTIAL = "credential"
 CALLER = "caller"
@@ -72,7 +72,7 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
     _, middle, _ = st.columns([1, 1.4, 1])
     with middle:
         st.title("Moiety", anchor=False)
-        st.caption(f"Administration of the gateway at {as_text(settings.gateway_url)}")
+        st.caption(f"Administration of the gateway at {as_text(without_password(settings.gateway_url))}")
         if why is not None:
             st.error(as_text(why), icon=":material/key_off:")
         if has_provider() and st.button("Sign in with your identity provider", type="primary", width="stretch"):

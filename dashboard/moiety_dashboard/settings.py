@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,20 @@ URL_VARIABLE = "MOIETY_URL"
 DEFAULT_REFRESH_S = 3.0
 
 
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^\s]+@")
+
+
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
     """The gateway's address and the refresh interval."""
 
     gateway_url: str = field(default=DEFAULT_URL, repr=False)  # may contain a password
     refresh_s: float = DEFAULT_REFRESH_S
+
+
+def without_password(url: str) -> str:
+    """Return a URL for display. A password may have any characters, also `/` and `@`."""
+    return _PASSWORD.sub(r"\1…@", url)
 
 
 def read_settings(arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> DashboardSettings:

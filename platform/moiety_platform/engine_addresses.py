@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
+from moiety_platform.redaction import redact_text
+
 DNS_SCHEME = "dns+tcp://"
 EXTERNAL_SCHEMES = ("openai+http://", "openai+https://")
 EXTERNAL_ADDRESS_FORM = "openai+http://HOST:PORT/v1?model=NAME&kind=KIND&tokenizer=FOLDER"
@@ -54,16 +56,15 @@ class ExternalAddress:
     def parse(cls, address: str) -> Self:
         """Return the parsed address. Raises ValueError, which says what to write."""
         parts = urlsplit(address.removeprefix("openai+"))
-        if "@" in parts.netloc:
-            raise ValueError(
-                "an engine address must not contain a user or password; set the key's file with key_file=PATH"
-            )
+        _check_user(address.partition("?")[0], "; set the key's file with key_file=PATH")
         _check_place(address, parts)
         pairs = parse_qsl(parts.query, keep_blank_values=True)
         given = dict(pairs)
         known = ("model", "kind", "tokenizer", "context", "key_file", "priority", "image_tokens", "shared_cache")
         if len(given) != len(pairs) or not given.keys() <= set(known):
-            raise ValueError(f"engine address {address!r} may have each of {', '.join(known)} once, and nothing else")
+            raise ValueError(
+                f"engine address {_shown(address)} may have each of {', '.join(known)} once, and nothing else"
+            )
         for name, what in (
             ("model", "the model's name at that server"),
             ("kind", f"one of {', '.join(ExternalKind)}"),
@@ -71,10 +72,10 @@ class ExternalAddress:
         ):
             if not given.get(name):
                 raise ValueError(
-                    f"engine address {address!r} lacks {name}=…, {what}; its form is {EXTERNAL_ADDRESS_FORM}"
+                    f"engine address {_shown(address)} lacks {name}=…, {what}; its form is {EXTERNAL_ADDRESS_FORM}"
                 )
         if given["kind"] not in list(ExternalKind):
-            raise ValueError(f"engine address {address!r}: kind must be one of {', '.join(ExternalKind)}")
+            raise ValueError(f"engine address {_shown(address)}: kind must be one of {', '.join(ExternalKind)}")
         return cls(
             f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
             given["model"],
@@ -100,9 +101,10 @@ def is_external(address: str) -> bool:
 
 def split_name(address: str) -> tuple[str, int]:
     """Return (name, port) of `dns+tcp://NAME:PORT`. Raises ValueError."""
+    _check_user(address)
     name, _, port = address.removeprefix(DNS_SCHEME).rpartition(":")
     if not is_name(address) or not name or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"engine address {address!r} must be {DNS_SCHEME}NAME:PORT")
+        raise ValueError(f"engine address {_shown(address)} must be {DNS_SCHEME}NAME:PORT")
     return name, int(port)
 
 
@@ -112,11 +114,24 @@ def identity(address: str) -> str:
         return ExternalAddress.parse(address).name
     if is_name(address):
         split_name(address)
-    elif not address.startswith(("tcp://", "ipc://")):
+    elif address.startswith("tcp://"):
+        _check_user(address)
+    elif not address.startswith("ipc://"):
         raise ValueError(
-            f"engine address {address!r} must start with tcp://, ipc:// or {DNS_SCHEME}, or be {EXTERNAL_ADDRESS_FORM}"
+            f"engine address {_shown(address)} must start with tcp://, ipc:// or {DNS_SCHEME}, or be "
+            f"{EXTERNAL_ADDRESS_FORM}"
         )
     return address
+
+
+def _shown(address: str) -> str:
+    """Return an address that cannot be used, without what may be a secret, for errors."""
+    return repr(redact_text(address, ()))
+
+
+def _check_user(address: str, advice: str = "") -> None:
+    if "@" in address:
+        raise ValueError(f"an engine address must not contain a user or password{advice}")
 
 
 def _check_place(address: str, parts: SplitResult) -> None:
@@ -125,7 +140,7 @@ def _check_place(address: str, parts: SplitResult) -> None:
     except ValueError:
         port = 0
     if not parts.hostname or port == 0 or parts.fragment or not parts.path.rstrip("/").endswith("/v1"):
-        raise ValueError(f"engine address {address!r} must have the form {EXTERNAL_ADDRESS_FORM}")
+        raise ValueError(f"engine address {_shown(address)} must have the form {EXTERNAL_ADDRESS_FORM}")
 
 
 def _count(address: str, given: dict[str, str], name: str) -> int | None:
@@ -133,12 +148,12 @@ def _count(address: str, given: dict[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 1):
-        raise ValueError(f"engine address {address!r}: {name} must be a number of tokens")
+        raise ValueError(f"engine address {_shown(address)}: {name} must be a number of tokens")
     return int(text)
 
 
 def _switch(address: str, given: dict[str, str], name: str) -> bool:
     text = given.get(name, "off")
     if text not in SWITCH:
-        raise ValueError(f"engine address {address!r}: {name} must be on or off")
+        raise ValueError(f"engine address {_shown(address)}: {name} must be on or off")
     return SWITCH[text]

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from moiety_platform.printable import printable, printable_lines
+from moiety_platform.redaction import hide_url_passwords
 
 _LEVELS = {"warn": "warning", "exception": "error"}  # like structlog's own processor
 _encoder = msgspec.json.Encoder(enc_hook=repr)
@@ -89,7 +90,7 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
     set_log_level(level)
     tail: list[structlog.typing.Processor]
     if on_terminal:
-        tail = [_make_printable, structlog.dev.ConsoleRenderer(exception_formatter=_show_traceback)]
+        tail = [_make_printable, structlog.dev.ConsoleRenderer(exception_formatter=_show_traceback), _hide_passwords]
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     lines = Lines(stream)  # shared by all loggers, so that lines keep their order
@@ -121,7 +122,11 @@ def _as_json(logger: Any, method: str, event: structlog.typing.EventDict) -> str
 
 def _to_json(event: Any, **_: Any) -> str:
     """Return the event on one line; unprintable characters are escaped, as JSON allows."""
-    return printable(_encoder.encode(event).decode())
+    return hide_url_passwords(printable(_encoder.encode(event).decode()))
+
+
+def _hide_passwords(_logger: Any, _method: str, line: Any) -> Any:
+    return hide_url_passwords(line)
 
 
 def _make_printable(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from moiety_platform.redaction import hide_url_passwords
+
 SCHEMES = ("file", "s3", "gs", "az")
 
 
@@ -13,7 +15,8 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         raise ValueError(f"{redacted(url)!r} must begin with file://, s3://, gs:// or az://")
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    has_credentials = parts.username is not None or ":" in parts.netloc or hide_url_passwords(url) != url
+    if has_credentials or parts.query or parts.fragment:
         raise ValueError(
             "the URL must hold no credentials and no options; set those in the environment, such as AWS_ACCESS_KEY_ID"
         )
@@ -33,5 +36,5 @@ def local_folder(url: str) -> Path | None:
 
 def redacted(url: str) -> str:
     """Return the URL without credentials and query."""
-    parts = urlsplit(url)
+    parts = urlsplit(hide_url_passwords(url, "***"))
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

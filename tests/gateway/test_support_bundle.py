@@ -67,13 +67,24 @@ async def test_a_bundle_has_what_helps_and_no_secret(
 @pytest.mark.parametrize(
     "line",
     ["api_key=hidden-word", "X-Api-Key: hidden-word", "token: 'hidden-word'", "curve_secret_key = hidden-word",
-     "https://a:hidden-word@h/", "bearer hidden-word", "sk-hidden-word", "-----BEGIN PRIVATE KEY-----\nhidden-word",
+     "https://a:hidden-word@h/", "https://a:b/hidden-word@h/", "https://:p@hidden-word?c@h",
+     "bearer hidden-word", "sk-hidden-word", "-----BEGIN PRIVATE KEY-----\nhidden-word",
      "Incorrect API key provided: hidden-word"],
 )  # fmt: skip
 def test_support_bundle_redacts_values_that_look_like_secrets(line: str) -> None:
     assert "hidden-word" not in redact_text(f"before {line} after", ())
 
 
-@pytest.mark.parametrize("line", ["output_tokens=12", '"prompt_tokens": 7', "key_id k1 refused", "max_tokens: 9"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "output_tokens=12",
+        '"prompt_tokens": 7',
+        "key_id k1 refused",
+        "max_tokens: 9",
+        "tcp://a:1 or x@y",
+        "tcp://a:1,http://b/c@d",
+    ],
+)
 def test_support_bundle_keeps_lines_without_secrets(line: str) -> None:
     assert redact_text(line, ("short",)) == line

@@ -73,6 +73,9 @@ def test_a_url_that_cannot_work_is_refused_with_one_that_would(url: str) -> None
     [
         "postgresql://u:s3cret@h/d",
         "postgresql://u:pa@s3cret@h/d",
+        "postgresql://u:pa/s3cret@h/d",
+        "postgresql://u:pa?s3cret#x@h/d",
+        "mysql://u:s3cret/s3cret@h/d",
         "postgresql://h/d?user=u&password=s3cret",
         "postgresql://h/d?sslpassword=s3cret",
     ],

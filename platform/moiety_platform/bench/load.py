@@ -11,6 +11,7 @@ from random import Random
 
 import httpx
 
+from moiety_platform.redaction import hide_url_passwords
 from moiety_workload.request import TraceRequest
 
 VOCABULARY_TEXT = (
@@ -63,7 +64,7 @@ async def find_target(
     Raises TargetError.
     """
     shared = list(shared_keys) or list(keys.values())
-    key = shared[0]
+    key, shown_url = shared[0], hide_url_passwords(url)
     try:
         async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=10) as client:
             models = (await client.get("/v1/models")).raise_for_status().json()["data"]
@@ -71,14 +72,18 @@ async def find_target(
             chosen = model or (names[0] if names else None)
             if chosen is None or chosen not in names:
                 raise TargetError(
-                    f"{url} serves {', '.join(names) or 'no model'}, not {chosen}; choose a served model with --model"
+                    f"{shown_url} serves {', '.join(names) or 'no model'}, not {chosen}; choose a served model with "
+                    "--model"
                 )
             body = {"model": chosen, "prompt": VOCABULARY_TEXT}
             tokens = (await client.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
     except httpx.HTTPStatusError as exc:
-        raise TargetError(f"{exc.request.url} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
+        asked = hide_url_passwords(str(exc.request.url))
+        raise TargetError(f"{asked} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
     except httpx.HTTPError as exc:
-        raise TargetError(f"{url} does not answer ({type(exc).__name__}); check that the gateway is running") from exc
+        raise TargetError(
+            f"{shown_url} does not answer ({type(exc).__name__}); check that the gateway is running"
+        ) from exc
     return BenchTarget(url, keys, shared, chosen, tuple(tokens), timeout_s)
 
 

@@ -24,6 +24,7 @@ from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.reference import options_reference, settings_reference
 from moiety_platform.cli.tables import show_json
 from moiety_platform.config_file import ConfigFileError, read_config_section
+from moiety_platform.redaction import hide_url_passwords
 from moiety_platform.reloadable import AT_ONCE, AT_RESTART
 from moiety_platform.reloading.shown import SET, shown
 from moiety_platform.reloading.source import SettingOrigin
@@ -36,7 +37,6 @@ NOT_IN_FILES = ("config", "help", "version")
 PLACEHOLDER = "x" * 16  # stands for a setting without a default that comes from the environment
 WAITS = "no, the file has a change that waits for a restart"
 HOT_RELOAD = {AT_ONCE: "yes", AT_RESTART: "no"}
-PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, and show the settings of a gateway.")
 
@@ -235,7 +235,7 @@ def _in_clear(lines: list[str], section: str, name: str, value: Any, kind: Any) 
     if "SecretStr" in str(kind) or kind is SecretStr:
         message = f"a secret in plain text: give it in the environment, as {variable}"
         yield Problem(_line(lines, name, section), f"{section}.{name}", message, is_warning=True)
-    elif isinstance(value, str) and PASSWORD_IN_URL.search(value):
+    elif isinstance(value, str) and hide_url_passwords(value) != value:
         message = f"a password in plain text: give the address in the environment, as {variable}"
         yield Problem(_line(lines, name, section), f"{section}.{name}", message, is_warning=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
+from moiety_platform.redaction import hide_url_passwords
 from moiety_platform.supervisor.data_dir import FirstKeys, read_first_keys, read_url
 from moiety_platform.supervisor.errors import SupervisorError
 
@@ -67,7 +68,9 @@ def reaching(http: httpx.Client) -> Iterator[None]:
         yield
     except httpx.HTTPError as exc:
         kind = type(exc).__name__
-        raise NotReachable(f"the gateway at {http.base_url} does not answer ({kind}); is it running?") from exc
+        raise NotReachable(
+            f"the gateway at {hide_url_passwords(str(http.base_url))} does not answer ({kind}); is it running?"
+        ) from exc
 
 
 def raise_for_status(response: httpx.Response) -> None:
@@ -83,7 +86,8 @@ def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{response.request.url} answered {response.status_code}; is it a Moiety gateway?"
+        url = hide_url_passwords(str(response.request.url))
+        return f"{url} answered {response.status_code}; is it a Moiety gateway?"
 
 
 def _param(response: httpx.Response) -> str | None:

@@ -23,7 +23,7 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
-from moiety_platform.redaction import redact_text
+from moiety_platform.redaction import hide_url_passwords, redact_text
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import KEYS_FILE
 
@@ -120,7 +120,7 @@ def _get(http: httpx.Client, path: str, key: str | None) -> str:
     try:
         return http.get(path, headers={} if key is None else {"Authorization": f"Bearer {key}"}).text
     except httpx.HTTPError as exc:
-        return f"{path} of {http.base_url} does not answer: {type(exc).__name__}"
+        return f"{path} of {hide_url_passwords(str(http.base_url))} does not answer: {type(exc).__name__}"
 
 
 def _end_of(path: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moiety_platform.db.postgres_url import BadPostgresUrl, PostgresUrl, parse_postgres_url
 from moiety_platform.db.url_errors import BadDatabaseUrl
+from moiety_platform.redaction import hide_url_passwords
 
 _SQLITE_SCHEMES = frozenset({"sqlite", "sqlite+aiosqlite", "sqlite+pysqlite"})
 _POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg"})
@@ -52,7 +53,7 @@ def sqlite_path(url: str) -> Path | None:
 
 def redact(url: str) -> str:
     """Return the URL without its password, for messages and logs."""
-    return re.sub(r"(://[^:/@]*):[^/?]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", url))
+    return hide_url_passwords(re.sub(r"(?i)(password=)[^&]*", r"\1***", url), "***")
 
 
 def _scheme(url: str) -> str:

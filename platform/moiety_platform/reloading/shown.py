@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from moiety_platform.redaction import hide_url_passwords
+
 SET = "(set)"
-_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^\s@]+@")
 _IN_QUERY = re.compile(r"(?i)([?&](?!key_file=)[^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+")
 
 
@@ -19,7 +20,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return SET
     if isinstance(value, str | Path):
-        return _IN_QUERY.sub(rf"\1{SET}", _PASSWORD.sub(rf"\1{SET}@", str(value)))
+        return _IN_QUERY.sub(rf"\1{SET}", hide_url_passwords(str(value), SET))
     if isinstance(value, tuple | list):
         return [shown(one) for one in value]
     if isinstance(value, Mapping):

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from moiety_platform.redaction import hide_url_passwords
+
 
 class Severity(StrEnum):
     OK = "ok"
@@ -15,7 +17,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check. `code` is stable, for programs; `advice` says what to do; `command` does it, if one can."""
+    """Result of one check. `code` is stable, for programs; `advice` says what to do; `command` does it, if one can.
+
+    Passwords in the URLs of its texts are hidden.
+    """
 
     area: str
     code: str
@@ -23,6 +28,10 @@ class Finding:
     found: str
     advice: str = ""
     command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("found", "advice", "command"):
+            object.__setattr__(self, name, hide_url_passwords(getattr(self, name)))
 
     def as_json(self) -> dict[str, Any]:
         return {name: value or None for name, value in asdict(self).items()}
