@@ -31,8 +31,8 @@ def arguments(
     if few_values:
         q, weight = q.sign() * (torch.rand(q.shape) < 2 / width), weight.sign()
     lengths = torch.tensor(CONTEXTS, dtype=torch.int32)
-    sequences = (one.to(device) for one in (starts, lengths, table))
-    metadata = AttentionMetadata(*sequences, max(QUERIES), max(CONTEXTS), num_decode=3)
+    starts, lengths, table = (one.to(device) for one in (starts, lengths, table))
+    metadata = AttentionMetadata(starts, lengths, table, max(QUERIES), max(CONTEXTS), num_decode=3)
     return q.to(device, dtype), weight.to(device), keys.to(device, dtype), metadata
 
 
