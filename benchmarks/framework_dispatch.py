@@ -1,4 +1,4 @@
-"""Processor time that the web framework adds to a POST request, and that `moiety_platform/direct.py` saves.
+"""Processor time that the web framework adds to a POST request, and that `moiety_platform/fast_path.py` saves.
 
     python benchmarks/framework_dispatch.py [--requests 5000] [--output benchmarks/results/framework_dispatch.json]
 
@@ -24,7 +24,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from moiety_platform.allowed_methods import add_allow_header
 from moiety_platform.app import EXCEPTION_HANDLERS, BoundedRequest
 from moiety_platform.bench.environment import describe_environment
-from moiety_platform.direct import DIRECT, GatewayApp
+from moiety_platform.fast_path import DIRECT, GatewayApp
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.request_head import add_request_id
 

@@ -56,7 +56,7 @@ from moiety_platform.quota.lease import Charge, WindowId  # noqa: E402
 from moiety_platform.quota.models import Quota  # noqa: E402
 from moiety_platform.quota.store import LeaseRequest, LeaseStore, book  # noqa: E402
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord  # noqa: E402
-from moiety_platform.usage.ledger import add_to_hours  # noqa: E402
+from moiety_platform.usage.ledger_entries import add_to_hours  # noqa: E402
 from moiety_platform.usage.minutes import MINUTES  # noqa: E402
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageRecord  # noqa: E402
 from moiety_platform.usage.row import UsageRow  # noqa: E402

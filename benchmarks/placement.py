@@ -34,8 +34,8 @@ import torch
 from moiety_kernels.environment import describe_environment
 from moiety_placement.budgets import replica_budgets
 from moiety_placement.matching import keep_in_place, moves
-from moiety_placement.placement import Ints, Placement, balancedness, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import Ints, Placement, balancedness, rank_loads
 from moiety_placement.rebalancing import rebalance
 from moiety_placement.replicas import concentrate, spread
 

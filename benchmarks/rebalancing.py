@@ -40,7 +40,7 @@ from moiety_engine.runner.rebalancing import MIN_MOVE_COST
 from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
 from moiety_placement.matching import keep_in_place, moves
-from moiety_placement.placement import Ints, balancedness
+from moiety_placement.placement_table import Ints, balancedness
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 

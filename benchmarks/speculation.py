@@ -29,11 +29,11 @@ from on_checkpoint import loaded_run
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.mtp_and_draft_model.loading import load_drafter
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_wire.messages import Sampling

@@ -34,9 +34,9 @@ from moiety_engine.distribution.rendezvous_address import (
     require_private_ranks,
     require_ranks,
 )
-from moiety_engine.draft_model.loading import load_drafter
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
 from moiety_engine.model.loading import WeightShard, load_options, load_share
+from moiety_engine.mtp_and_draft_model.loading import load_drafter
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
 

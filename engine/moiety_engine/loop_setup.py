@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from moiety_engine.adapters.adapter_slots import AdapterSlots
 from moiety_engine.cache_setup import require_recurrent_support
 from moiety_engine.disk.tier import DiskTier
-from moiety_engine.draft_model.draft_model import DraftModel
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.expert_monitor import ExpertMonitor
 from moiety_engine.kv_transfer.connector import connector_of
@@ -19,6 +18,7 @@ from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertLoadTracker
 from moiety_engine.moe.tenants import TenantSlots
+from moiety_engine.mtp_and_draft_model.drafting import DraftModel
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.control_messages import ControlSender

@@ -17,8 +17,8 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
-from moiety_wire.notes import EventKind, Reason, StepNote
 from moiety_wire.roles import KvHandoff, KvTransferTimes
+from moiety_wire.trace_events import EventKind, Reason, StepNote
 
 
 class CoreSubmit(msgspec.Struct, frozen=True, gc=False, tag="submit"):

@@ -19,7 +19,7 @@ from moiety_engine.images.prompt_images import PromptImages
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.classes import ServiceClass
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 MAX_EVENTS = 64
 NO_BLOCKS: tuple[int, ...] = ()

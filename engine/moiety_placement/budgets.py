@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moiety_placement.errors import BadNumbers
-from moiety_placement.placement import Floats, Ints, check_divides, check_load, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import Floats, Ints, check_divides, check_load, rank_loads
 
 
 def replica_budgets(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moiety_placement.placement import Ints
 from moiety_placement.placement_state import PlacementState, best_overwrite, best_swap
+from moiety_placement.placement_table import Ints
 
 _MIN_GAIN = 1e-9  # of the largest load; less is rounding
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moiety_placement.errors import BadNumbers
-from moiety_placement.placement import EMPTY, Ints, Placement
+from moiety_placement.placement_table import EMPTY, Ints, Placement
 
 
 def moves(old: Placement, new: Placement) -> Ints:

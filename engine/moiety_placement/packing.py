@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moiety_placement.placement import Floats, Ints
+from moiety_placement.placement_table import Floats, Ints
 
 
 def pack(weight_XI: Floats, num_packs: int) -> Ints:

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 from moiety_placement.errors import BadNumbers
 from moiety_placement.improvement import improve, improve_by_swaps
 from moiety_placement.packing import pack, replicate
-from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_divides, check_load
 from moiety_placement.placement_state import PlacementState
+from moiety_placement.placement_table import EMPTY, Floats, Ints, Placement, check_divides, check_load
 
 _HEAD_START = 1.0  # of the last try
 _NEAR = 1.001  # times the lower bound of the largest load: not worth another try

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moiety_placement.placement import Floats, Ints, count_replicas, loads_of_slots, sum_by_rank
+from moiety_placement.placement_table import Floats, Ints, count_replicas, loads_of_slots, sum_by_rank
 
 _HOTTEST = 4  # hottest experts of the heaviest rank: candidates for one more replica
 

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 from moiety_placement.errors import BadNumbers, TooFewSlots
 from moiety_placement.improvement import step
 from moiety_placement.matching import moves
-from moiety_placement.placement import Floats, Ints, Placement, check_load, living_ranks
 from moiety_placement.placement_state import PlacementState
+from moiety_placement.placement_table import Floats, Ints, Placement, check_load, living_ranks
 
 _ROUNDS = 256  # most changes per layer
 

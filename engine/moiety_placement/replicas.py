@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moiety_placement.errors import BadLoad
-from moiety_placement.placement import EMPTY, Floats, Ints, Placement, check_load, sum_by_rank
+from moiety_placement.placement_table import EMPTY, Floats, Ints, Placement, check_load, sum_by_rank
 
 _ROUNDS = 12  # of descent; later rounds change less than a token
 

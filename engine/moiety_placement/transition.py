@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moiety_placement.errors import BadNumbers
-from moiety_placement.placement import EMPTY, Ints, Placement
+from moiety_placement.placement_table import EMPTY, Ints, Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable
 
-from moiety_text.guarded import SpelledMarkers
+from moiety_text.marker_guards import SpelledMarkers
 from moiety_text.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TemplateRefused
-from moiety_text.held_space import HeldSpace
+from moiety_text.pending_whitespace import HeldSpace
 from moiety_text.reasoning_formats import AUTO, THINK, ReasoningMarkers, find_reasoning_markers
 from moiety_text.tools.deltas import Content, Delta, Part, Thinking, assemble
 from moiety_text.tools.reader import overlap

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moiety_text.errors import UnusableStop
-from moiety_text.guarded import GUARD, index_before
-from moiety_text.held_space import HeldSpace
+from moiety_text.marker_guards import GUARD, index_before
+from moiety_text.pending_whitespace import HeldSpace
 
 
 class _Matcher:

@@ -13,7 +13,7 @@ import msgspec
 
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import ToEngine, ToGateway
-from moiety_wire.notes import StepNote, StepNotes
+from moiety_wire.trace_events import StepNote, StepNotes
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine | list[ToEngine]] = msgspec.msgpack.Decoder(ToEngine | list[ToEngine])

@@ -36,9 +36,9 @@ from moiety_wire.engine_load import Load
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
-from moiety_wire.notes import Event, Phases, Reason
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
 from moiety_wire.token_sampling import TokenSampling
+from moiety_wire.trace_events import Event, Phases, Reason
 
 PROTOCOL_VERSION = 9
 HEARTBEAT_INTERVAL_S = 0.5

@@ -26,12 +26,12 @@ from moiety_platform.controllers import with_services
 from moiety_platform.cors import cross_origin_policy
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.decisions.controller import decision_route
-from moiety_platform.direct import GatewayApp
 from moiety_platform.embeddings.controller import embedding_route
 from moiety_platform.embeddings.score_controller import score_routes
 from moiety_platform.engine_metrics import EngineCollector
 from moiety_platform.errors import PlatformError
 from moiety_platform.expert_metrics import ExpertCollector
+from moiety_platform.fast_path import GatewayApp
 from moiety_platform.health import MetricsController, ProbeController, Probes
 from moiety_platform.http_errors import (
     HAS_SCHEMA,

@@ -1,6 +1,6 @@
 """Registration of a Litestar controller with the services that its handlers need.
 
-Controllers are the one way to define HTTP handlers. The requests that bypass them are in `direct.py`.
+Controllers are the one way to define HTTP handlers. The requests that bypass them are in `fast_path.py`.
 """
 
 from __future__ import annotations

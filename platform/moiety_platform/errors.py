@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 CRASH_SUSPECTED = "engine_crash_suspected"  # code for a request that may have crashed the engine that computed it
 UNSUPPORTED_RESPONSE_FORMAT = (

@@ -15,8 +15,8 @@ from litestar.enums import HttpMethod, ParamType
 from litestar.handlers import BaseRouteHandler
 from litestar.params import ParameterKwarg
 
-from moiety_platform.direct import DIRECT
 from moiety_platform.errors import BadRequest
+from moiety_platform.fast_path import DIRECT
 from moiety_platform.handler_parameters import parameters_of
 
 IGNORED = "ignored_query_parameters"  # key in a route's `opt`: names that clients send and that change nothing

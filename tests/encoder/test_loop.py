@@ -18,7 +18,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import SaveEncoder
 

@@ -27,7 +27,7 @@ from moiety_engine.scheduling.kv.prefix_search import held_blocks
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.policies.moiety.moiety import Moiety
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
 from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
@@ -36,7 +36,7 @@ from moiety_engine.sequence import PENDING, Sequence, SequenceState
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 BLOCK_SIZE = 4
 EOS = 7

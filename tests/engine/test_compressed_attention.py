@@ -21,10 +21,10 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.planning.model_support import features_of
 from moiety_engine.planning.models import find_model
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.engine_choices import Batching, LoadFormat
-from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole
+from moiety_wire.trace_events import Reason
 
 from .test_recurrent_states import PROMPTS, Engine, assert_same, tokens
 

@@ -33,7 +33,7 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 TEXT = read_text_model(checkpoint_path())

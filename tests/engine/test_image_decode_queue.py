@@ -23,7 +23,7 @@ from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import BATCH, FLEX, STANDARD, ServiceClass
 from moiety_wire.images import ImageInput, ImageRules, image_digest
 from moiety_wire.messages import FailureCode, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 RULES = ImageRules(
     image_token_id=1, start_token_id=2, end_token_id=3, patch_size=4, merge_size=2, min_pixels=256,

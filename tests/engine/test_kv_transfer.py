@@ -25,8 +25,8 @@ from moiety_engine.offline import Result, run_all
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
+from moiety_wire.trace_events import Reason
 
 DEADLINE_S = 120.0
 LENGTH = 16

@@ -17,7 +17,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import Loops, tokens
 from .test_images import CAT, STRIP, num_encoded, pair_of, submit_of, text

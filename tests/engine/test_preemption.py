@@ -17,11 +17,11 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreEvent, CoreFinish, CoreSubmit
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_engine.sequence import Sequence, SequenceState
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 BLOCK_SIZE = 4
 TICK_NS = 5_000_000  # a step reads the clock twice

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moiety_engine.moe.balancer import MIN_PICKS, Balancer
 from moiety_engine.moe.expert_slots import ExpertSlots
-from moiety_placement.placement import Ints, Placement, balancedness
+from moiety_placement.placement_table import Ints, Placement, balancedness
 
 EXPERTS, RANKS, LAYERS, EVERY_S, CAREFUL = 16, 4, 6, 60.0, 0.01
 

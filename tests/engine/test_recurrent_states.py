@@ -33,9 +33,9 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.engine_choices import Batching
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 BLOCK_SIZE = 4
 DECAY = 0.9

@@ -14,7 +14,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling, TokenRules
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 LENGTH = 20
 

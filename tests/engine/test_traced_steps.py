@@ -18,7 +18,7 @@ from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.classes import STANDARD
 from moiety_wire.codec import decode_notes, encode_step
 from moiety_wire.messages import Sampling
-from moiety_wire.notes import StepNote
+from moiety_wire.trace_events import StepNote
 
 ALL_PER_S = 1000.0
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32

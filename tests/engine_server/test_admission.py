@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from moiety_engine.scripted.script import Script, ScriptedDecision, ScriptedEvent
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD, OverloadAction
 from moiety_wire.messages import Abort, Failed, FailureCode, FinishReason
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 FALLING_BACK = replace(STANDARD, on_overload=OverloadAction.DOWNGRADE)
 

@@ -10,7 +10,7 @@ import pytest
 from moiety_engine.scripted.script import Script, ScriptedDecision
 from moiety_engine.scripted.text_model import END_ID
 from moiety_wire.messages import Failed, FailureCode, FinishReason, Sampling, Stopping
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 CASES = {
     "code points": (Script(tokens=tuple("naïve 日本語 🙂 end".encode())), Stopping(max_tokens=100)),

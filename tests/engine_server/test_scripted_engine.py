@@ -11,7 +11,7 @@ from moiety_engine.scripted.engine import ScriptedEngine
 from moiety_engine.scripted.script import Script, ScriptedDecision, ScriptedEvent
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD, OverloadAction
 from moiety_wire.messages import FailureCode, FinishReason, Sampling
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 STEP, SUBMIT, EXTEND, ABORT = range(4)
 actions = st.lists(

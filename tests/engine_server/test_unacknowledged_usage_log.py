@@ -31,7 +31,7 @@ from moiety_wire.messages import (
     UnacknowledgedUsage,
     UsageAcknowledgement,
 )
-from moiety_wire.notes import Phases
+from moiety_wire.trace_events import Phases
 
 Key = tuple[str, str]
 

@@ -11,7 +11,7 @@ import pytest
 from moiety_engine.server import usage_meter as module
 from moiety_engine.server.usage_meter import GRACE_S, RECORDS_AT_ONCE, REPEAT_S, UsageMeter
 from moiety_wire.messages import Finished, FinishReason, Hello, Stopping, UnacknowledgedUsage, UsageAcknowledgement
-from moiety_wire.notes import Phases
+from moiety_wire.trace_events import Phases
 
 
 class Clock:

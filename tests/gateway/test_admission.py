@@ -22,7 +22,7 @@ from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD
 from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Event, EventKind, Reason
+from moiety_wire.trace_events import Event, EventKind, Reason
 
 from .conftest import NewCard, RunningGateway, SpanList, StartGateway, Until
 

@@ -12,7 +12,7 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import Failed, FailureCode, ModelCard
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .anthropic_clients import BODY, COUNT, HELLO, MODEL, PATH, client, open_client
 from .conftest import NewCard, RunningGateway, StartGateway, Until, always

@@ -25,7 +25,7 @@ from moiety_platform.errors import (
 )
 from moiety_platform.routing.circuit_breaker import POLICY, BreakerState, CircuitBreaker, Ticket
 from moiety_platform.routing.outcomes import Outcome, OutcomeKind, outcome_of
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 LONGEST_S = max(POLICY.max_s * (1 + POLICY.jitter), POLICY.max_retry_after_s) + 1e-6  # rounding of floats
 

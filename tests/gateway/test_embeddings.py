@@ -17,7 +17,7 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import RunningGateway, StartGateway, Until
 

@@ -18,7 +18,7 @@ from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling, Stopping, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, StartGateway, StartOver, Until
 from .external_server import (

@@ -16,7 +16,7 @@ from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.dialect import AnswerDelta, MalformedAnswer
 from moiety_platform.inference import image_preparation
 from moiety_platform.inference.prompt_images import data_url_as_json
-from moiety_text.guarded import GUARD
+from moiety_text.marker_guards import GUARD
 from moiety_wire.messages import ModelCard
 
 from .conftest import ToolCard, write_tokenizer

@@ -19,7 +19,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, SpanList, StartGateway, Until
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from moiety_platform.connections import ClientConnection
 from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, StartGateway, Until
 

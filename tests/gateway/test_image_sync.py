@@ -14,7 +14,7 @@ from moiety_platform.engine_client.stream import EngineStream, error_of
 from moiety_platform.errors import BadRequest, PlatformError, Unavailable
 from moiety_wire.images import ImageInput, image_digest
 from moiety_wire.messages import Accepted, Extend, Failed, FailureCode, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 
 def file(number: int) -> bytes:

@@ -13,7 +13,7 @@ import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, RunningGateway, StartGateway, always
 

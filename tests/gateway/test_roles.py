@@ -28,8 +28,8 @@ from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_load import Load, StepCosts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Reason
 from moiety_wire.roles import EngineRole, transfer_token
+from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, RunningGateway, SpanList, StartGateway
 

@@ -27,8 +27,8 @@ from moiety_wire.messages import (
     ModelCard,
     Tokens,
 )
-from moiety_wire.notes import Phases, Reason
 from moiety_wire.seeds import seed_of_choice
+from moiety_wire.trace_events import Phases, Reason
 
 from .conftest import NewCard
 

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_text.guarded import GUARD
+from moiety_text.marker_guards import GUARD
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.messages import ModelCard, Submit
 

@@ -21,7 +21,7 @@ from moiety_platform.traces.span import Span
 from moiety_platform.traces.tracing import parse_traceparent
 from moiety_wire.codec import encode_notes, encode_step
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.notes import Event, EventKind, Reason, StepNote
+from moiety_wire.trace_events import Event, EventKind, Reason, StepNote
 
 from .conftest import NewCard, RunningGateway, SpanList, StartGateway, unanswering_port
 

@@ -39,7 +39,7 @@ from moiety_wire.messages import (
     Submit,
     Tokens,
 )
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .conftest import Until
 

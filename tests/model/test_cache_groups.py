@@ -20,7 +20,7 @@ from moiety_engine.model.kv_allocation import KvAllocation
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import LayerSpec
 from moiety_engine.planning.models import PRESETS, find_model
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
@@ -106,7 +106,7 @@ def test_a_preempted_sequence_continues_as_by_the_oracle(windowed: Any, swaps: b
     scheduler = engine.loop.scheduler
     victim = scheduler.queues.by_key[1 if 1 in scheduler.queues.by_key else 2]
     preempt = partial(scheduler._preemptor.preempt, victim, take_blocks=True)
-    from moiety_wire.notes import Reason
+    from moiety_wire.trace_events import Reason
 
     preempt(Reason.DECODE_NEEDS_BLOCKS, 0, None)
     assert bool(victim.kv.host_blocks) == swaps

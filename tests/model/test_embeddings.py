@@ -19,7 +19,7 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.offline import Result, run_all
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FailureCode, FinishReason
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 TOLERANCE = 1e-4
 LENGTHS = (1, 7, 16, 40, 150)

@@ -15,10 +15,10 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model.loading import load_model
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 from .test_parity import TOLERANCE, tokens
 

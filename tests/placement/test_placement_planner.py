@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moiety_placement.budgets import replica_budgets
 from moiety_placement.errors import BadLoad, BadNumbers
 from moiety_placement.packing import pack, replicate
-from moiety_placement.placement import Floats, Placement, balancedness, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import Floats, Placement, balancedness, rank_loads
 
 
 class Case(NamedTuple):

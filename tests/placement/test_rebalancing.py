@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moiety_placement.errors import BadLoad, BadNumbers, TooFewSlots
 from moiety_placement.matching import keep_in_place, moves
-from moiety_placement.placement import Floats, Placement, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import Floats, Placement, rank_loads
 from moiety_placement.rebalancing import rebalance
 from moiety_placement.survival import start_without, without
 

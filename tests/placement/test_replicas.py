@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_placement.errors import BadLoad
-from moiety_placement.placement import Ints, Placement, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import Ints, Placement, rank_loads
 from moiety_placement.replicas import concentrate, distribute, spread
 from moiety_placement.survival import without
 

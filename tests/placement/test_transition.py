@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moiety_placement.errors import BadNumbers
 from moiety_placement.matching import moves
-from moiety_placement.placement import Ints, Placement
+from moiety_placement.placement_table import Ints, Placement
 from moiety_placement.transition import transition
 
 EXPERTS, RANKS = 12, 4

@@ -14,7 +14,7 @@ from moiety_platform.db.bulk import BulkAdd, BulkInsert, BulkStatement
 from moiety_platform.db.session import Database
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.randomness import ordered_hex
-from moiety_platform.usage.ledger import settle
+from moiety_platform.usage.ledger_entries import settle
 from moiety_platform.usage.models import LedgerEntry
 from moiety_platform.usage.row import KILLED, UsageRow
 

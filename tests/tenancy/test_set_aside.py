@@ -25,7 +25,7 @@ from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
-from moiety_platform.usage.set_aside import DAMAGED, SetAside, SetAsideReport
+from moiety_platform.usage.quarantined_rows import DAMAGED, SetAside, SetAsideReport
 
 from .conftest import PEPPER, Admin, Demo
 from .test_recorder import recording, stored_ids

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_text.detokenizer import Detokenizer
-from moiety_text.guarded import GUARD, GuardedReader, SpelledMarkers, index_before
+from moiety_text.marker_guards import GUARD, GuardedReader, SpelledMarkers, index_before
 from moiety_text.reasoning import ThoughtReader
 from moiety_text.stop import StopFinder
 from moiety_text.tokenizer import Tokenizer

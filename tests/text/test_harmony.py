@@ -17,10 +17,10 @@ from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.folder import read_text_model
-from moiety_text.guarded import GuardedReader
 from moiety_text.harmony.format import HarmonyFormat, harmony_of
 from moiety_text.harmony.messages import adapted
 from moiety_text.harmony.reader import CONTROL_TOKENS, MAX_HEADER, HarmonyReader
+from moiety_text.marker_guards import GuardedReader
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call, Thought, assemble
 from moiety_text.tools.offer import Tool, ToolOffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_text.held_space import HeldSpace
+from moiety_text.pending_whitespace import HeldSpace
 from moiety_text.reasoning import ThoughtReader, UnwrappingReader
 from moiety_text.stop import ThoughtSplitter
 from moiety_wire.messages import ThoughtMarks

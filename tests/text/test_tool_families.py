@@ -17,7 +17,7 @@ from moiety_engine.scripted.text_model import scripted_text_model
 from moiety_text.chat import ChatTemplate
 from moiety_text.detokenizer import Detokenizer
 from moiety_text.errors import UnknownFormat
-from moiety_text.guarded import GuardedReader
+from moiety_text.marker_guards import GuardedReader
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call, CallEnded, Delta, assemble
 from moiety_text.tools.formats import ToolFormat

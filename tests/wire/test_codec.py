@@ -30,7 +30,7 @@ from moiety_wire.messages import (
     Tokens,
     TopLogprob,
 )
-from moiety_wire.notes import Event, EventKind, Phases, Reason
+from moiety_wire.trace_events import Event, EventKind, Phases, Reason
 
 SUBMIT = Submit(
     request_id="r",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

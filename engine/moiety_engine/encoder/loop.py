@@ -23,7 +23,7 @@ from moiety_engine.messages import (
 )
 from moiety_wire.engine_load import ClassLoad
 from moiety_wire.messages import FailureCode, FinishReason
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from moiety_engine.image_decoding.decoder import ImageDecoder, ImageFailure
 from moiety_wire.classes import OverloadAction
 from moiety_wire.images import image_digest
 from moiety_wire.messages import FailureCode
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

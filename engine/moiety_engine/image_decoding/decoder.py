@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.config import ImageOptions
     from moiety_wire.images import ImageInput, ImageRules
-    from moiety_wire.notes import Reason
+    from moiety_wire.trace_events import Reason
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moiety_placement.placement import Placement, balancedness, rank_loads
+from moiety_placement.placement_table import Placement, balancedness, rank_loads
 from moiety_placement.rebalancing import rebalance
 from moiety_placement.transition import transition
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from moiety_placement.placement import Placement
+from moiety_placement.placement_table import Placement
 from moiety_placement.replicas import concentrate, distribute, spread
 
 if TYPE_CHECKING:

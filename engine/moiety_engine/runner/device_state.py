@@ -27,7 +27,7 @@ from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
 from moiety_engine.runner.state_rows import StateCopier
 from moiety_engine.scheduling.plan import Chunk, Plan
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_engine.scheduling.speculative_decoding.costs import SIZES
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD

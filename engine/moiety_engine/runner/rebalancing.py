@@ -13,7 +13,7 @@ import structlog
 
 from moiety_engine.moe.balancer import Balancer
 from moiety_engine.runner.control_messages import MoveExperts
-from moiety_placement.placement import Placement
+from moiety_placement.placement_table import Placement
 from moiety_wire.experts import pack_counts
 
 if TYPE_CHECKING:

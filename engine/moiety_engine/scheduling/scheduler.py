@@ -28,7 +28,7 @@ from moiety_engine.scheduling.outputs.output_processor import OutputProcessor
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies.policy import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.policies.registry import make_policy
-from moiety_engine.scheduling.preemption.preemptor import Preemptor, SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import Preemptor, SwapCost
 from moiety_engine.scheduling.prefill.padded_prefill_planner import PaddedPrefillPlanner
 from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.queues.class_counters import ClassCounters

@@ -42,7 +42,7 @@ from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.engine_load import ClassLoad
 from moiety_wire.experts import ExpertLoad, ExpertLoadQuery
 from moiety_wire.messages import FailureCode, FinishReason
-from moiety_wire.notes import EventKind, Reason, StepNote
+from moiety_wire.trace_events import EventKind, Reason, StepNote
 
 
 class ScriptedEngine:

@@ -10,7 +10,7 @@ from moiety_engine.messages import CoreEvent, CoreFinish, CoreLogprob, CoreScore
 from moiety_engine.scheduling.queues.class_counters import ClassCounter
 from moiety_engine.scripted.script import Script
 from moiety_wire.messages import FinishReason
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 
 class ScriptedRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moiety_engine.scripted.text_model import END_ID, VOCAB_SIZE
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 
 class ScriptedDecision(msgspec.Struct, frozen=True, kw_only=True):

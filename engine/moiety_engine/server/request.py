@@ -26,7 +26,7 @@ from moiety_wire.messages import (
     Tokens,
     TopLogprob,
 )
-from moiety_wire.notes import Event, Phases
+from moiety_wire.trace_events import Event, Phases
 
 GATHERED_TOKENS = 16
 GATHERED_CREDIT = 8  # at most 1/8 of the first credit is held: a gateway renews credit by the tokens it received

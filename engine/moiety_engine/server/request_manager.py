@@ -37,7 +37,7 @@ from moiety_engine.server.validation import ModelLimits, Refusal, find_refusal, 
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import encode_step
 from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Submit, ToGateway
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 log = structlog.get_logger()
 

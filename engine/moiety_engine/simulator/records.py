@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moiety_wire.classes import ServiceClass
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 from moiety_workload.request import TraceRequest
 
 

@@ -16,7 +16,7 @@ from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies.registry import POLICIES
-from moiety_engine.scheduling.preemption.preemptor import SwapCost
+from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_engine.simulator.devices import SimulatedDevice

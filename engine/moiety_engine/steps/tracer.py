@@ -18,7 +18,7 @@ from moiety_engine.moe.history import ExpertPace
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.steps.sampler import StepSampler
-from moiety_wire.notes import StepNote
+from moiety_wire.trace_events import StepNote
 
 MAX_KEPT = 16
 

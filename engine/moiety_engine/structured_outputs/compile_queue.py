@@ -29,7 +29,7 @@ from moiety_engine.structured_outputs.stepping import (
 )
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 log = structlog.get_logger()
 

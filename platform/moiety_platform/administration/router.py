@@ -48,7 +48,7 @@ from moiety_platform.tenants.controller import ProjectController, TenantControll
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
 from moiety_platform.usage.controller import UsageController
-from moiety_platform.usage.set_aside import SetAside
+from moiety_platform.usage.quarantined_rows import SetAside
 
 ADMIN_PATH = "/admin/v1"
 MAX_JSON_DEPTH = 16  # no body of ours needs more than two

@@ -16,7 +16,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.errors import Overloaded, RateLimited
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.engine_load import ClassLoad
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 MAX_BEGUN = 4  # per iteration: each takes up to 0.5 ms; a lower bound limits the requests per second
 MIN_RETRY_S = 1.0

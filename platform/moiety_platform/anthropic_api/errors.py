@@ -12,7 +12,7 @@ from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_head
 from moiety_platform.errors import Overloaded, PlatformError
 from moiety_platform.http_errors import error_headers, internal_error
 from moiety_platform.request_head import request_id_of
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 OVERLOADED_STATUS = 529
 

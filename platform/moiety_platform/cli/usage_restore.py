@@ -15,10 +15,10 @@ from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.usage.quarantined_rows import DAMAGED, REFUSED, SetAside
 from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.rejected_rows import REFUSALS
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.set_aside import DAMAGED, REFUSED, SetAside
 from moiety_platform.usage.store import insert_rows
 
 

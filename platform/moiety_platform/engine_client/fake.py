@@ -37,7 +37,7 @@ from moiety_wire.messages import (
     Tokens,
     TopLogprob,
 )
-from moiety_wire.notes import Event, Phases, Reason
+from moiety_wire.trace_events import Event, Phases, Reason
 
 Piece = tuple[int, str]  # a token and the text that it completes
 Script = Callable[[Submit], Iterable[Piece | Failed] | Failed]

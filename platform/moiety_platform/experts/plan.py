@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from moiety_placement.matching import keep_in_place, moves
-from moiety_placement.placement import EMPTY, Floats, Placement, balancedness, rank_loads
 from moiety_placement.placement_planner import plan
+from moiety_placement.placement_table import EMPTY, Floats, Placement, balancedness, rank_loads
 from moiety_platform.experts.plan_schemas import PlanRequest, PlanView
 from moiety_platform.experts.sums import LoadSum
 

@@ -17,7 +17,7 @@ from moiety_text.stop import new_stop_finder
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, TokenLogprob, Tokens, TopLogprob
-from moiety_wire.notes import Phases, Reason
+from moiety_wire.trace_events import Phases, Reason
 
 OVERRUN = 8  # times the limit in the tokenizer's count: beyond that the server ignores the limit
 

@@ -25,7 +25,7 @@ from moiety_platform.external_engines.dialect import (
     count_of,
 )
 from moiety_platform.external_engines.failures import ended_by_error, error_of_event
-from moiety_text.guarded import SpelledMarkers
+from moiety_text.marker_guards import SpelledMarkers
 from moiety_text.reasoning_formats import THINK
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Submit

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
-from moiety_platform.direct import OWN_BODY_LIMIT
+from moiety_platform.fast_path import OWN_BODY_LIMIT
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, PURPOSES
 from moiety_platform.openapi.described import Described, describes

@@ -11,7 +11,7 @@ from litestar import Request, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from moiety_platform.direct import DIRECT
+from moiety_platform.fast_path import DIRECT
 from moiety_platform.http_errors import OPENAI_ERRORS, ErrorForm
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.idempotency import Resume

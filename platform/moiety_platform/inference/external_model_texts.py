@@ -25,7 +25,7 @@ from moiety_platform.inference.prompt_images import (
     is_image,
 )
 from moiety_platform.inference.system_messages import as_user_messages
-from moiety_text.guarded import GuardedReader
+from moiety_text.marker_guards import GuardedReader
 from moiety_text.reasoning import AnswerReader, ThoughtReader
 from moiety_text.reasoning_formats import THINK
 from moiety_text.tools.families.hermes import HermesReader

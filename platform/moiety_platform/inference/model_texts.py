@@ -27,9 +27,9 @@ from moiety_platform.inference.truncated_inputs import truncated_inputs
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
 from moiety_text.errors import TemplateRefused, TextNotEncodable, TokenOutOfRange, TooManyTokens
-from moiety_text.guarded import GuardedReader
 from moiety_text.harmony.format import harmony_of
 from moiety_text.harmony.messages import adapted
+from moiety_text.marker_guards import GuardedReader
 from moiety_text.reasoning import AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.reasoning_formats import THINK
 from moiety_text.tokenizer import Tokenizer

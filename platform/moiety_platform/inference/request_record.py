@@ -22,7 +22,7 @@ from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import FinishReason
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 CLIENT_CLOSED_REQUEST = 499
 COMPLETED = ("stop", "length", "content_filter")  # outcomes of answered requests

@@ -20,7 +20,7 @@ from moiety_platform.traces.span import Attribute, Link, Span, SpanEvent
 from moiety_platform.traces.tracing import Phase
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.messages import Finished, FinishReason
-from moiety_wire.notes import Event, Phases
+from moiety_wire.trace_events import Event, Phases
 
 PROVIDER = "moiety"
 QUEUE, PREFILL, DECODE = "engine.queue", "engine.prefill", "engine.decode"

@@ -23,7 +23,7 @@ from moiety_platform.inference.sequence import Sequence
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 _is_admitted = attrgetter("is_admitted")

@@ -15,7 +15,7 @@ from moiety_platform.traces.span import Attribute, Link, Span
 from moiety_wire.codec import decode_notes
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import Finished
-from moiety_wire.notes import StepNote, StepNotes
+from moiety_wire.trace_events import StepNote, StepNotes
 
 STEP = "engine.step"
 NO_STEP_NOTES = StepNotes(0, [])

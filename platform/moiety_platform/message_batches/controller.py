@@ -35,8 +35,8 @@ from moiety_platform.batches.service import cancel_batch, create_batch, get_batc
 from moiety_platform.controllers import with_services
 from moiety_platform.db.keyset import ListRequest, read_list
 from moiety_platform.db.session import Database
-from moiety_platform.direct import OWN_BODY_LIMIT
 from moiety_platform.errors import BadRequest, NotFound, PlatformError
+from moiety_platform.fast_path import OWN_BODY_LIMIT
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
 from moiety_platform.files.upload import Uploads

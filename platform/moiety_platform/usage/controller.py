@@ -22,10 +22,10 @@ from moiety_platform.time_span import TimeSpanDependency, parse_time_span
 from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
+from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAside
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
 from moiety_platform.usage.schemas import RequestPage, UsageReport
-from moiety_platform.usage.set_aside import EMPTY_SET_ASIDE_REPORT, SetAside
 
 Groups = Annotated[
     str | None,

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from moiety_platform.usage.quarantined_rows import DAMAGED, SetAside
 from moiety_platform.usage.row import StoredUsageRow, UsageRow
-from moiety_platform.usage.set_aside import DAMAGED, SetAside
 
 COMPACT_BYTES = 1024 * 1024  # size from which the live log is rewritten without stored rows
 _SUFFIX = ".jsonl"

@@ -15,7 +15,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.store import book
 from moiety_platform.usage.billing_context import BillingContext, decode_bill, request_of, sequence_of
-from moiety_platform.usage.ledger import COUNTS, correct, metered_before
+from moiety_platform.usage.ledger_entries import COUNTS, correct, metered_before
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
-from moiety_platform.usage.set_aside import EMPTY_SET_ASIDE_REPORT, SetAsideReport
+from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAsideReport
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_SHOWN = 100

@@ -37,9 +37,9 @@ import structlog
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
+from moiety_platform.usage.quarantined_rows import SetAside
 from moiety_platform.usage.rejected_rows import REFUSALS, accepts_plain_rows, is_value_error
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.set_aside import SetAside
 from moiety_platform.usage.store import insert_rows
 
 INTERVAL_S = 0.25

@@ -15,7 +15,7 @@ from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, lease_covers
-from moiety_platform.usage.ledger import add_to_hours, correct, settle
+from moiety_platform.usage.ledger_entries import add_to_hours, correct, settle
 from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow

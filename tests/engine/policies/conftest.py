@@ -16,7 +16,7 @@ from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD, ServiceClass
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 BLOCK_SIZE = 4
 EOS = 7

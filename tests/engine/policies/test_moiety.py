@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, OverloadAction, ServiceClass
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 MakeReplica = Callable[..., Any]
 

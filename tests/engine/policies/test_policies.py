@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, ServiceClass
-from moiety_wire.notes import EventKind
+from moiety_wire.trace_events import EventKind
 
 EOS = 7
 SECOND = 10**9

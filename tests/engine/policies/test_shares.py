@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 MakeReplica = Callable[..., Any]
 

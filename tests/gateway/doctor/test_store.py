@@ -27,9 +27,9 @@ from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.days import day_of, unmark
 from moiety_platform.usage.journal import create_segment, to_line, write_all
 from moiety_platform.usage.models import UsageDayMark, UsageHour
+from moiety_platform.usage.quarantined_rows import SetAside
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
-from moiety_platform.usage.set_aside import SetAside
 
 from .conftest import Fault, Heals, World, complaints, each_fault
 

@@ -11,7 +11,7 @@ from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.sequence import Sequence
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.messages import FailureCode
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 
 class AdmissionQueue:

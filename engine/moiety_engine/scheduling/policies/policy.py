@@ -18,7 +18,7 @@ from moiety_engine.scheduling.queues.class_counters import ClassCounters
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 
 @dataclass(frozen=True, slots=True)

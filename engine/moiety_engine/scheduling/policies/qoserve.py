@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moiety_engine.scheduling.policies.ordered_policy import OrderedPolicy, deadline_s
+from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy, deadline_s
 from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext, StepBudget
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence, SequenceState
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 _SLACK_USED = 0.9
 _ALPHA_S = 0.008  # per token

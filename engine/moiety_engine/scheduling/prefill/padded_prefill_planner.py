@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.policies.policy import Policy
-from moiety_engine.scheduling.preemption.preemptor import Preemptor
+from moiety_engine.scheduling.preemption.preemption_execution import Preemptor
 from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence

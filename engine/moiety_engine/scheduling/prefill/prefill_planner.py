@@ -10,13 +10,13 @@ from enum import Enum, auto
 
 from moiety_engine.scheduling.kv.prefix_search import PrefixHits
 from moiety_engine.scheduling.policies.policy import BatchView
-from moiety_engine.scheduling.preemption.preemptor import Preemptor
+from moiety_engine.scheduling.preemption.preemption_execution import Preemptor
 from moiety_engine.scheduling.queues.request_queues import by_arrival
 from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import SpeculativePrefill
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.sequence import Sequence, SequenceState
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 MAX_EXAMINED = 24  # sequences that one step may examine in vain
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from moiety_wire.engine_load import ClassLoad
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 
 @dataclass(slots=True)

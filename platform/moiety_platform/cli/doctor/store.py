@@ -28,8 +28,8 @@ from moiety_platform.quota.models import Quota
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageHour
+from moiety_platform.usage.quarantined_rows import SetAside
 from moiety_platform.usage.reconciliation import reconcile, take_snapshot_locks
-from moiety_platform.usage.set_aside import SetAside
 
 AREA = "store"
 MAX_SKEW_S = 2.0

@@ -31,7 +31,7 @@ from moiety_engine.scheduling.policies.policy import AdmissionDecision, BatchVie
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass
-from moiety_wire.notes import Reason
+from moiety_wire.trace_events import Reason
 
 
 class Moiety(Policy):

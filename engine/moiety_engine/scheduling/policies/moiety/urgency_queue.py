@@ -26,7 +26,7 @@ from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 _LAST_KEY = 1e12  # a key after every deadline
 _PATIENT_S = 60.0  # a request with a deadline this far away can let others pass without harm

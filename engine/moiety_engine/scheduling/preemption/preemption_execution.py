@@ -16,7 +16,7 @@ from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
-from moiety_wire.notes import EventKind, Reason
+from moiety_wire.trace_events import EventKind, Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moiety_engine.draft_model.rows import DraftChunk, DraftRows
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.batch import KvCache, Spread
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.mtp_and_draft_model.draft_rows import DraftChunk, DraftRows
 from moiety_engine.runner.block_tables import BlockTables
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.draft_passes import DraftPasses
