@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from moiety_dashboard.client import AdminClient, GatewayUnreachable
 from moiety_dashboard.settings import read_settings, without_password
-from moiety_platform.cli.doctor.finding import wrong
+from moiety_platform.cli.doctor.finding import fail
 from moiety_platform.engine_addresses import identity
 from moiety_platform.logs import configure_logging
 from moiety_platform.reloading.shown import SET, shown
@@ -93,7 +93,7 @@ def test_a_log_line_contains_no_password(log_format: Literal["json", "console"],
 
 @pytest.mark.parametrize("url", [URLS[0], *URLS[2:]])
 def test_findings_of_the_doctor_contain_no_password(url: str) -> None:
-    finding = wrong("database", "away", f"{url} does not answer", f"correct {url}", f"psql {url}")
+    finding = fail("database", "away", f"{url} does not answer", f"correct {url}", f"psql {url}")
     assert PASSWORD not in str(finding.as_json()) and "db.example" in finding.found
 
 
