@@ -231,6 +231,7 @@ def _join(
         exclude_rank_after_s=config.exclude_rank_after_s,
         gone=gone,
         note=None if losses is None else losses.note,
+        has_ordered_sums=config.batch_invariant,
     )
 
 

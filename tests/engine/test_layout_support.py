@@ -35,7 +35,6 @@ ELSEWHERE = {  # where a combination that is available is run
     "LoRA adapters": "engine/test_adapters.py",
     "Disk cache": "engine/test_disk_tier.py",
     "Expert offloading": "engine/test_expert_cache.py",
-    "Batch invariance": "engine/test_invariant.py",
     "CUDA graphs": "engine/test_graphs.py",
     "Recorded decode steps on a CPU": "model/test_head.py",
     "int8, int4 and fp8 weights": "engine/test_parallel.py",
@@ -93,6 +92,19 @@ def work_of(feature: str) -> dict[str, Any]:
 def alone(processes: RankProcesses) -> dict[str, Any]:
     """Answers of one rank, by kind of requests."""
     return {}
+
+
+@pytest.mark.parametrize("layout", [layout for feature, layout in CELLS if feature == "Batch invariance"])
+def test_bits_do_not_depend_on_the_batch_on_several_ranks(processes: RankProcesses, layout: str) -> None:
+    together = waves_for("Batch invariance")[0]
+    by_itself = [[msgspec.structs.replace(one, key=100 + one.key)] for one in together]
+    config = settings_of(layout, "Batch invariance")
+    ours, *_ = processes.work(*ranks_of(config), waves=[together, *by_itself])
+    assert not ours["error"]
+    for one in together:
+        alone, beside = str(100 + one.key), str(one.key)  # JSON has strings as keys
+        assert ours["token_ids"][alone] == ours["token_ids"][beside]
+        assert ours["best"][alone] == ours["best"][beside], "other bits in another batch"
 
 
 @pytest.mark.one_in(4)

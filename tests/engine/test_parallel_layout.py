@@ -24,14 +24,18 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
     [
         ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
         ({"tp": 0}, "must each be at least 1"),
-        ({"tp": 2, "batch_invariant": True}, "--batch-invariant is not available over several ranks"),
+        (
+            {"tp": 2, "dp_attention": 2, "batch_invariant": True},
+            "--batch-invariant is not available with --tp together",
+        ),
         (
             {"dp_attention": 2, "tp": 2, "ep": 3},
             "--ep 3 does not divide the 4 ranks",
         ),
         ({"ffn_ranks": 3, "ep": 2}, "--ep 2 does not divide the 3 ranks of --ffn-ranks"),
         ({"ffn_ranks": -1}, "--ffn-ranks must be 0"),
-        ({"ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant is not available over several ranks"),
+        ({"tp": 2, "ffn_ranks": 1, "batch_invariant": True}, "--batch-invariant is not available with --tp together"),
+        ({"tp": 2, "ep": 2, "redundant_experts": 2, "batch_invariant": True}, "not available with --redundant-experts"),
         ({"dp_attention": 2, "batching": Batching.PADDED}, "choose another --batching, or leave out --dp-attention"),
         ({"tp": 2, "ep": 2, "redundant_experts": 3}, "--redundant-experts 3 cannot be divided by --ep 2: use 4"),
         ({"tp": 2, "rebalance_every_s": 60}, "leave them out, or use --ep"),

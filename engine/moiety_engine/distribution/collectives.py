@@ -31,19 +31,30 @@ class PendingReceive(Protocol[Received_co]):
 
 
 class RankCollectives:
-    """Ordered group of ranks. All of its ranks must call the same methods in the same order."""
+    """Ordered group of ranks. All of its ranks must call the same methods in the same order.
 
-    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
-        self._handle = handle
+    With `has_ordered_sums` a sum adds the ranks' values in the order of the ranks, so the bits of a value do not depend
+    on the tensor around it, as they do in an all-reduce; each rank then receives the values of all others.
+    """
+
+    def __init__(self, handle: dist.ProcessGroup | None = None, *, has_ordered_sums: bool = False) -> None:
+        self._handle, self._has_ordered_sums = handle, has_ordered_sums
         self.size = 1 if handle is None else handle.size()
         self.rank = 0 if handle is None else handle.rank()
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, bitwise the same on each of them; x may be overwritten."""
-        if self._handle is not None and x.numel():
-            x = x.contiguous()
+        if self._handle is None or not x.numel():
+            return x
+        x = x.contiguous()
+        if not self._has_ordered_sums:
             dist.all_reduce(x, group=self._handle)
-        return x
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self._handle)
+        for part in parts[1:]:
+            parts[0] += part
+        return parts[0]
 
     def gather_columns(self, x_LC: Tensor) -> Tensor:
         """Return all ranks' columns side by side, [L, size · C], on the first rank; x itself on the others."""

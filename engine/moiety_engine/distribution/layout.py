@@ -180,9 +180,15 @@ SINGLE_RANK = RankPosition()
 def layout_of(config: EngineConfig) -> Layout:
     """Return the layout of the configuration. Raises InvalidConfig."""
     layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.ffn_ranks)
-    if config.batch_invariant and layout.num_ranks > 1:
+    if config.batch_invariant and (config.rebalanced_every_s or layout.redundant_experts):
         raise InvalidConfig(
-            "--batch-invariant is not available over several ranks, whose sums depend on the batch: leave it out"
+            "--batch-invariant is not available with --redundant-experts and --rebalance-every-s, since the rank that "
+            "computes an expert depends on the batch: leave them out"
+        )
+    if config.batch_invariant and layout.tp > 1 and (layout.dp > 1 or layout.ffn_ranks):
+        raise InvalidConfig(
+            "--batch-invariant is not available with --tp together with --dp-attention or --ffn-ranks, since the rank "
+            "that adds the output of experts to a token depends on the batch: leave out --tp"
         )
     if layout.num_ranks > 1 and (config.adapters or config.adapter_memory_bytes):
         raise InvalidConfig(

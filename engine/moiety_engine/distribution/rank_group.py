@@ -90,12 +90,14 @@ def join(
     exclude_rank_after_s: float | None = None,
     gone: Callable[[], Mapping[int, str]] = lambda: {},
     note: Callable[[int], None] | None = None,
+    has_ordered_sums: bool = False,
 ) -> RankGroup:
     """Meet the other ranks and create the groups.
 
     `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
     ranks that have not joined, if it can; the other ranks are then renumbered. See `connect_ranks` for `gone` and
-    `note`. A rank lost while the groups are created ends the process. Raises RanksError.
+    `note`, and RankCollectives for `has_ordered_sums`. A rank lost while the groups are created ends the process.
+    Raises RanksError.
     """
     if rendezvous.is_local:
         keep_collectives_on_loopback()
@@ -105,11 +107,17 @@ def join(
         rendezvous, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note
     )
     with connected.heartbeat.guarding(), explaining():
-        return _rank_group_of(layout, rendezvous, store, connected, device_type)
+        return _rank_group_of(layout, rendezvous, store, connected, device_type, has_ordered_sums=has_ordered_sums)
 
 
 def _rank_group_of(
-    layout: Layout, rendezvous: Rendezvous, store: Store, connected: ConnectedRanks, device_type: str
+    layout: Layout,
+    rendezvous: Rendezvous,
+    store: Store,
+    connected: ConnectedRanks,
+    device_type: str,
+    *,
+    has_ordered_sums: bool,
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
@@ -134,7 +142,9 @@ def _rank_group_of(
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
         heartbeat.report_waited(ranks.waited)
         return RankGroup(ranks, Channel(everyone), heartbeat, store, excluded)
-    tensor = RankCollectives(mesh.get_group("tp")) if layout.tp > 1 else RankCollectives()
+    tensor = RankCollectives()
+    if layout.tp > 1:
+        tensor = RankCollectives(mesh.get_group("tp"), has_ordered_sums=has_ordered_sums)
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     pipeline = Pipeline(column, rank_position.pp_rank)
     exchange = _exchange(layout, device_type)
