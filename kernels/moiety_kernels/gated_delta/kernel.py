@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 
 from moiety_kernels.gated_delta.reference import EPS
-from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.recurrent.kernels.chunks import decay_between, load_chunk, load_state, store_chunk, token_range
+from moiety_kernels.recurrent.launching import head_constants, make_compile_case, sequence_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.gpu.cases import CompileCase
     from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 
 CHUNK = 64
@@ -57,12 +59,9 @@ def gated_delta_rule(
     width, num_sequences, gates = k_THK.shape[2], sequences.slot_S.shape[0], log_decay_TMG.shape[2]
     columns = min(_COLUMNS, value_width)
     blocks = value_width // columns
-    starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
+    starts = sequence_tensors(sequences)
     strides = q_THK.stride(0), k_THK.stride(0), v_TMV.stride(0), state_NMKV.stride(0)
-    shape: dict[str, Any] = {
-        "HEADS": k_THK.shape[1], "VALUE_HEADS": value_heads, "WIDTH": width, "VALUE_WIDTH": value_width,
-        "EPS": EPS,
-    }  # fmt: skip
+    shape = head_constants(heads) | {"EPS": EPS}
     is_chunked = gates == 1
     num_recurred = sequences.num_decode if is_chunked else num_sequences
     if num_recurred:
@@ -114,13 +113,12 @@ def recur(
 ):
     i_sequence, i_head = tl.program_id(0), tl.program_id(1)
     i_group = i_head // (VALUE_HEADS // HEADS)
-    begin, end = tl.load(p_start + i_sequence).to(tl.int64), tl.load(p_start + i_sequence + 1).to(tl.int64)
+    begin, end = token_range(p_start, i_sequence)
     i_key = tl.arange(0, WIDTH)
     i_column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    p_own = p_state + tl.load(p_slot + i_sequence) * slot_stride + i_head * WIDTH * VALUE_WIDTH
-    p_own += i_key[:, None] * VALUE_WIDTH + i_column[None, :]
-    has_state = tl.load(p_has_state + i_sequence) != 0
-    state = tl.load(p_own, mask=has_state & (i_key >= 0)[:, None], other=0.0)
+    p_own, state = load_state(
+        p_state, p_slot, p_has_state, i_sequence, i_head, i_key, i_column, slot_stride, WIDTH, VALUE_WIDTH
+    )
     for t in range(begin, end):
         row = t * VALUE_HEADS + i_head
         q = tl.load(p_q + t * q_stride + i_group * WIDTH + i_key).to(tl.float32)
@@ -171,8 +169,8 @@ def prepare(
     """
     i_sequence, i_head = tl.program_id(1) + first_sequence, tl.program_id(2)
     i_group = i_head // (VALUE_HEADS // HEADS)
-    first = tl.load(p_start + i_sequence).to(tl.int64) + tl.program_id(0) * CHUNK
-    end = tl.load(p_start + i_sequence + 1).to(tl.int64)
+    begin, end = token_range(p_start, i_sequence)
+    first = begin + tl.program_id(0) * CHUNK
     if first >= end:
         return
     i_token = tl.arange(0, CHUNK)
@@ -180,12 +178,12 @@ def prepare(
     m_token = t < end
     row = t * VALUE_HEADS + i_head
     i_key, i_value = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    k = tl.load(p_k + t[:, None] * k_stride + i_group * WIDTH + i_key[None, :], mask=m_token[:, None], other=0.0)
+    k = load_chunk(p_k + t * k_stride + i_group * WIDTH, i_key, m_token)
     kind = k.dtype
     wide = k.to(tl.float32)
     length = tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
     tl.store(p_k_length + row, length, mask=m_token)
-    q = tl.load(p_q + t[:, None] * q_stride + i_group * WIDTH + i_key[None, :], mask=m_token[:, None], other=0.0)
+    q = load_chunk(p_q + t * q_stride + i_group * WIDTH, i_key, m_token)
     wide = q.to(tl.float32)
     tl.store(p_q_length + row, tl.rsqrt((tl.sum(wide * wide, axis=1) + EPS) * WIDTH), mask=m_token)
     beta = tl.load(p_beta + row, mask=m_token, other=0.0)
@@ -193,7 +191,7 @@ def prepare(
     tl.store(p_total + row, total, mask=m_token)
     overlap = tl.dot(k, tl.trans(k), input_precision="ieee") * (beta * length)[:, None] * length[None, :]
     is_later = i_token[:, None] > i_token[None, :]
-    decay = tl.exp(tl.where(is_later, total[:, None] - total[None, :], 0.0))
+    decay = decay_between(total, is_later)
     inverse = tl.where(is_later, -overlap * decay, 0.0)
     for i in range(1, CHUNK):  # rows before i are those of (1 + overlap)⁻¹ - 1
         is_row = i_token == i
@@ -201,14 +199,12 @@ def prepare(
         of_row += tl.sum(of_row[:, None] * inverse, axis=0)
         inverse = tl.where(is_row[:, None], of_row[None, :], inverse)
     inverse += tl.where(i_token[:, None] == i_token[None, :], 1.0, 0.0)
-    v = tl.load(p_v + t[:, None] * v_stride + i_head * VALUE_WIDTH + i_value[None, :], mask=m_token[:, None], other=0.0)
+    v = load_chunk(p_v + t * v_stride + i_head * VALUE_WIDTH, i_value, m_token)
     new_v = tl.dot((inverse * beta[None, :]).to(kind), v, input_precision="ieee")
-    p_into = p_new_v + row[:, None] * VALUE_WIDTH + i_value[None, :]
-    tl.store(p_into, new_v.to(p_new_v.dtype.element_ty), mask=m_token[:, None])
+    store_chunk(p_new_v + row * VALUE_WIDTH, i_value, new_v, m_token)
     of_key = (inverse * (beta * length * tl.exp(total))[None, :]).to(kind)
     read_k = tl.dot(of_key, k, input_precision="ieee")
-    p_into = p_read_k + row[:, None] * WIDTH + i_key[None, :]
-    tl.store(p_into, read_k.to(p_read_k.dtype.element_ty), mask=m_token[:, None])
+    store_chunk(p_read_k + row * WIDTH, i_key, read_k, m_token)
 
 
 @triton.jit
@@ -240,39 +236,34 @@ def scan(
     """Process all chunks of one sequence, in some columns of one head's state."""
     i_sequence, i_head = tl.program_id(0) + first_sequence, tl.program_id(1)
     i_group = i_head // (VALUE_HEADS // HEADS)
-    begin, end = tl.load(p_start + i_sequence).to(tl.int64), tl.load(p_start + i_sequence + 1).to(tl.int64)
+    begin, end = token_range(p_start, i_sequence)
     i_token, i_key = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     i_column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    p_own = p_state + tl.load(p_slot + i_sequence) * slot_stride + i_head * WIDTH * VALUE_WIDTH
-    p_own += i_key[:, None] * VALUE_WIDTH + i_column[None, :]
-    has_state = tl.load(p_has_state + i_sequence) != 0
-    state = tl.load(p_own, mask=has_state & (i_key >= 0)[:, None], other=0.0)
+    p_own, state = load_state(
+        p_state, p_slot, p_has_state, i_sequence, i_head, i_key, i_column, slot_stride, WIDTH, VALUE_WIDTH
+    )
     kind = p_k.dtype.element_ty
     is_seen = i_token[:, None] >= i_token[None, :]
     for first in range(begin, end, CHUNK):
         t = first + i_token
         m_token = t < end
         row = t * VALUE_HEADS + i_head
-        p_key = p_k + t[:, None] * k_stride + i_group * WIDTH + i_key[None, :]
-        k = tl.load(p_key, mask=m_token[:, None], other=0.0)
+        k = load_chunk(p_k + t * k_stride + i_group * WIDTH, i_key, m_token)
         k_length = tl.load(p_k_length + row, mask=m_token, other=0.0)
-        p_query = p_q + t[:, None] * q_stride + i_group * WIDTH + i_key[None, :]
-        q = tl.load(p_query, mask=m_token[:, None], other=0.0)
+        q = load_chunk(p_q + t * q_stride + i_group * WIDTH, i_key, m_token)
         q_length = tl.load(p_q_length + row, mask=m_token, other=0.0)
         total = tl.load(p_total + row, mask=m_token, other=0.0)
         last = tl.sum(tl.where(t == tl.minimum(first + CHUNK, end) - 1, total, 0.0), axis=0)
-        read_k = tl.load(p_read_k + row[:, None] * WIDTH + i_key[None, :], mask=m_token[:, None], other=0.0)
-        p_value = p_new_v + row[:, None] * VALUE_WIDTH + i_column[None, :]
-        written = tl.load(p_value, mask=m_token[:, None], other=0.0).to(tl.float32)
+        read_k = load_chunk(p_read_k + row * WIDTH, i_key, m_token)
+        written = load_chunk(p_new_v + row * VALUE_WIDTH, i_column, m_token).to(tl.float32)
         narrow = state.to(kind)
         written -= tl.dot(read_k, narrow, input_precision="ieee")
-        decay = tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
+        decay = decay_between(total, is_seen)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_length[:, None] * k_length[None, :]
         scores = tl.where(is_seen, scores, 0.0).to(kind)
         out = tl.dot(q, narrow, input_precision="ieee") * (q_length * tl.exp(total))[:, None]
         out = tl.dot(scores, written.to(kind), out, input_precision="ieee")
-        p_into = p_out + row[:, None] * VALUE_WIDTH + i_column[None, :]
-        tl.store(p_into, out.to(p_out.dtype.element_ty), mask=m_token[:, None])
+        store_chunk(p_out + row * VALUE_WIDTH, i_column, out, m_token)
         left = tl.where(m_token, k_length * tl.exp(last - total), 0.0)
         state *= tl.exp(last)
         state = tl.dot(tl.trans(k), (written * left[:, None]).to(kind), state, input_precision="ieee")
@@ -284,7 +275,6 @@ def compile_cases() -> list[CompileCase]:
     """Return the cases of Qwen3-Next's heads of 128 and of narrow ones, and of a gate a channel."""
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_new_v", "p_read_k"), "*bf16")
     pointers |= dict.fromkeys(("p_log_decay", "p_beta", "p_state", "p_total", "p_q_length", "p_k_length"), "*fp32")
-    pointers |= {"p_slot": "*i64", "p_has_state": "*i32", "p_start": "*i32"}
     found = []
     for width in (64, 128):
         constants: dict[str, Any] = {
@@ -292,17 +282,7 @@ def compile_cases() -> list[CompileCase]:
             "COLUMNS": _COLUMNS,
         }  # fmt: skip
         for kernel, gates in ((recur, 1), (recur, width), (prepare, 1), (scan, 1)):
-            known = {name: value for name, value in (constants | {"GATES": gates}).items() if name in kernel.arg_names}
-            given = [name for name in kernel.arg_names if name not in known]
-            found.append(
-                CompileCase(
-                    f"{kernel.__name__} {width}{' by channel' if gates > 1 else ''}",
-                    kernel,
-                    {name: pointers.get(name, "i32") for name in given},
-                    known,
-                    num_warps=_SCAN_WARPS if kernel is scan else 4,
-                    num_stages=_SCAN_STAGES if kernel is scan else 3,
-                    unaligned=frozenset(("p_slot", "p_has_state", "p_start", "first_sequence")),
-                )
-            )
+            name = f"{width}{' by channel' if gates > 1 else ''}"
+            warps = (_SCAN_WARPS, _SCAN_STAGES) if kernel is scan else (4, 3)
+            found.append(make_compile_case(kernel, name, pointers, constants | {"GATES": gates}, warps))
     return found

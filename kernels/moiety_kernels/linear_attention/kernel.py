@@ -6,16 +6,18 @@ of width K, M value heads of width V, N slots, S sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from moiety_kernels.gpu.cases import CompileCase
+from moiety_kernels.recurrent.kernels.chunks import decay_between, load_chunk, load_state, store_chunk, token_range
+from moiety_kernels.recurrent.launching import head_constants, make_compile_case, sequence_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.gpu.cases import CompileCase
     from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 
 CHUNK = 64
@@ -45,13 +47,9 @@ def linear_attention(
     out_TMV = v_TMV.new_empty(v_TMV.shape)
     value_heads, value_width = v_TMV.shape[1:]
     blocks, num_sequences = value_width // _COLUMNS, sequences.slot_S.shape[0]
-    shape: dict[str, Any] = {
-        "HEADS": k_THK.shape[1], "VALUE_HEADS": value_heads, "WIDTH": k_THK.shape[2], "VALUE_WIDTH": value_width,
-        "COLUMNS": _COLUMNS,
-    }  # fmt: skip
-    starts = sequences.slot_S, sequences.has_state_S, sequences.query_start_S1
+    shape = head_constants(heads) | {"COLUMNS": _COLUMNS}
     strides = q_THK.stride(0), k_THK.stride(0), v_TMV.stride(0), state_NMKV.stride(0)
-    args = q_THK, k_THK, v_TMV, log_decay_TM, state_NMKV, out_TMV, *starts, *strides
+    args = q_THK, k_THK, v_TMV, log_decay_TM, state_NMKV, out_TMV, *sequence_tensors(sequences), *strides
     num_decode = num_sequences if sequences.max_query == 1 else sequences.num_decode
     if num_decode:
         decay_one[(num_decode, value_heads, blocks)](*args, **shape)
@@ -84,16 +82,15 @@ def decay_one(
     COLUMNS: tl.constexpr,
 ):
     i_sequence, i_head = tl.program_id(0), tl.program_id(1)
-    t, end = tl.load(p_start + i_sequence).to(tl.int64), tl.load(p_start + i_sequence + 1).to(tl.int64)
+    t, end = token_range(p_start, i_sequence)
     if t >= end:
         return
     i_group = i_head // (VALUE_HEADS // HEADS)
     i_key = tl.arange(0, WIDTH)
     i_column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    p_own = p_state + tl.load(p_slot + i_sequence) * slot_stride + i_head * WIDTH * VALUE_WIDTH
-    p_own += i_key[:, None] * VALUE_WIDTH + i_column[None, :]
-    has_state = tl.load(p_has_state + i_sequence) != 0
-    state = tl.load(p_own, mask=has_state & (i_key >= 0)[:, None], other=0.0)
+    p_own, state = load_state(
+        p_state, p_slot, p_has_state, i_sequence, i_head, i_key, i_column, slot_stride, WIDTH, VALUE_WIDTH
+    )
     row = t * VALUE_HEADS + i_head
     q = tl.load(p_q + t * q_stride + i_group * WIDTH + i_key).to(tl.float32)
     k = tl.load(p_k + t * k_stride + i_group * WIDTH + i_key).to(tl.float32)
@@ -129,34 +126,28 @@ def decay_chunks(
 ):
     i_sequence, i_head = tl.program_id(0) + first_sequence, tl.program_id(1)
     i_group = i_head // (VALUE_HEADS // HEADS)
-    begin, end = tl.load(p_start + i_sequence).to(tl.int64), tl.load(p_start + i_sequence + 1).to(tl.int64)
+    begin, end = token_range(p_start, i_sequence)
     i_token, i_key = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     i_column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    p_own = p_state + tl.load(p_slot + i_sequence) * slot_stride + i_head * WIDTH * VALUE_WIDTH
-    p_own += i_key[:, None] * VALUE_WIDTH + i_column[None, :]
-    has_state = tl.load(p_has_state + i_sequence) != 0
-    state = tl.load(p_own, mask=has_state & (i_key >= 0)[:, None], other=0.0)
+    p_own, state = load_state(
+        p_state, p_slot, p_has_state, i_sequence, i_head, i_key, i_column, slot_stride, WIDTH, VALUE_WIDTH
+    )
     kind = p_k.dtype.element_ty
     is_seen = i_token[:, None] >= i_token[None, :]
     for first in range(begin, end, CHUNK):
         t = first + i_token
         m_token = t < end
         row = t * VALUE_HEADS + i_head
-        p_key = p_k + t[:, None] * k_stride + i_group * WIDTH + i_key[None, :]
-        k = tl.load(p_key, mask=m_token[:, None], other=0.0)
-        p_query = p_q + t[:, None] * q_stride + i_group * WIDTH + i_key[None, :]
-        q = tl.load(p_query, mask=m_token[:, None], other=0.0)
-        p_value = p_v + t[:, None] * v_stride + i_head * VALUE_WIDTH + i_column[None, :]
-        v = tl.load(p_value, mask=m_token[:, None], other=0.0)
+        k = load_chunk(p_k + t * k_stride + i_group * WIDTH, i_key, m_token)
+        q = load_chunk(p_q + t * q_stride + i_group * WIDTH, i_key, m_token)
+        v = load_chunk(p_v + t * v_stride + i_head * VALUE_WIDTH, i_column, m_token)
         total = tl.cumsum(tl.load(p_log_decay + row, mask=m_token, other=0.0), axis=0)
         last = tl.sum(tl.where(i_token == CHUNK - 1, total, 0.0), axis=0)  # no gates after the end
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores *= tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay_between(total, is_seen)
         scores = tl.where(is_seen, scores, 0.0).to(kind)
         out = tl.dot(q, state.to(kind), input_precision="ieee") * tl.exp(total)[:, None]
         out = tl.dot(scores, v, out, input_precision="ieee")
-        p_into = p_out + row[:, None] * VALUE_WIDTH + i_column[None, :]
-        tl.store(p_into, out.to(p_out.dtype.element_ty), mask=m_token[:, None])
+        store_chunk(p_out + row * VALUE_WIDTH, i_column, out, m_token)
         left = (v.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
         state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee")
     if begin < end:
@@ -167,7 +158,6 @@ def compile_cases() -> list[CompileCase]:
     """Return the cases of Mamba-2's states of 128 and of lightning attention's heads of 128."""
     pointers = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16")
     pointers |= dict.fromkeys(("p_log_decay", "p_state"), "*fp32")
-    pointers |= {"p_slot": "*i64", "p_has_state": "*i32", "p_start": "*i32"}
     found = []
     for name, heads, value_width in (("Mamba-2", 8, 64), ("lightning", 64, 128)):
         constants = {
@@ -175,17 +165,6 @@ def compile_cases() -> list[CompileCase]:
             "CHUNK": CHUNK,
         }  # fmt: skip
         for kernel in (decay_one, decay_chunks):
-            known = {key: value for key, value in constants.items() if key in kernel.arg_names}
-            given = [key for key in kernel.arg_names if key not in known]
-            found.append(
-                CompileCase(
-                    f"{kernel.__name__} {name}",
-                    kernel,
-                    {key: pointers.get(key, "i32") for key in given},
-                    known,
-                    num_warps=_WARPS if kernel is decay_chunks else 4,
-                    num_stages=_STAGES if kernel is decay_chunks else 3,
-                    unaligned=frozenset(("p_slot", "p_has_state", "p_start", "first_sequence")),
-                )
-            )
+            warps = (_WARPS, _STAGES) if kernel is decay_chunks else (4, 3)
+            found.append(make_compile_case(kernel, name, pointers, constants, warps))
     return found

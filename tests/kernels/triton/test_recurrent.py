@@ -19,6 +19,7 @@ from moiety_kernels.gated_norm import kernel as norm
 from moiety_kernels.gated_norm import reference as norm_reference
 from moiety_kernels.linear_attention import kernel as linear
 from moiety_kernels.linear_attention import reference as linear_reference
+from moiety_kernels.recurrent.kernels import chunks
 from moiety_kernels.selective_scan import kernel as scan
 from moiety_kernels.selective_scan import reference as scan_reference
 
@@ -152,6 +153,27 @@ def test_a_mutant_of_the_recurrence_is_found(failing_mutant: FailingMutant, edit
 def test_a_mutant_of_linear_attention_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
     with failing_mutant(linear, edit) as mutant:
         assert_decays(mutant, torch.float32, device)
+
+
+@pytest.mark.thorough
+@mutants(
+    {
+        "mask=has_state & (i_key >= 0)[:, None]": "mask=(i_key >= 0)[:, None]",
+        "+ i_head * WIDTH * VALUE_WIDTH": "+ i_head * WIDTH",
+        "total[:, None] - total[None, :]": "total[:, None]",
+    }
+)
+def test_a_mutant_of_their_shared_parts_is_found(
+    edit: Edit, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    mutant = mutated(chunks, *edit)
+    for user in (delta, linear):
+        for name in ("load_state", "store_chunk", "decay_between"):
+            monkeypatch.setattr(user, name, getattr(mutant, name))
+    with pytest.raises(noticed):
+        assert_recurs(delta, 1, NUM_DECODE, torch.float32, device)
+    with pytest.raises(noticed):
+        assert_decays(linear, torch.float32, device)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,1 @@
+"""Building blocks of the Triton kernels of linear attention."""
