@@ -167,7 +167,7 @@ def looks(gateway: HostileGateway, tmp_path: Path) -> Iterator[Looks]:
             assert process.poll() is None, log.read_text()
             with sync_playwright() as playwright:
                 chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-                page = chromium.new_page(viewport={"width": 1440, "height": 900})
+                page = chromium.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
                 yield Looks(page, f"http://127.0.0.1:{port}", gateway.port)
                 chromium.close()
         finally:
