@@ -106,6 +106,7 @@ def pieces_of(text: str) -> Iterator[list[str]]:
         yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_calls_are_read_back_wherever_they_are_cut(name: str) -> None:
     form = format_of(name)
@@ -119,6 +120,7 @@ def test_random_calls_are_read_back_wherever_they_are_cut(name: str) -> None:
             assert [delta.index for delta in deltas if isinstance(delta, CallEnded)] == list(range(len(calls)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_calls_that_end_early_are_reported_only_as_far_as_they_were_whole(name: str) -> None:

@@ -223,6 +223,7 @@ def test_calls_are_read_back_as_they_were_rendered_however_they_are_cut(name: st
     assert assemble(read(form, cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8))))) == parts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_with_text_around_them_are_read_alike_at_every_cut(name: str) -> None:
     form = format_of(name)
@@ -238,6 +239,7 @@ def test_calls_with_text_around_them_are_read_alike_at_every_cut(name: str) -> N
         assert [delta.index for delta in deltas if isinstance(delta, CallEnded)] == [0, 1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_that_ends_early_has_only_the_calls_that_were_whole(name: str) -> None:
     form, text = format_of(name), render(name, EXAMPLE)
@@ -259,6 +261,7 @@ def test_a_call_of_an_unknown_tool_is_text(name: str) -> None:
         assert assemble(read(form, pieces)) == [text]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
