@@ -182,7 +182,7 @@ def test_the_laws_hold_whatever_happens(setup: Setup) -> None:
     run_state_machine_as_test(
         partial(Machine, setup),
         settings=settings(
-            max_examples=150 if THOROUGH else 25,
+            max_examples=150 if THOROUGH else 15,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
@@ -199,7 +199,7 @@ def test_the_laws_hold_whatever_happens(setup: Setup) -> None:
     num_blocks=st.integers(80, 160),  # where one prompt is half of the pool, shares of blocks decide instead
     promise=st.sampled_from([{"ttft_s": 1e4, "tpot_s": 1e3}, {"completion_s": 1e5}]),  # nothing is urgent
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=100 if THOROUGH else 25, deadline=None, derandomize=True)
 def test_the_service_of_two_backlogged_tenants_stays_within_the_bound_of_virtual_token_counters(
     lengths: tuple[int, int],
     outputs: tuple[int, int],
