@@ -74,7 +74,8 @@ def largest_difference(logits: Tensor, expected_logprobs: Tensor) -> float:
     return (logits.log_softmax(-1) - expected_logprobs).abs().max().item()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, PROMPT_TOKENS])
+# `make test` runs most families with the first one, since steps of a token each cost the most
+@pytest.mark.parametrize("chunk", [7, 1, 64, PROMPT_TOKENS])
 def test_logprobs_of_a_prompt_agree_with_the_oracle_for_every_chunk_size(
     checkpoint: Any, device: str, make_driver: Any, make_sequence: Any, chunk: int
 ) -> None:
@@ -202,7 +203,7 @@ def test_a_row_on_a_cpu_has_the_same_bits_in_any_batch(
     make_checkpoint: Any, make_driver: Any, make_sequence: Any, variant: str, dtype: str
 ) -> None:
     checkpoint = make_checkpoint(variant)
-    prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (150, 90, 33)]
+    prompts = [tokens(checkpoint.vocab_size, count, seed=count) for count in (140, 33, 18)]
     drivers = [make_driver(checkpoint.folder, dtype=dtype) for _ in range(7)]
     alone = [driver.prefill(make_sequence(one), 1000) for driver, one in zip(drivers[:3], prompts, strict=True)]
     together = drivers[3].step([(make_sequence(prompt), len(prompt)) for prompt in prompts])
