@@ -198,22 +198,17 @@ def test_the_core_sleeps_and_wakes_with_steps_that_overlap_and_ends_at_once_when
     assert stub.process.wait(90) == 3
 
 
-def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason(start: object, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
-    stub: EngineServerStub = start(str(tmp_path))
-    hello = stub.hello()
-    assert hello.state is CoreState.REFUSED
-    assert "qwen3_moe" in hello.message
-    assert stub.process.wait(90) == 4
-
-
-def test_ignored_checkpoint_settings_are_logged_before_missing_weights_fail(start: object, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_served_is_refused_with_the_reason_after_its_ignored_settings_are_logged(
+    start: object, tmp_path: Path
+) -> None:
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings", "intermediate_size"), 64)
     config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "attention_twist": 2}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     stub: EngineServerStub = start(str(tmp_path))
-    assert stub.hello().state is CoreState.REFUSED
-    stub.process.wait(90)
+    hello = stub.hello()
+    assert hello.state is CoreState.REFUSED
+    assert f"{tmp_path} holds neither model.safetensors nor" in hello.message
+    assert stub.process.wait(90) == 4
     assert stub.process.stderr is not None
     logged = [line for line in stub.process.stderr.read().splitlines() if b"config_keys_ignored" in line]
     assert [msgspec.json.decode(line)["keys"] for line in logged] == [["attention_twist"]]

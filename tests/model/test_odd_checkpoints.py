@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moiety_engine.errors import CheckpointError
-from moiety_engine.model.errors import WeightsError
+from moiety_engine.model.errors import UnsupportedModelError, WeightsError
+from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model
 from moiety_engine.quantize.writing import write_quantized
 from moiety_kernels.quantization import INT4, INT8
@@ -30,6 +31,12 @@ def split(folder: Path, shards: dict[str, dict[str, torch.Tensor]], where: dict[
         save_file(tensors, folder / name, metadata={"format": "pt"})
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def test_an_unknown_family_is_refused_with_the_families_that_are_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    with pytest.raises(UnsupportedModelError, match=r"perceptron.*qwen3_moe"):
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
