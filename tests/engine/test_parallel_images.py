@@ -66,7 +66,7 @@ def alone(processes: RankProcesses, folder: Path, waves: list[list[CoreSubmit]])
 
 
 LAYOUTS = [
-    {"tp": 2},
+    pytest.param({"tp": 2}, marks=pytest.mark.thorough),
     {"tp": 2, "ep": 2},
     {"pp": 2},
     {"dp_attention": 2, "ep": 2},
