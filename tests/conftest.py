@@ -45,6 +45,12 @@ WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders w
 # an assertion that fails in a helper module shows its values, too
 pytest.register_assert_rewrite(*(".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in HELPERS))
 
+
+def examples(count: int) -> int:
+    """Return the number of random examples of a property: `count` in `make test-all`, and a quarter else."""
+    return count if THOROUGH else count // 4
+
+
 # no deadline: the time of an example depends on the machine's load
 hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("moiety")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.conftest import examples
 
 from moiety_engine.cache.block_pool import BlockPool, NoFreeBlocks
 
@@ -84,7 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_cached == len(self.unused) <= self.pool.num_free
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestBlockPool = PoolMachine.TestCase
 
 

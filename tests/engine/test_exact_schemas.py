@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from tests.conftest import examples
 from tests.grammar_walks import GrammarWalker
 from tests.schema_oracle import complaint, write_json
 
@@ -59,7 +60,7 @@ def refusal(schema: Any) -> str:
     return str(refused.value)
 
 
-@settings(max_examples=250, deadline=None, derandomize=not THOROUGH)
+@settings(max_examples=examples(250), deadline=None, derandomize=not THOROUGH)
 @given(schemas, st.integers(0, 2**32))
 @example('{"type": "number", "minimum": 0, "multipleOf": 0.1, "exclusiveMaximum": 1, "exclusiveMinimum": 0}', 11)
 @example('{"type": "number", "multipleOf": 0.1, "maximum": 1, "allOf": [{"minimum": 0}, {"exclusiveMinimum": 0}]}', 11)
@@ -79,7 +80,7 @@ def test_every_text_that_a_schemas_grammar_accepts_is_valid(schema: str, seed: i
             assert complaint(schema, document) == "", document
 
 
-@settings(max_examples=60, deadline=None, derandomize=not THOROUGH)
+@settings(max_examples=examples(60), deadline=None, derandomize=not THOROUGH)
 @given(tree_schemas, leaf_schemas, st.integers(0, 2**32))
 def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, seed: int) -> None:
     schema = with_definitions((tree, leaf, tree))
@@ -98,7 +99,7 @@ def test_schemas_in_grammars_and_of_tools_are_kept_alike(tree: Any, leaf: Any, s
             assert complaint(schema, document.removesuffix(end).strip()) == "", document
 
 
-@settings(max_examples=100, deadline=None, derandomize=not THOROUGH)
+@settings(max_examples=examples(100), deadline=None, derandomize=not THOROUGH)
 @given(values)
 def test_a_constant_is_accepted_as_it_is_usually_written(value: Any) -> None:
     try:

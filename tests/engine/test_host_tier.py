@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 from torch import Tensor
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -51,7 +52,7 @@ def parts(kv: KvCache) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sources=st.lists(st.integers(0, 7), unique=True, min_size=1),
     data=st.data(),

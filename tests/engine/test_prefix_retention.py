@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
@@ -60,7 +61,7 @@ def test_blocks_with_ended_retention_are_evicted_next() -> None:
     assert found(pool, b"a", b"b", b"c") == [b"c"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.DataObject) -> None:
     pool, kept = BlockPool(6), set[bytes]()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler
@@ -94,7 +95,7 @@ def test_a_filter_that_needs_more_than_the_preselected_tokens_uses_the_whole_voc
     neighbours=st.integers(0, 4),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_seeded_draw_does_not_depend_on_the_neighbours(
     seed: int, position: int, temperature: float, top_p: float, top_k: int, neighbours: int, data: st.DataObject
 ) -> None:
@@ -178,7 +179,7 @@ def test_the_operation_for_gpus_draws_the_same_tokens() -> None:
 SMALL = st.sampled_from([0.0, 5e-324, 1e-300, 1e-46, 1e-39, 1e-30, 1e-6])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     temperature=SMALL | st.just(100.0),
     top_p=SMALL | st.just(1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -148,7 +149,7 @@ def _requests(draw: st.DrawFn) -> list[tuple[int, int, int, int, bytes]]:
     batching=st.sampled_from(list(Batching)),
     eos=st.integers(0, 25),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_request_ends_with_all_its_tokens_once_and_the_pool_is_whole(
     requests: list[tuple[int, int, int, int, bytes]], num_blocks: int, budget: int, batching: Batching, eos: int
 ) -> None:
@@ -175,7 +176,7 @@ def test_every_request_ends_with_all_its_tokens_once_and_the_pool_is_whole(
 
 
 @given(data=st.data(), batching=st.sampled_from(list(Batching)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_credit_is_never_exceeded_and_blocks_are_conserved_under_any_order_of_commands(
     data: st.DataObject, batching: Batching
 ) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_hashes import tenant_mark
@@ -281,7 +282,7 @@ def _served(arrivals: list[Any], foreseen: list[Any], num_blocks: int) -> tuple[
 
 
 @given(arrivals=_ARRIVALS, foreseen=_FORESEEN, num_blocks=st.integers(12, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_speculative_prefill_changes_no_step_of_other_requests(
     arrivals: list[Any], foreseen: list[Any], num_blocks: int
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 from tests.core_submits import core_submit
 
 from moiety_engine.cache.table_layout import TableLayout
@@ -72,7 +73,7 @@ class Bank:
     num_blocks=st.integers(6, 40),
     sizes=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_all_that_are_owed_end_though_each_asks_for_all_it_may(
     num_blocks: int, sizes: list[tuple[int, int, int]]
 ) -> None:

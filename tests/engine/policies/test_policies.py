@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import examples
 
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, ServiceClass
@@ -43,7 +44,7 @@ def test_a_policy_with_records_has_one_of_each_open_request_and_none_of_those_th
 
 
 @given(policy=st.sampled_from(sorted(POLICIES)), data=st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_under_every_policy_each_request_ends_with_all_its_tokens_once_and_the_pool_is_whole(
     make_replica: MakeReplica, policy: str, data: st.DataObject
 ) -> None:
