@@ -58,7 +58,9 @@ def test_logprobs_have_ids_and_the_greedy_token_is_the_likeliest(llm: LLM) -> No
         assert one.top[one.token_id] == one.logprob <= 0
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"batch_invariant": True}, marks=pytest.mark.thorough), {"tp": 2}], ids=str
+)
 def test_a_prompts_tokens_have_the_logprobs_that_transformers_gives_them(options: dict[str, Any]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(moiety_demo.checkpoint_path(), dtype=torch.float32)
     drawn = random.Random(5)
