@@ -234,6 +234,48 @@ def test_mtp_layer_of_exaone_is_dense_and_named_as_that_of_qwen(make_checkpoint:
         read_spec(made.folder)
 
 
+def test_mtp_layer_of_longcat_is_dense_and_enlarges_latent_rows(make_checkpoint: Callable[..., Any]) -> None:
+    made = publish_as_longcat(make_checkpoint("longcat_flash"))
+    check_says_what_plain_torch_says(made)
+    edit_weights(made.folder, lambda tensors: tensors["model.mtp.embed_tokens.weight"].mul_(2))
+    with pytest.raises(UnsupportedModelError, match=r"model.mtp.embed_tokens.weight differs from model.embed_tokens"):
+        load_model(made.folder, device="cpu", dtype="float32", keeps_hidden=True)
+    edit_config(made.folder, **{COUNTED: 0})
+    assert read_spec(made.folder).mtp is None
+
+
+def publish_as_longcat(checkpoint: Any) -> Published:
+    """LongCat-Flash's MTP layer is one of DeepSeek-V3 whose latent rows are enlarged, under names of its own."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+
+    folder, config = checkpoint.folder, checkpoint.oracle.config
+    same = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    same += ("v_head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_parameters")
+    of_layer = {name: getattr(config, name) for name in same}
+    of_layer |= {"intermediate_size": config.ffn_hidden_size, "num_key_value_heads": config.num_attention_heads}
+    own = DeepseekV3Config(**of_layer, attn_implementation="eager")
+    layer, width = DeepseekV3DecoderLayer(own, 0).eval(), config.hidden_size
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.1)
+    extra = {name: torch.rand(width) + 0.5 for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    extra["eh_proj.weight"] = torch.randn(width, 2 * width) * 0.1
+    tensors, root = load_file(folder / "model.safetensors"), "model.mtp.layers.0."
+    tensors["model.mtp.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.mtp.norm.weight"] = extra["shared_head.norm.weight"]
+    tensors |= {f"{root}{name}.m.weight": extra[f"{name}.weight"] for name in ("enorm", "hnorm")}
+    tensors[f"{root}eh_proj.weight"] = extra["eh_proj.weight"]
+    for name, tensor in layer.state_dict().items():
+        tensors[root + ("transformer_layer." if name.startswith("mlp.") else "") + name] = tensor.clone()
+    save_file(tensors, folder / "model.safetensors")
+    with torch.no_grad():
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.weight.mul_((width / len(norm.weight)) ** 0.5)
+    checkpoint.oracle.model.layers.append(layer)
+    return Published(folder, checkpoint.oracle, extra)
+
+
 def check_says_what_plain_torch_says(published: Published) -> None:
     driver = Driver(published.folder, dtype="float32")
     expected_TD = published.mtp_hidden(TOKENS[1:], published.made(TOKENS)[:-1])

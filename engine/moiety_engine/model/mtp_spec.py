@@ -42,6 +42,7 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
         ignored_prefixes=("",),  # all other tensors belong to the model
         mtp=None,
         mtp_after=len(spec.layers),
+        block_starts=(),
     )
 
 
@@ -51,23 +52,21 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
     if load_format is LoadFormat.DUMMY:
         return
     files = tensor_files(folder)
-    prefix = spec.mtp_root or mtp_prefix("model.", len(spec.layers), files)
-    own_name = "fc" if spec.mtp_root else "eh_proj"
-    projection = f"{prefix}{own_name if spec.streams is None else 'e_proj'}.weight"
+    names, prefix = spec.mtp_names, mtp_prefix("model.", len(spec.layers), files)
+    projection = f"{prefix}eh_proj.weight" if names is None else f"{names.projection}.weight"
     if projection not in files:
         raise WeightsError(
             f"the model in {folder} has an MTP layer as published, but the files have no {projection}: "
             "transformers leaves MTP layers out; download the checkpoint as it was published, or "
             f"{_INSTEAD}"
         )
-    head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
-    if spec.streams is not None:  # DeepSeek-V4's names
-        copies = {"emb.tok_emb.weight": "embed.weight", "head.weight": "head.weight"}
-    for name, of_model in copies.items():
-        if prefix + name in files and not _alike(files, prefix + name, of_model):
+    head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
+    copies = ((f"{prefix}embed_tokens", "model.embed_tokens"), (f"{prefix}shared_head.head", head))
+    for copy, own in copies if names is None else names.copies:
+        name, of_model = f"{copy}.weight", f"{own}.weight"
+        if name in files and not _alike(files, name, of_model):
             raise UnsupportedModelError(
-                f"{prefix}{name} differs from {of_model}, and an MTP layer must share the model's own: {_INSTEAD}"
+                f"{name} differs from {of_model}, and an MTP layer must share the model's own: {_INSTEAD}"
             )
 
 

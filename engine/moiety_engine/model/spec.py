@@ -12,6 +12,7 @@ from typing import Literal
 from moiety_engine.model.attention_options import DividedNormSpec, IndexerSpec, OutputGateSpec, QueryGrowth
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec, StreamsSpec, has_entries
 from moiety_engine.model.layer_embedding_spec import LayerEmbeddingSpec
+from moiety_engine.model.mtp_names import MtpNames
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_engine.model.vision_spec import VisionSpec
@@ -324,7 +325,7 @@ class ModelSpec:
     prefixes of tensors in the checkpoint that decoding does not use. `zero_if_absent`: suffixes of tensors that are
     zero if the checkpoint lacks them. `mtp`: the multi-token prediction layer after the last layer, if there is one; it
     predicts a token from the token before it and the hidden state before that. `mtp_after`: set if this spec is itself
-    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_root`: prefix of the MTP
+    that of an MTP layer: the number of layers of its model, whose vocabulary it uses. `mtp_names`: names of the MTP
     layer's tensors, if they are not named as those of a further layer of the model. `vision`: the encoder of images, if
     the model has one. `streams`: hyper-connections, if the residual stream has several rows for each token.
     `layer_embeddings`: the embeddings of tokens for each layer, if some layers add them.
@@ -350,7 +351,7 @@ class ModelSpec:
     zero_if_absent: tuple[str, ...] = ()
     mtp: LayerSpec | None = None
     mtp_after: int | None = None
-    mtp_root: str | None = None
+    mtp_names: MtpNames | None = None
     vision: VisionSpec | None = None
     streams: StreamsSpec | None = None
     layer_embeddings: LayerEmbeddingSpec | None = None

@@ -16,6 +16,7 @@ from moiety_engine.model.families.config import (
     rope_from,
     rope_parameters,
 )
+from moiety_engine.model.mtp_names import DEEPSEEK_V4_MTP
 from moiety_engine.model.rope_spec import RopeSpec
 from moiety_engine.model.spec import DenseSpec, LayerSpec, MoeSpec, SharedSpec
 from moiety_kernels.moe.activation import Activation
@@ -25,7 +26,6 @@ _KIND_OF_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
 _RATES = {_SPARSE: ("compress_rate_csa", 4), _HEAVY: ("compress_rate_hca", 128)}
 _HASHED, _ROUTED = "hash_moe", "moe"
 _MOST_STREAMS = 16
-_MTP_ROOT = "mtp.0."  # all tensors of the first MTP layer
 _ROTATED_SHARE = 64 / 512  # of a head, if the configuration does not say
 
 
@@ -52,7 +52,7 @@ def deepseek_v4_features(config: Config) -> Features:
     if ratios and ratios[0]:
         raise UnsupportedModelError(f"an MTP layer with compress_ratios {ratios[0]} is not supported in deepseek_v4")
     attention = replace(_attention(config, _SLIDING), rows_in_blocks=True)
-    return features | {"mtp": LayerSpec(attention, _mixture(config, hashed=False)), "mtp_root": _MTP_ROOT}
+    return features | {"mtp": LayerSpec(attention, _mixture(config, hashed=False)), "mtp_names": DEEPSEEK_V4_MTP}
 
 
 def _attention_kind(config: Config, index: int) -> str:

@@ -13,10 +13,9 @@ from moiety_engine.model.families.config import (
     read_attention,
     read_sigmoid_experts,
 )
+from moiety_engine.model.mtp_names import QWEN_MTP
 from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec
-
-MTP_ROOT = "mtp."
 
 
 def exaone_moe(config: Config, index: int) -> LayerSpec:
@@ -55,7 +54,7 @@ def exaone_features(config: Config) -> Features:
 
     Its kind of attention is the first of `mtp_layer_types`, or else that of the model's first layer.
     """
-    features: Features = {"ignored_prefixes": (MTP_ROOT, f"model.{MTP_ROOT}")}
+    features: Features = {"ignored_prefixes": ("mtp.", "model.mtp.")}
     if not first(config, "num_nextn_predict_layers", default=0):
         return features
     if config.get("mtp_sliding_windows") is not None:
@@ -63,4 +62,4 @@ def exaone_features(config: Config) -> Features:
     kinds = first(config, "mtp_layer_types", "layer_types")
     of_mtp = config if kinds is None else config | {"layer_types": kinds}
     sliding = is_sliding_layer(of_mtp, 0, otherwise=_slides_by_pattern(config, 0))
-    return features | {"mtp": LayerSpec(_attention(config, sliding=sliding), _dense(config)), "mtp_root": MTP_ROOT}
+    return features | {"mtp": LayerSpec(_attention(config, sliding=sliding), _dense(config)), "mtp_names": QWEN_MTP}

@@ -14,6 +14,7 @@ from moiety_engine.model.families.config import (
     require,
 )
 from moiety_engine.model.families.deepseek import read_latent_attention
+from moiety_engine.model.mtp_names import LONGCAT_MTP
 from moiety_engine.model.spec import DenseSpec, LatentAttentionSpec, LayerSpec, MoeSpec, SharedSpec
 
 _NUM_LAYERS = 28  # of the class
@@ -28,12 +29,22 @@ def longcat_flash(config: Config, index: int) -> LayerSpec:
 
 
 def longcat_flash_features(config: Config) -> Features:
-    """Return the layer on disk of each layer, and the prefix of the MTP layer, which decoding ignores."""
+    """Return the layer on disk of each layer, the MTP layer, and its prefix, which decoding ignores.
+
+    All released checkpoints have one MTP layer, with a dense feed-forward, though their config.json does not say so.
+    """
     num_layers = first(config, "num_layers")
     if num_layers is None:
         num_layers = config["num_hidden_layers"] // 2 if "num_hidden_layers" in config else _NUM_LAYERS
     starts = tuple(index // 2 for index in range(2 * num_layers))
-    return {"block_starts": starts, "ignored_prefixes": ("model.mtp.",)}
+    dense = DenseSpec(config["ffn_hidden_size"], activation=read_activation(config))
+    drafting = first(config, "num_nextn_predict_layers", default=1)
+    return {
+        "block_starts": starts,
+        "ignored_prefixes": ("model.mtp.",),
+        "mtp": LayerSpec(_attention(config), dense) if drafting else None,
+        "mtp_names": LONGCAT_MTP,
+    }
 
 
 def _attention(config: Config) -> LatentAttentionSpec:

@@ -16,10 +16,10 @@ from moiety_engine.model.families.config import (
     read_routing,
     require,
 )
+from moiety_engine.model.mtp_names import QWEN_MTP
 from moiety_engine.model.recurrent_specs import GatedDeltaSpec
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec, NormSpec, SharedSpec
 
-MTP_ROOT = "mtp."
 FULL_INTERVAL = 4  # every fourth layer has full attention unless config.json says otherwise
 
 
@@ -48,9 +48,9 @@ def qwen3_next_features(config: Config) -> Features:
     norm = NormSpec(float(config["rms_norm_eps"]), weight_offset=1.0)
     return {
         "norm": norm,
-        "ignored_prefixes": (MTP_ROOT, "model.visual.", "visual."),
+        "ignored_prefixes": ("mtp.", "model.visual.", "visual."),
         "mtp": _mtp_layer(config),
-        "mtp_root": MTP_ROOT,
+        "mtp_names": QWEN_MTP,
     }
 
 

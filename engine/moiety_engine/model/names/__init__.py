@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from moiety_engine.model.mtp_names import QWEN_MTP, MtpNames
 from moiety_engine.model.names.attention import attention_places
 from moiety_engine.model.names.compressed import stream_places
 from moiety_engine.model.names.feed_forward import expert_places, feed_forward_places
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.spec import LayerSpec, ModelSpec
-    from moiety_engine.model.weights import LayerWeights, ModelWeights, NormWeights
+    from moiety_engine.model.weights import LayerWeights, ModelWeights, MtpInputWeights, NormWeights
 
 __all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 
@@ -50,12 +51,7 @@ _FFN_NORMS = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # where post_at
 # Nemotron-H, and of DBRX.
 _ROOTS = ("model.", "", "language_model.model.", "model.language_model.", "backbone.", "transformer.")
 _BLOCKS = "transformer.blocks."  # DBRX's layers
-# Names of an MTP layer's norms of the token and of the hidden state, its projection of both, and its final norm.
-_DEEPSEEK_MTP_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-_QWEN_MTP_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_MTP_ROOT_OF_V4 = "mtp.0."  # prefix of all tensors of DeepSeek-V4's
-_V4_MTP_NAMES, _V4_MTP_PROJECTIONS = ("enorm", "hnorm", "norm"), ("e_proj", "h_proj")
-_RAISED_NORMS = ("norm.weight", *(f"{name}.weight" for name in _QWEN_MTP_NAMES[:2]))
+_RAISED_NORMS = ("norm.weight", f"{QWEN_MTP.token_norm}.weight", f"{QWEN_MTP.before_norm}.weight")
 _PLAIN_NORMS = ("linear_attn.norm.weight",)  # without the offset of the model's other norms
 # Tables that some checkpoints have: of rotary embeddings, and of the constant decays of lightning attention.
 _DECAY_TABLES = tuple(f"self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
@@ -74,9 +70,10 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
             continue
         prefix = f"{layers_root}{index}."
         if spec.mtp_after is not None:
-            own_root = spec.mtp_root
-            prefix = mtp_prefix(root, spec.mtp_after, present) if own_root is None else f"{own_root}layers.{index}."
-            prefix = _MTP_ROOT_OF_V4 if own_root == _MTP_ROOT_OF_V4 else prefix
+            if spec.mtp_names is not None:
+                found.update(_stored(layer_spec, layer, "", dict(spec.mtp_names.layer), present))
+                continue
+            prefix = mtp_prefix(root, spec.mtp_after, present)
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
     if spec.vision is not None and weights.vision is not None:
@@ -120,26 +117,31 @@ def mtp_prefix(root: str, num_layers: int, present: Collection[str]) -> str:
     return own if f"{own}eh_proj.weight" in present else f"{root}layers.{num_layers}."
 
 
+def _usual_mtp_names(prefix: str, present: Collection[str]) -> MtpNames:
+    final = _FINAL_NORM_OF_MIMO if f"{prefix}{_FINAL_NORM_OF_MIMO}.weight" in present else "shared_head.norm"
+    return MtpNames(f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}eh_proj", f"{prefix}{final}", (("", prefix),))
+
+
+def _mtp_places(names: MtpNames, weights: ModelWeights, mtp_input: MtpInputWeights) -> Iterator[Named]:
+    """Yield the names and mappings of an MTP layer's weights outside its layer."""
+    yield from _norm(names.token_norm, mtp_input.token_norm)
+    yield from _norm(names.before_norm, mtp_input.before_norm)
+    if names.second_projection is None:
+        yield f"{names.projection}.weight", whole(mtp_input.projection_DJ)
+    else:
+        halves = zip((names.projection, names.second_projection), mtp_input.projection_DJ.chunk(2, dim=1), strict=True)
+        yield from ((f"{name}.weight", whole(half_DD)) for name, half_DD in halves)
+    if names.streams is not None and weights.streams is not None:
+        yield from stream_places(names.streams, weights.streams)
+    yield from _norm(names.final_norm, weights.final_norm)
+
+
 def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, present: set[str]) -> Iterator[Named]:
     """Yield the names and mappings of the weights outside the layers."""
     mtp_input = weights.mtp_input
     if mtp_input is not None:
-        own_root = spec.mtp_root
-        prefix = mtp_prefix(root, spec.mtp_after or 0, present) if own_root is None else own_root
-        of_v4 = own_root == _MTP_ROOT_OF_V4
-        token, before, projection, final = _DEEPSEEK_MTP_NAMES if own_root is None else _QWEN_MTP_NAMES
-        token, before, final = _V4_MTP_NAMES if of_v4 else (token, before, final)
-        if f"{prefix}{_FINAL_NORM_OF_MIMO}.weight" in present:
-            final = _FINAL_NORM_OF_MIMO
-        yield from _norm(f"{prefix}{token}", mtp_input.token_norm)
-        yield from _norm(f"{prefix}{before}", mtp_input.before_norm)
-        if of_v4 and weights.streams is not None:
-            for name, half_DD in zip(_V4_MTP_PROJECTIONS, mtp_input.projection_DJ.chunk(2, dim=1), strict=True):
-                yield f"{prefix}{name}.weight", whole(half_DD)
-            yield from stream_places(f"{prefix}{_HEAD_STREAMS[0]}", weights.streams)
-        else:
-            yield f"{prefix}{projection}.weight", whole(mtp_input.projection_DJ)
-        yield from _norm(f"{prefix}{final}", weights.final_norm)
+        names = spec.mtp_names or _usual_mtp_names(mtp_prefix(root, spec.mtp_after or 0, present), present)
+        yield from _mtp_places(names, weights, mtp_input)
         return
     outside = "language_model." if root == "language_model.model." else ""
     yield root + embedding, whole(weights.embedding_VD)
