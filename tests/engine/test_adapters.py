@@ -22,7 +22,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.adapter_stacks import Product, form_of
-from moiety_engine.model.families import spec_from_config
+from moiety_engine.model.families import read_spec, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
@@ -125,6 +125,8 @@ def test_each_answer_in_a_batch_of_many_adapters_is_that_of_its_merged_checkpoin
         pytest.param("laguna", ("g_proj",), marks=pytest.mark.thorough),
         ("lfm2_moe", ("w1", "w2", "w3")),
         ("dbrx", ("Wqkv",)),
+        ("nemotron_h", ()),  # attention is a layer of its own, between two others
+        ("falcon_h1", ("gate_proj", "up_proj", "down_proj")),  # with multipliers
     ],
 )
 def test_adapters_on_queries_output_gates_and_modules_of_other_names_answer_as_the_merged_checkpoint(
@@ -144,6 +146,31 @@ def test_adapters_on_queries_output_gates_and_modules_of_other_names_answer_as_t
     assert found[1].token_ids == expected[1].token_ids
     plain = run_all(loop, [make_submit(3, "", 40), make_submit(4, "", 23)])
     assert found[1].token_ids != plain[3].token_ids
+    assert found[2].token_ids == plain[4].token_ids
+
+
+def test_adapters_on_experts_whose_output_is_added_later_answer_as_the_merged_checkpoint(tmp_path: Path) -> None:
+    """In LongCat-Flash two layers are one on disk. The dense feed-forward beside the experts takes no adapters."""
+    from tests.model.conftest import write_checkpoint
+
+    checkpoint = tmp_path / "base"
+    write_checkpoint(checkpoint, "longcat_flash")
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, modules=("gate_proj", "up_proj", "down_proj"), rank=3)
+    spec = read_spec(checkpoint)
+    with pytest.raises(AdapterError, match=r"tensors of unsupported modules: .*layers\.0\.mlps\.0\.down_proj"):
+        read_adapter(adapter, spec, max_rank=8)
+    zero_experts = tuple(f".experts.{expert}." for expert in (6, 7, 8))  # have weights in this file only
+    odd = (".mlps.0.", *zero_experts)
+    tensors = {name: a for name, a in load_file(adapter / TENSORS).items() if not any(one in name for one in odd)}
+    assert any(".mlps.1." in name for name in tensors)
+    save_file(tensors, adapter / TENSORS)
+    merged = merge(checkpoint, adapter, tmp_path / "merged")
+    settings: dict[str, Any] = {"name": "tiny", "dtype": "float32", "block_size": 4, "max_running": 4}
+    loop = load_loop(EngineConfig(model=str(checkpoint), adapters={"own": str(adapter)}, **settings))
+    found = run_all(loop, [make_submit(1, "own", 40), make_submit(2, "", 23)])
+    expected = run_all(load_loop(EngineConfig(model=str(merged), **settings)), [make_submit(1, "", 40)])
+    plain = run_all(loop, [make_submit(3, "", 40), make_submit(4, "", 23)])
+    assert found[1].token_ids == expected[1].token_ids != plain[3].token_ids
     assert found[2].token_ids == plain[4].token_ids
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 import moiety_demo
-from moiety_engine.adapters.peft import read_adapter
-from moiety_engine.errors import AdapterError
 from moiety_engine.model.families import FAMILIES
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.families.wrapped import WRAPPERS
-from moiety_engine.planning.model_support import family_features, family_spec, family_table, report_on
+from moiety_engine.planning.model_support import family_features, family_spec, family_table, features_of, report_on
 from moiety_platform.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -140,7 +138,9 @@ def test_a_file_of_another_name_is_refused(capsys: pytest.CaptureFixture[str], t
     assert code == 1 and "is not called config.json" in err
 
 
-@pytest.mark.parametrize("family", ["longcat_flash", "nemotron_h"])
-def test_adapters_are_refused_where_layers_on_disk_are_not_layers_here(family: str, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=f"adapters on {family} models are not supported"):
-        read_adapter(tmp_path, family_spec(family), max_rank=8)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("longcat_flash", "feed-forward only"), ("nemotron_h", "attention only"), ("falcon_h1", "yes"), ("jamba", "yes")],
+)
+def test_adapters_are_served_where_layers_on_disk_are_not_layers_here(family: str, lora: str) -> None:
+    assert features_of(family_spec(family)).lora == lora

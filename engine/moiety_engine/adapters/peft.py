@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from moiety_engine.errors import AdapterError
 from moiety_engine.model.adapter_stacks import AdapterWeights, Product, form_of
 from moiety_engine.model.names import placements
+from moiety_engine.model.names.sublayers import stored_prefixes
 from moiety_engine.model.names.tensor_mapping import whole
 from moiety_engine.model.spec import AttentionSpec
 from moiety_engine.model.weights import AttentionWeights, DenseWeights, ModelWeights, MoeWeights, allocate
@@ -97,11 +98,6 @@ class _Config(msgspec.Struct):
 
 def read_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: torch.dtype = torch.float32) -> AdapterWeights:
     """Read the adapter in `folder`, whose factors are served in `dtype`. Raises AdapterError."""
-    if spec.block_starts:
-        raise AdapterError(
-            f"adapters on {spec.family} models are not supported, since two halves of their layers are stored apart or "
-            "two layers as one: serve the model without adapters"
-        )
     config = _read_config(folder, max_rank)
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:
@@ -171,13 +167,13 @@ def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, st
     halves, unknown, odd = {}, [], []
     for name, tensor in found.items():
         match = _NAME.fullmatch(name)
-        module = _canonical(match[2]) if match else ""
-        if match is None or int(match[1]) >= len(spec.layers) or _MODULE.fullmatch(module) is None:
+        module = _module_of(spec, int(match[1]), match[2]) if match else None
+        if match is None or module is None:
             unknown.append(name)
         elif tensor.dim() != 2 or not torch.isfinite(tensor).all():
             odd.append(name)
         else:
-            halves[(int(match[1]), module), match[3]] = tensor
+            halves[module, match[3]] = tensor
     if unknown:
         raise AdapterError(
             f"the adapter has tensors of unsupported modules: {_shown(unknown)}; supported modules are {_SUPPORTED}"
@@ -187,6 +183,41 @@ def _halves(found: dict[str, Tensor], spec: ModelSpec) -> dict[tuple[_Module, st
     if not halves:
         raise AdapterError("the adapter has no tensors: save it after training")
     return halves
+
+
+def _module_of(spec: ModelSpec, layer: int, name: str) -> _Module | None:
+    """Return the module with this name in a layer of the checkpoint; None if adapters on it are not supported."""
+    if not spec.block_starts:
+        module = layer, _canonical(name)
+        return module if layer < len(spec.layers) and _MODULE.fullmatch(module[1]) else None
+    for index, start in enumerate(spec.block_starts):
+        if start not in (layer, layer - 1):
+            continue
+        for usual, stored in stored_prefixes(spec, index).items():
+            if not f"{layer}.{name}.".startswith(stored):
+                continue
+            module = index, _canonical(f"{usual}{f'{layer}.{name}'.removeprefix(stored)}")
+            return module if _MODULE.fullmatch(module[1]) else None
+    return None
+
+
+def _weight_name(spec: ModelSpec, module: _Module) -> str:
+    """Return the name of the module's weight among the placements of a model without a checkpoint."""
+    index, name = module
+    stored = f"{index}.{name}"
+    if spec.block_starts:
+        prefixes = stored_prefixes(spec, index)
+        usual = next((one for one in prefixes if name.startswith(one)), None)
+        stored = stored if usual is None else prefixes[usual] + name.removeprefix(usual)
+    return f"model.layers.{stored}.weight"
+
+
+def _block_names(spec: ModelSpec) -> set[str]:
+    """Return prefixes of feed-forward tensors, by which placements use the engine's names of modules."""
+    if not spec.block_starts:
+        return {f"model.layers.{index}.mlp." for index in range(len(spec.layers))}
+    prefixes = (stored_prefixes(spec, index).get("mlp.") for index in range(len(spec.layers)))
+    return {f"model.layers.{stored}" for stored in prefixes if stored is not None}
 
 
 def _canonical(module: str) -> str:
@@ -239,8 +270,7 @@ def _fused(
     outputs = allocate(
         spec, device=torch.device("cpu"), dtype=torch.float32, product_dtype=torch.float32, groups=lambda _: rank
     )
-    parts = {f"model.layers.{index}.mlp.": None for index in range(len(spec.layers))}  # the engine's name prefixes
-    places = placements(spec, outputs, set(parts))
+    places = placements(spec, outputs, _block_names(spec))
     of_key: dict[Key, list[_Module]] = defaultdict(list)
     for of_layer, name in downs:
         for product in _products_of(spec, of_layer, name):
@@ -256,7 +286,7 @@ def _fused(
         up_ENr.zero_()
         down_EPrD = torch.zeros(form.num_experts, len(form.widths), rank, form.width)
         for module in modules:
-            place = places.get(f"model.layers.{layer}.{module[1]}.weight")
+            place = places.get(_weight_name(spec, module))
             if module[1] == _FUSED and _in_order(spec.layers[layer].attention):
                 place = whole(up_ENr)
             _check_shapes(module, place, downs[module], ups[module], form.width, rank)

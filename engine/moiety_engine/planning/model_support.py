@@ -76,8 +76,8 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     shares_rows = any(one.keys_are_values for one in grouped)
     compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
     lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
-    if spec.block_starts:
-        lora = f"{NO}: the checkpoint's layers, by which modules are named, are not the engine's"
+    if any(one.ffn is not None and not one.ffn.activation.gated for one in spec.layers):
+        lora = "attention only"
     return ModelFeatures(
         tensor_parallel=_divides(spec, Layout(tp=2)),
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
