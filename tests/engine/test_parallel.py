@@ -196,7 +196,7 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_attention": 2, "ep": 2}, {"pp": 2}, {"ffn_ranks": 1}], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4", "granitemoehybrid", "kimi_linear"])
 def test_parallel_ranks_undo_drafts_over_recurrent_layers_alike(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
 ) -> None:
