@@ -380,7 +380,7 @@ MUTANTS = [
     (layer_norm, "args.delta_TD + 4 * width * t, width", "args.delta_TD, width"),
     (layer_norm, "args.bias_D, width, 1.0", "args.bias_D, width, 0.0"),
     (scaled_sum, "args.num_values - first, _BLOCK", "args.num_values - first, _BLOCK - 16"),
-    (scaled_sum, "if args.row_T else task", "if args.row_T and task == 0 else task"),
+    (scaled_sum, "load_i64(args.row_T, row)", "load_i64(args.row_T, 0)"),
     (rms_norm, "sum_squares(x_D, width) / width", "sum_squares(x_D, width - 16) / width"),
     (rms_norm, "delta_TD + 4 * width * t, width", "delta_TD + 4 * width * (task * _BLOCK), width"),
     (route, "if better >= top_groups:", "if better > top_groups:"),

@@ -71,6 +71,9 @@ def test_scaled_sums_and_rows_with_a_factor_each(shape: tuple[int, ...]) -> None
     assert torch.allclose(scaled_sum(x, 0.3, y, -2.0), scaled_sum_reference.scaled_sum(x, 0.3, y, -2.0), atol=1e-6)
     factors, row = normal(90), torch.randint(90, shape[:1], device=DEVICE)
     assert torch.equal(scale_rows(x, factors, row), scaled_sum_reference.scale_rows(x, factors, row))
+    assert torch.equal(scale_rows(x, factors, row.int()), scale_rows(x, factors, row))
+    single = normal(shape[0], 1)  # weights of routed experts
+    assert torch.equal(scale_rows(single, factors, row.int()), single * factors[row, None])
     apart = torch.cat((x, y), dim=1)[:, : shape[1]]  # rows of a wider tensor
     assert torch.equal(scale_rows(apart, factors, row), scaled_sum_reference.scale_rows(x, factors, row))
     in_order = factors[: shape[0]].unsqueeze(1).contiguous()

@@ -13,6 +13,7 @@ from .conftest import Driver, Sequence
 RECORDED = [
     "cohere2_moe",  # attention beside the feed-forward, layer norms, a mean with shared experts
     "dbrx",
+    "gemma4_text",  # layers and experts have factors
     "granite",
     "granitemoe",
     "llama4_text",  # inputs of experts are weighted, queries grow

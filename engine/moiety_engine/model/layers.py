@@ -209,6 +209,10 @@ class SharedExperts:
         """Return the routed experts' output, which may be overwritten, plus the shared experts' output for x."""
         return self._dense.glu(x_TD, weight_T1=self._share(x_TD), onto_TD=routed_TD)
 
+    def alone(self, x_TD: Tensor) -> Tensor:
+        """Return the shared experts' output for x."""
+        return self._dense.glu(x_TD, weight_T1=self._share(x_TD)) if len(x_TD) else x_TD
+
     def _share(self, x_TD: Tensor) -> Tensor | None:
         gate_1D = self._weights.gate_1D
         if gate_1D is None:

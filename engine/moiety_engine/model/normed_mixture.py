@@ -11,6 +11,7 @@ import torch
 
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_kernels.rms_norm import rms_norm
+from moiety_kernels.scaled_sum import scale_rows, scaled_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +52,18 @@ class NormedMixture(MixtureOfExperts):
         else:
             slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
             routed_TD = self.routed(input_TD, weight_TK, slot_TK, rows)
-        shared_TD = self._add_shared(torch.zeros_like(x_TD), self._normed(x_TD, norms.shared_D))
-        routed_TD, shared_TD = self._group.sum(torch.stack((routed_TD, shared_TD)))
-        return self._normed(shared_TD, norms.shared_output_D) + self._normed(routed_TD, norms.routed_output_D)
+        assert self._shared is not None
+        shared_TD = self._shared.alone(self._normed(x_TD, norms.shared_D))
+        if self._group.size > 1:
+            routed_TD, shared_TD = self._group.sum(torch.stack((routed_TD, shared_TD)))
+        normed_TD = self._normed(shared_TD, norms.shared_output_D)
+        return scaled_sum(normed_TD, y=self._normed(routed_TD, norms.routed_output_D))
 
     def _route(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight and the index of each token's experts; experts have factors of their own."""
         weight_TK, expert_TK = super()._route(self._normed(x_TD, self._norms.router_D), token_ids_T)
-        return weight_TK * self._norms.expert_scale_E[expert_TK.long()], expert_TK
+        scaled_P1 = scale_rows(weight_TK.view(-1, 1), self._norms.expert_scale_E, expert_TK.view(-1))
+        return scaled_P1.view(weight_TK.shape), expert_TK
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
         return rms_norm(x_TD, weight_D, self._eps) if len(x_TD) else x_TD

@@ -9,6 +9,7 @@ from moiety_kernels.layer_norm import add_layer_norm, layer_norm
 from moiety_kernels.linear import linear
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
+from moiety_kernels.scaled_sum import scaled_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,7 @@ class Unnormalized:
         return x_TD
 
     def after_adding(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        sum_TD = x_TD + delta_TD
+        sum_TD = scaled_sum(x_TD, y=delta_TD)
         return sum_TD, sum_TD
 
 

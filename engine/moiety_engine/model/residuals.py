@@ -25,7 +25,8 @@ class ResidualConnections:
     ) -> None:
         self._other, self._parallel, self._defers = spec.residual, spec.parallel, spec.defers_experts
         self._multiplier, self._input_is_shared = multiplier, input_is_shared
-        self._scale_1 = None if spec.embedded else scale_1  # applied after the layer's embedding
+        # a layer with an embedding is scaled after that is added
+        self._scale = 1.0 if scale_1 is None or spec.embedded else float(scale_1)
 
     def add_attention(
         self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm
@@ -60,11 +61,7 @@ class ResidualConnections:
             fed_TD = fed_TD + deferred_TD
         if self._other is not None:
             x_TD, fed_TD = times(self._other.ffn_alpha, normed_TD), times(self._other.ffn_beta, fed_TD)
-        fed_TD = times(self._multiplier, fed_TD)
-        if self._scale_1 is None:
-            return x_TD, fed_TD, later_TD
-        scale_1 = self._scale_1.to(x_TD.dtype)
-        return x_TD * scale_1, fed_TD * scale_1, later_TD
+        return times(self._scale, x_TD), times(self._scale, times(self._multiplier, fed_TD)), later_TD
 
     def end(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor, next_norm: Norm) -> tuple[Tensor, Tensor]:
         """Return the layer's output, which is the sum of its two terms, and the input of the next layer.

@@ -31,8 +31,8 @@ def scaled_sum(x: Tensor, factor: float = 1.0, y: Tensor | None = None, y_factor
 def scale_rows(x_T: Tensor, factor_F: Tensor, row_T: Tensor | None = None) -> Tensor:
     """Return each of T rows, of any shape, times its factor, in x's dtype.
 
-    `factor_F`, float32: a table in which `row_T`, int64, has the place of each row's factor; without `row_T` the
-    factors are in the order of the rows.
+    `factor_F`, float32: a table in which `row_T`, int64 or int32, has the place of each row's factor; without `row_T`
+    the factors are in the order of the rows.
     """
     require(row_T is not None or factor_F.numel() == x_T.shape[0], "each row has a factor")
     require(row_T is None or row_T.shape[0] == x_T.shape[0], "each row has a place in the table")

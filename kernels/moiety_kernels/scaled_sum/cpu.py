@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.memory import load_f32, load_i64
+from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.values import LANES
@@ -15,7 +15,7 @@ from moiety_kernels.cpu.vectors import add_scaled_row, copy_row, scale_row
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = 4096  # values per task of a sum
+_BLOCK = 4096  # values per task
 
 
 class ScaledSumArguments(NamedTuple):
@@ -35,9 +35,12 @@ class ScaleRowsArguments(NamedTuple):
     x_TC: Address  # float32
     stride: Int64  # values from one row to the next
     factor_F: Address  # float32
-    row_T: Address  # int64, factor of each row; 0: the factors are in the order of the rows
+    row_T: Address  # int64 or int32, factor of each row; 0: the factors are in the order of the rows
+    wide_rows: Int64  # 1 for int64
     out_TC: Address
+    rows: Int64  # T
     width: Int64  # C
+    block: Int64  # rows per task
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -50,8 +53,8 @@ def fits_rows(x_T: Tensor, factor_F: Tensor, row_T: Tensor | None) -> bool:
     """Return whether `scale_rows` supports these tensors."""
     rows = x_T.shape[0]
     width = x_T.numel() // max(1, rows)
-    in_order = row_T is None or (row_T.dtype is torch.int64 and row_T.is_contiguous())
-    fits_x = x_T.dtype is torch.float32 and _has_whole_rows(x_T) and width > 0 and width % LANES == 0
+    in_order = row_T is None or (row_T.dtype in (torch.int64, torch.int32) and row_T.is_contiguous())
+    fits_x = x_T.dtype is torch.float32 and _has_whole_rows(x_T) and (width == 1 or (width > 0 and width % LANES == 0))
     return 0 < rows < MAX_TASKS and in_order and fits_x and _is_plain(factor_F)
 
 
@@ -72,16 +75,21 @@ def scaled_sum(x: Tensor, factor: float, y: Tensor | None, y_factor: float) -> T
 
 def scale_rows(x_T: Tensor, factor_F: Tensor, row_T: Tensor | None) -> Tensor:
     """Return each row times its factor, in new memory."""
-    out = torch.empty(x_T.shape)
+    out, rows = torch.empty(x_T.shape), x_T.shape[0]
+    width = x_T.numel() // rows
+    block = max(1, _BLOCK // width)
     args = ScaleRowsArguments(
         x_TC=x_T.data_ptr(),
         stride=x_T.stride(0),
         factor_F=factor_F.data_ptr(),
         row_T=0 if row_T is None else row_T.data_ptr(),
+        wide_rows=row_T is not None and row_T.dtype is torch.int64,
         out_TC=out.data_ptr(),
-        width=x_T.numel() // x_T.shape[0],
+        rows=rows,
+        width=width,
+        block=block,
     )
-    team().run(_rows_task, x_T.shape[0], args)
+    team().run(_rows_task, -(-rows // block), args)
     return out
 
 
@@ -111,7 +119,17 @@ def _sum_task(args: ScaledSumArguments, task: int, scratch: int) -> None:
 
 def _rows_task(args: ScaleRowsArguments, task: int, scratch: int) -> None:
     width = args.width
-    place = load_i64(args.row_T, task) if args.row_T else task
-    out = args.out_TC + 4 * width * task
-    copy_row(args.x_TC + 4 * args.stride * task, width, out)
-    scale_row(out, width, load_f32(args.factor_F, place))
+    for row in range(task * args.block, min(args.rows, (task + 1) * args.block)):
+        place = row
+        if args.row_T:
+            place = load_i64(args.row_T, row) if args.wide_rows else load_i32(args.row_T, row)
+        x, out, factor = (
+            args.x_TC + 4 * args.stride * row,
+            args.out_TC + 4 * width * row,
+            load_f32(args.factor_F, place),
+        )
+        if width == 1:
+            store_f32(out, 0, load_f32(x, 0) * factor)
+        else:
+            copy_row(x, width, out)
+            scale_row(out, width, factor)
