@@ -91,6 +91,79 @@ def open_grammars() -> Take:
     return take
 
 
+def open_preferred() -> Take:
+    """Schemas of forced calls' tools that are not strict: each is enforced or left out, and no request is refused."""
+    import msgspec
+    from tests.fuzz.words import tokenizer_json
+
+    from moiety_engine.structured_outputs.compiler import GrammarCompiler
+    from moiety_engine.structured_outputs.errors import GrammarRefused
+    from moiety_engine.structured_outputs.preferred_schemas import (
+        num_unsupported,
+        prefer_schemas,
+        tools_with_preference,
+    )
+    from moiety_wire.grammars import (
+        ArgumentNotation,
+        GrammarKind,
+        GrammarSpec,
+        NotedArgumentsGrammar,
+        ParameterTagsGrammar,
+        ToolCallGrammar,
+        ToolCallsGrammar,
+    )
+
+    compiler = GrammarCompiler(tokenizer_json(), (2,))
+    tags = ParameterTagsGrammar("<parameter=", ">\n", ">\n", "</parameter>", "\n", "\n")
+    notations = (None, tags, *(NotedArgumentsGrammar(notation, "|") for notation in ArgumentNotation))
+
+    def grammar(way: int, schemas: list[str]) -> GrammarSpec:
+        tools = [ToolCallGrammar(f"f{i}", '{"type":"object"}', preferred_schema=one) for i, one in enumerate(schemas)]
+        form = ToolCallsGrammar(
+            *(
+                tools,
+                "<tool_call>",
+                "",
+                "(",
+                ")",
+                None,
+                "</tool_call>",
+                {"<tool_call>": 5},
+                True,
+                len(tools) == 1,
+                False,
+            ),
+            parameters=notations[way],
+        )
+        return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+
+    def take(data: bytes) -> None:
+        way, data = split(data, len(notations))
+        text = data.decode(errors="replace")
+        try:
+            decoded = msgspec.json.decode(text)
+            schemas = (
+                [msgspec.json.encode(one).decode() for one in decoded[:4]] if isinstance(decoded, list) else [text]
+            )
+        except (ValueError, RecursionError):
+            schemas = [text]
+        spec = grammar(way, [one for one in schemas if one] or ["{}"])
+        without = prefer_schemas(spec, ())
+        try:
+            compiler.compile(without)
+        except GrammarRefused as refused:
+            assert str(refused)
+            return
+        chosen = compiler.try_grammar(spec)
+        assert not tools_with_preference(chosen)
+        assert num_unsupported(spec, chosen) <= len(tools_with_preference(spec))
+        assert compiler.try_grammar(chosen) == chosen == compiler.try_grammar(spec)
+        answer = compiler.open(chosen)
+        answer.take([len(data) % 250 + 8, 40, 41])
+
+    return take
+
+
 def open_peft() -> Take:
     """An adapter's files as an engine loads them."""
     import moiety_demo
@@ -120,6 +193,13 @@ TARGETS = (
         "grammars",
         "schemas, expressions and grammars that answers are held to",
         open_grammars,
+        ("moiety_engine",),
+        of_json,
+    ),
+    Target(
+        "preferred",
+        "schemas of forced calls' tools that are not strict",
+        open_preferred,
         ("moiety_engine",),
         of_json,
     ),

@@ -46,7 +46,7 @@ class ArgumentRules:
             if not isinstance(properties, Mapping) or not isinstance(required, list):
                 raise GrammarRefused("'properties' must be an object and 'required' a list")
             for name in required:
-                if name not in properties:
+                if not isinstance(name, str) or name not in properties:
                     raise GrammarRefused(f"/required: {name!r} is not among the properties; add it there")
             if not properties and not isinstance(root.get("additionalProperties", True), bool):
                 raise GrammarRefused(f"/additionalProperties: {unsupported('additionalProperties')}")
@@ -157,6 +157,8 @@ def _with_definitions(root: Mapping[str, Any], part: Any) -> Any:
             raise GrammarRefused(f": the reference {one[:64]!r} must point into '$defs'; move its target there")
     if not references:
         return part
+    if not isinstance(part, Mapping):
+        raise GrammarRefused(": a schema must be an object or a boolean")
     return {**{key: root[key] for key in _DEFINITIONS if key in root}, **part}
 
 

@@ -118,6 +118,11 @@ class _SchemaRewrite:
         if "prefixItems" in schema and (self.is_old or isinstance(schema.get("items"), list)):
             message = "it is a keyword of draft 2020-12, but this schema uses an older draft", "use one draft"
             raise _refused(f"{pointer}/prefixItems", *message)
+        required = schema.get("required", [])
+        if not isinstance(required, bool) and not (  # a boolean, of draft 3, is refused by the library
+            isinstance(required, list) and all(isinstance(one, str) for one in required)
+        ):
+            raise _refused(f"{pointer}/required", "it must be a list of strings", "list names of properties")
         self._check_least_properties(schema, pointer)
         if (unkept := self.bounds.note(schema, pointer)) is not None:
             raise _refused_bound(unkept)

@@ -151,12 +151,12 @@ class _SchemaRules:
         if not self._has_long(part):
             return self._kept(part)
         self._depth += 1
-        if self._depth > _MAX_DEPTH:
+        if self._depth > _MAX_DEPTH or not isinstance(part, Mapping):
             raise _NotWrittenError
         keywords = _KEYWORDS.intersection(part)
         if "$ref" in keywords:
             found = self._referred(part, keywords)
-        elif keywords == {"allOf"} and len(part["allOf"]) == 1:
+        elif keywords == {"allOf"} and isinstance(part["allOf"], list) and len(part["allOf"]) == 1:
             found = self.value(part["allOf"][0])
         elif len(keywords) == 1 and keywords <= {"anyOf", "oneOf"}:
             parts = part[keyword := next(iter(keywords))]
@@ -198,7 +198,11 @@ class _SchemaRules:
 
     def _object(self, part: Mapping[str, Any]) -> str:
         properties, required = part.get("properties", {}), part.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list) or not {*required} <= {*properties}:
+        if (
+            not isinstance(properties, Mapping)
+            or not isinstance(required, list)
+            or any(one not in [*properties] for one in required)
+        ):
             raise _NotWrittenError
         members = [
             (f"{self._space} {lark_string(_quoted(name))} {self._member_value(one)}", name in required)

@@ -41,7 +41,7 @@ def properties_of(part: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise GrammarRefused(": 'properties' must be an object and 'required' a list")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise GrammarRefused(f"/required: {name!r} is not among the properties; add it there")
     return properties, part.get("additionalProperties", True)
 
