@@ -214,7 +214,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             embedding_route(serve),
             *score_routes(serve),
             decision_route(serve),
-            message_route(serve),
+            message_route(serve, services.images),
             with_services(TokenCountController, messages=messages),
             response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),

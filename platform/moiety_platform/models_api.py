@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, TypeVar
 
-from litestar import Controller, Request, Response, get, post
+from litestar import Controller, Request, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, QueryParameter, SkipValidation
 from litestar.types import ExceptionHandlersMap
 from pydantic import ConfigDict, model_validator
 
-from moiety_platform.anthropic_api.errors import answer_anthropic_error
+from moiety_platform.anthropic_api.errors import answer_error_of_version
 from moiety_platform.anthropic_api.models import (
     DEFAULT_PAGE,
     MAX_PAGE,
-    VERSION_HEADER,
     ModelInfo,
     ModelPage,
     model_info,
@@ -27,7 +26,6 @@ from moiety_platform.anthropic_api.models import (
     parse_limit,
 )
 from moiety_platform.errors import BadRequest, NotFound, PlatformError, Unavailable
-from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenIds, refuse, shows
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.model_services import ModelServices
@@ -40,7 +38,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.schemas import either
 from moiety_platform.query_parameters import whole
-from moiety_platform.request_head import fields_of
+from moiety_platform.request_head import VERSION_HEADER, fields_of
 from moiety_platform.routing.choose import MODEL_NOT_FOUND, model_not_found
 from moiety_wire.messages import ModelCard
 
@@ -153,14 +151,7 @@ def _takes(body: type[StrictBody]) -> dict[str, Described]:
     return describes(Described(body={JSON: body}, errors=(404,)))
 
 
-def _answer_error(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
-    """Answer an error in the shape of the client's API."""
-    if VERSION_HEADER in fields_of(request.scope):
-        return answer_anthropic_error(request, error)
-    return answer_platform_error(request, error)
-
-
-_ERRORS: ExceptionHandlersMap = {PlatformError: _answer_error}
+_ERRORS: ExceptionHandlersMap = {PlatformError: answer_error_of_version}
 
 
 class ModelController(Controller):

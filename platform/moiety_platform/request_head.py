@@ -27,6 +27,9 @@ SINGLE = frozenset((b"host", b"content-length", b"content-type", b"authorization
 
 HEADER = "x-request-id"
 MESSAGES_PATH = "/v1/messages"
+VERSION_HEADER = (
+    b"anthropic-version"  # of Anthropic's clients, which get their API's format where two APIs share a path
+)
 MESSAGES_HEADER = "request-id"
 _ON_OTHERS, _ON_MESSAGES = (HEADER,), (HEADER, MESSAGES_HEADER)
 _STATE_KEY = "moiety_request_id"

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic import ConfigDict, Field, PlainValidator, PrivateAttr, ValidationInfo
 
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
 from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
@@ -160,6 +160,16 @@ class DocumentBlock(ContentBlock):
     title: str | None = None
     context: str | None = None
     citations: Citations = None
+    _uploaded_text: str | None = PrivateAttr(None)
+
+    @property
+    def file_id(self) -> str | None:
+        """Id of the uploaded file that the document is; None if the request has the document itself."""
+        return self.source.file_id if isinstance(self.source, UploadedSource) else None
+
+    def set_text(self, text: str) -> None:
+        """Set the text of the uploaded file, before `read_text` is used."""
+        self._uploaded_text = text
 
     @property
     def read_text(self) -> str:
@@ -167,6 +177,9 @@ class DocumentBlock(ContentBlock):
             text = self.source.data
         elif isinstance(self.source, ContentSource):
             text = text_of(self.source.content)
+        elif isinstance(self.source, UploadedSource):
+            assert self._uploaded_text is not None, "uploaded documents are read before the prompt is made"
+            text = self._uploaded_text
         else:
             return ""
         parts = [part for part in (self.context, text) if part]
@@ -177,7 +190,7 @@ class DocumentBlock(ContentBlock):
         if isinstance(self.source, ContentSource):
             has_images = any(isinstance(block, ImageBlock) for block in self.source.content)
             return IMAGE_IN_DOCUMENT if has_images else ""
-        return "" if isinstance(self.source, PlainTextSource) else DOCUMENT_UNSERVED
+        return "" if isinstance(self.source, PlainTextSource | UploadedSource) else DOCUMENT_UNSERVED
 
 
 class SearchResultBlock(ContentBlock):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from litestar import Controller, Request, post
@@ -26,6 +27,7 @@ from moiety_platform.anthropic_api.rate_limit_headers import NAMES as RATE_LIMIT
 from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_headers
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
+from moiety_platform.anthropic_api.uploaded_documents import load_documents
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
@@ -70,8 +72,12 @@ class MessageServices:
     adapters: AdapterCache | None = None
 
 
-async def _note_adjusted(body: MessagesBody, record: RequestRecord) -> MessagesBody:
-    """Record that a request for no output gets one token, which computes and caches its prompt all the same."""
+async def _prepare(images: ImagePreparation, body: MessagesBody, record: RequestRecord) -> MessagesBody:
+    """Read the documents that are uploaded files.
+
+    Record that a request for no output gets one token, which computes and caches its prompt all the same.
+    """
+    await load_documents(body.messages, images, record.principal)
     if body.max_tokens == 0:
         record.adjusted_fields["max_tokens"] = "1"
     return body
@@ -122,7 +128,6 @@ MESSAGES = Endpoint(
         security=SECURITY,
         headers=(MESSAGES_REQUEST_ID, *RATE_LIMITS),
     ),
-    prepare=_note_adjusted,
     errors=ANTHROPIC_ERRORS,
     authorization=api_key_authorization,
     headers=with_anthropic_headers,
@@ -131,9 +136,9 @@ MESSAGES = Endpoint(
 )
 
 
-def message_route(serve: Serve) -> HTTPRouteHandler:
+def message_route(serve: Serve, images: ImagePreparation) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    return route(MESSAGES, serve)
+    return route(replace(MESSAGES, prepare=partial(_prepare, images)), serve)
 
 
 class TokenCountController(Controller):
@@ -160,6 +165,7 @@ class TokenCountController(Controller):
         if messages.adapters is not None:
             adapter = await messages.adapters.find(principal.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
+        await load_documents(body.messages, messages.images, principal)
         asked = body.conversation()
         allowed = allowed_of(principal.allowed_models, adapter)
         card = messages.replicas.card(base, allowed, has_images=bool(asked.images))

@@ -10,8 +10,8 @@ from litestar import Request, Response
 
 from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_headers
 from moiety_platform.errors import Overloaded, PlatformError
-from moiety_platform.http_errors import error_headers, internal_error
-from moiety_platform.request_head import request_id_of
+from moiety_platform.http_errors import answer_platform_error, error_headers, internal_error
+from moiety_platform.request_head import VERSION_HEADER, fields_of, request_id_of
 from moiety_wire.trace_events import Reason
 
 OVERLOADED_STATUS = 529
@@ -98,3 +98,10 @@ def answer_unexpected_anthropic(request: Request[Any, Any, Any], error: Exceptio
     """Answer an internal error: log it completely and send no details."""
     log.error("unexpected_error", exc_info=error)
     return answer_anthropic_error(request, internal_error())
+
+
+def answer_error_of_version(request: Request[Any, Any, Any], error: PlatformError) -> Response[bytes]:
+    """Answer an error in the format of the client's API, where two APIs share a path."""
+    if VERSION_HEADER in fields_of(request.scope):
+        return answer_anthropic_error(request, error)
+    return answer_platform_error(request, error)

@@ -10,7 +10,6 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_whole
 from moiety_wire.messages import ModelCard
 
-VERSION_HEADER = b"anthropic-version"
 DEFAULT_PAGE = 20
 MAX_PAGE = 1000
 

@@ -41,7 +41,7 @@ _ROLES_OF_BLOCK = {"thinking": ("assistant",), "redacted_thinking": ("assistant"
 }
 _PLAIN_DOCUMENTS: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "document"}}},
-    "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content"]}}}}},
+    "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content", "file"]}}}}},
 }
 _SENT_IMAGES: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "image"}}},

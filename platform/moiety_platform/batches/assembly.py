@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from litestar import Router
 
+from moiety_platform.anthropic_api.errors import answer_error_of_version
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import owner_of_request
 from moiety_platform.backoff import Backoff
@@ -21,6 +22,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
+from moiety_platform.errors import PlatformError
 from moiety_platform.files.contents import FileContents
 from moiety_platform.files.controller import FileController
 from moiety_platform.files.service import Files
@@ -32,8 +34,15 @@ from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.metrics import Metrics
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.enforcer import QuotaEnforcer
+from moiety_platform.request_head import api_key_authorization
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.tracing import Tracing
+
+
+class ClientFileController(FileController):
+    """Routes of files, with errors in the format of the client's API."""
+
+    exception_handlers = {PlatformError: answer_error_of_version}  # noqa: RUF012  read by the framework only
 
 
 @dataclass(eq=False, repr=False)
@@ -89,8 +98,9 @@ class Batches:
     def routes(self) -> list[Router]:
         """Return the routes of `/v1/files` and `/v1/batches`."""
         owner = owner_of_request(self.authenticator)
+        owner_of_file = owner_of_request(self.authenticator, api_key_authorization)
         return [
-            with_services(FileController, owner=owner, files=self.files, uploads=self.uploads),
+            with_services(ClientFileController, owner=owner_of_file, files=self.files, uploads=self.uploads),
             with_services(BatchController, owner=owner, batches=self.services),
         ]
 

@@ -210,6 +210,7 @@ async def _open_services(
         process_id, database, objects, authenticator, quotas, metrics, telemetry.tracing, clock, settings,
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
     )  # fmt: skip
+    uploaded = UploadedImages(batches.files)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
@@ -240,7 +241,9 @@ async def _open_services(
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
         images=ImagePreparation(
-            await stack.enter_async_context(image_fetcher_of(settings, live)), UploadedImages(batches.files).read_all
+            await stack.enter_async_context(image_fetcher_of(settings, live)),
+            uploaded.read_all,
+            uploaded.read_documents,
         ),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)

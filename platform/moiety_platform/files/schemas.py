@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from moiety_platform.db.keyset import Listing
 from moiety_platform.fast_path import OWN_BODY_LIMIT
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.upload import MAX_EXPIRY_S, MIN_EXPIRY_S, PURPOSES
@@ -26,6 +27,10 @@ class FileObject(TypedDict):
     filename: str
     purpose: str
     status: Literal["processed"]
+
+
+class FileList(Listing[FileObject]):
+    """A page of files."""
 
 
 class DeletedFile(TypedDict):

@@ -45,12 +45,16 @@ class Uploads:
     keep_s: int | None = None  # lifetime of a file without a requested expiry; None: until it is deleted
     now: Now = now_ms
 
-    async def receive(self, owner: Principal, scope: Scope, receive: Receive) -> StoredFile:
-        """Store the file of a request.
+    async def receive(
+        self, owner: Principal, scope: Scope, receive: Receive, default_purpose: str | None = None
+    ) -> StoredFile:
+        """Store the file of a request, with `default_purpose` if the form names none.
 
         Raises BadRequest, TooLarge, Conflict, InsufficientStorage, Unavailable or ClientDisconnected.
         """
         upload = _Upload(self, owner)
+        if default_purpose is not None:
+            await upload.take(Field("purpose", default_purpose))
         try:
             async for part in read_form(receive, scope["headers"], self.max_file_bytes):
                 await upload.take(part)
@@ -168,6 +172,12 @@ def _purpose(fields: dict[str, str]) -> str:
 
 def _expires_s(fields: dict[str, str]) -> int | None:
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if (in_seconds := fields.get("expires_in_seconds")) is not None:  # Anthropic's field
+        if in_seconds.isascii() and in_seconds.isdigit() and MIN_EXPIRY_S <= int(in_seconds[:10]) <= MAX_EXPIRY_S:
+            return int(in_seconds)
+        raise BadRequest(
+            f"'expires_in_seconds' must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}", param="expires_in_seconds"
+        )
     if anchor is None and seconds is None:
         return None
     is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) < 10
