@@ -218,3 +218,24 @@ async def test_another_project_does_not_see_a_batch(start_gateway: StartGateway,
         assert json.loads((await gateway.request("GET", PATH, key=key))[2])["data"] == []
         assert (await gateway.request("GET", PATH, headers={"Authorization": None, "x-api-key": key}))[0] == 200
         assert (await gateway.request("GET", PATH, headers={"Authorization": None}))[0] == 401
+
+
+async def test_a_line_reads_documents_of_the_project_and_fails_alone_for_others(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    async with start_gateway([engine := FakeEngineClient(card)], stores_usage=True) as gateway, gateway.anthropic:
+        uploaded = await gateway.anthropic.beta.files.upload(file=("notes.txt", b"The sky is green."))
+
+        def naming(custom_id: str, file_id: str) -> Any:
+            asked = ask(custom_id)
+            block = {"type": "document", "source": {"type": "file", "file_id": file_id}}
+            asked["params"]["messages"][0]["content"] = [block, {"type": "text", "text": "What colour?"}]
+            return asked
+
+        asked = [naming("known", uploaded.id), naming("unknown", "file_none")]
+        batch = await ended(gateway, await gateway.anthropic.messages.batches.create(requests=asked))
+        found = await results(gateway, batch.id)
+        assert (found["known"].type, found["unknown"].type) == ("succeeded", "errored")
+        assert found["unknown"].error.error.type == "not_found_error"
+        (submit,) = engine.submits
+        assert found["known"].message.usage.input_tokens == len(submit.prompt_ids) > len("The sky is green.")

@@ -160,7 +160,7 @@ class DocumentBlock(ContentBlock):
     title: str | None = None
     context: str | None = None
     citations: Citations = None
-    _uploaded_text: str | None = PrivateAttr(None)
+    _uploaded_text: str = PrivateAttr("")  # `load_documents` sets it; a line of a batch is checked before that
 
     @property
     def file_id(self) -> str | None:
@@ -168,7 +168,7 @@ class DocumentBlock(ContentBlock):
         return self.source.file_id if isinstance(self.source, UploadedSource) else None
 
     def set_text(self, text: str) -> None:
-        """Set the text of the uploaded file, before `read_text` is used."""
+        """Set the text of the uploaded file, before the prompt is made."""
         self._uploaded_text = text
 
     @property
@@ -178,7 +178,6 @@ class DocumentBlock(ContentBlock):
         elif isinstance(self.source, ContentSource):
             text = text_of(self.source.content)
         elif isinstance(self.source, UploadedSource):
-            assert self._uploaded_text is not None, "uploaded documents are read before the prompt is made"
             text = self._uploaded_text
         else:
             return ""
