@@ -250,7 +250,14 @@ def publish_as_longcat(checkpoint: Any) -> Published:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
     folder, config = checkpoint.folder, checkpoint.oracle.config
-    same: tuple[str, ...] = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    same: tuple[str, ...] = (
+        "hidden_size",
+        "num_attention_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+    )
     same += ("v_head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_parameters")
     of_layer = {name: getattr(config, name) for name in same}
     of_layer |= {"intermediate_size": config.ffn_hidden_size, "num_key_value_heads": config.num_attention_heads}
