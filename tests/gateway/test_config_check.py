@@ -144,4 +144,4 @@ def test_an_engine_refuses_a_table_with_a_name_that_it_does_not_know(
     with pytest.raises(SystemExit) as ended:
         main(["engine", "--config", str(file)])
     assert ended.value.code == 2
-    assert "does not know batchin;" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "has unknown settings: batchin;" in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moiety_kernels.attention_input import AttentionInputPlan
 from moiety_kernels.attention_input import cpu as attention_input
@@ -19,7 +18,6 @@ from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import cpu as causal_conv
 from moiety_kernels.causal_conv.reference import causal_conv as causal_conv_reference
 from moiety_kernels.compressed_attention import cpu as compressed_attention
-from moiety_kernels.compressed_attention import reference as compressed_reference
 from moiety_kernels.cpu import compiling, dots
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
@@ -33,7 +31,6 @@ from moiety_kernels.gated_norm.reference import gated_norm as gated_norm_referen
 from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.hyper_connections import cpu as hyper_connections
-from moiety_kernels.hyper_connections import reference as hyper_reference
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
@@ -67,8 +64,8 @@ from moiety_kernels.scaled_sum import cpu as scaled_sum
 from moiety_kernels.selective_scan import cpu as selective_scan
 from moiety_kernels.selective_scan.reference import selective_scan as selective_scan_reference
 
-from . import compressed
 from .conftest import Paged
+from .deepseek_v4_checks import assert_close, compresses, connects_streams
 from .recurrent import TOKENS, delta_inputs, scan_inputs, sequences, states
 
 Check = Callable[[ModuleType, Any], None]
@@ -80,11 +77,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("several_threads")]  # e
 @pytest.fixture(autouse=True)
 def same_numbers_every_time() -> None:
     torch.manual_seed(0)
-
-
-def assert_close(ours: Tensor, theirs: Tensor, ratio: float = 1e-5) -> None:
-    """Assert that values agree; NaN never does."""
-    assert (ours.float() - theirs.float()).abs().max() <= ratio * theirs.float().abs().max().clamp(min=0.1)
 
 
 def embeds(kernel: ModuleType, _: Any) -> None:
@@ -285,34 +277,6 @@ def selects(kernel: ModuleType, paged: Paged) -> None:
             assert torch.equal(counts, expected_counts)
             is_void = torch.arange(most) >= counts[:, None]
             assert torch.equal(slots.masked_fill(is_void, 0), expected)
-
-
-def connects_streams(kernel: ModuleType, _: Any) -> None:
-    logits, scale, base = 3 * torch.randn(30, 24), torch.rand(3) + 0.5, torch.randn(24)
-    mixtures = kernel.mixture_weights(logits, scale, base, 4, 3, 1e-6)
-    for ours, theirs in zip(mixtures, hyper_reference.mixture_weights(logits, scale, base, 4, 3, 1e-6), strict=True):
-        assert_close(ours, theirs)
-    streams, output = torch.randn(30, 4, 48), torch.randn(30, 48)
-    pre, post, comb = hyper_reference.mixture_weights(logits, scale, base, 4, 3, 1e-6)
-    assert post is not None and comb is not None
-    assert_close(kernel.collapse_streams(streams, pre), hyper_reference.collapse_streams(streams, pre))
-    expanded = hyper_reference.expand_streams(streams, output, post, comb)
-    assert_close(kernel.expand_streams(streams, output, post, comb), expanded)
-
-
-def compresses(kernel: ModuleType, _: Any) -> None:
-    of = compressed.runs()
-    tokens = len(of.run_T)
-    for overlaps in (True, False):
-        columns, size = (64, 8) if overlaps else (32, 4)
-        args = torch.randn(tokens, 2 * columns), torch.randn(4, columns), compressed.history(size, 2 * columns), of
-        closing = compressed.closing(of, 4)
-        expected = compressed_reference.pool_windows(*args, closing, overlaps=overlaps)
-        assert_close(kernel.pool_windows(*args, closing, overlaps=overlaps), expected)
-    q, row, sinks = torch.randn(tokens, 3, 32), torch.randn(tokens, 32), torch.randn(3)
-    for dtype in (torch.float32, torch.bfloat16):
-        seen = q, row, compressed.history(6, 32), of, compressed.entries(of, 32, dtype), 0.2, sinks
-        assert_close(kernel.compressed_attention(*seen), compressed_reference.compressed_attention(*seen))
 
 
 CHECKS: dict[ModuleType, Check] = {

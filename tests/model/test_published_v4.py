@@ -113,9 +113,9 @@ def test_ranks_read_their_parts_of_experts_in_four_bits(both: tuple[Path, Path, 
     spec = read_spec(narrow)
     assert spec.weight_format == MXFP4
     for rank in range(2):
-        seat = RankPosition(layout, rank)
-        kept = load(narrow, spec, device=cpu, dtype=torch.float32, form=MXFP4, seat=seat)
-        wide = load(plain, read_spec(plain), device=cpu, dtype=torch.float32, seat=seat)
+        own = RankPosition(layout, rank)
+        kept = load(narrow, spec, device=cpu, dtype=torch.float32, form=MXFP4, rank_position=own)
+        wide = load(plain, read_spec(plain), device=cpu, dtype=torch.float32, rank_position=own)
         for one, other in zip(products_of(kept), products_of(wide), strict=True):
             torch.testing.assert_close(dequantize(one) if isinstance(one, QuantizedWeight) else one, other)
 

@@ -29,6 +29,7 @@ from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_l
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
+from moiety_engine.model.recorded_pass import record_programs
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import Key
-    from moiety_engine.model.decode_programs import DecodePrograms, Decodes, Replayed
+    from moiety_engine.model.decode_programs import Decodes, Replayed
     from moiety_engine.model.layers import FeedForward
     from moiety_engine.model.weights import NormWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
@@ -107,7 +108,7 @@ class Transformer:
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype in (torch.float32, torch.bfloat16)  # without torch
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
-        self._programs = _decode_programs(_Pass(self)) if recordable else None
+        self._programs = record_programs(self) if recordable else None
         attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16, group=ranks.tensor)
         halves = [
             attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
@@ -279,7 +280,7 @@ class Transformer:
         if programs is not None and recordable and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            x_TD, normed_TD = self._layers(x_TD, batch, kv, on_stored)
+            x_TD, normed_TD = self.run_layers(x_TD, batch, kv, on_stored)
             pipeline.send_to_next_stage(x_TD)
         kept_TD = normed_TD if self.spec.streams is None else x_TD.flatten(1)
         if kv.hidden is not None:
@@ -345,7 +346,7 @@ class Transformer:
         group = SINGLE_RANK_GROUPS.tensor if sums_itself else self.ranks.tensor
         return None if half is None else self._whole(call if isinstance(half, RemoteExperts) else half, group, weights)
 
-    def _layers(
+    def run_layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the output of all layers of this rank's stage, and its final norm.
@@ -434,26 +435,3 @@ class Transformer:
             chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
         if batch.owner_T is not None:
             self.expert_counter.count(chosen, batch.owner_T)
-
-
-class _Pass:
-    """Parts of a model that decode programs record."""
-
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
-
-    def begin(self, token_ids_T: Tensor) -> Tensor:
-        model = self._model
-        return model.vocabulary.look_up(token_ids_T, model.activation_dtype, model.spec.embedding_multiplier)
-
-    def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
-        return self._model._layers(x_TD, batch, kv)[1]
-
-    def logits(self, hidden_SD: Tensor) -> Tensor:
-        return self._model.logits(hidden_SD)
-
-
-def _decode_programs(parts: _Pass) -> DecodePrograms:
-    from moiety_engine.model.decode_programs import DecodePrograms  # noqa: PLC0415 - numba, of no use on a GPU
-
-    return DecodePrograms(parts)

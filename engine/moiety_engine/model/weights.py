@@ -15,7 +15,7 @@ import torch
 
 from moiety_engine.model.attention_options import IndexerSpec
 from moiety_engine.model.compressed_weights import StreamsWeights, allocate_streams
-from moiety_engine.model.layer_embeddings import (
+from moiety_engine.model.layer_embedding_weights import (
     AddedEmbeddingWeights,
     LayerEmbeddingWeights,
     allocate_added,

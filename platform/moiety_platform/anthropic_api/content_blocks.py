@@ -16,6 +16,7 @@ import msgspec
 from pydantic import ConfigDict, Field, PlainValidator, PrivateAttr, ValidationInfo
 
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
+from moiety_platform.anthropic_api.content_sources import Base64Source, PlainTextSource, UploadedSource, UrlSource
 from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
 from moiety_platform.inference.field_support import ignored
@@ -88,28 +89,6 @@ _MANY = Field(fail_fast=True, max_length=MAX_PARTS)
 _OR_TEXT = or_text(lambda text, _info: {"type": "text", "text": text}, "text blocks")
 
 TextBlocks = Annotated[list[TextBlock], _MANY, _OR_TEXT]
-
-
-class Base64Source(StrictBody):
-    type: Literal["base64"]
-    media_type: str
-    data: str
-
-
-class UrlSource(StrictBody):
-    type: Literal["url"]
-    url: str
-
-
-class UploadedSource(StrictBody):
-    type: Literal["file"]
-    file_id: str
-
-
-class PlainTextSource(StrictBody):
-    type: Literal["text"]
-    media_type: Literal["text/plain"] = "text/plain"
-    data: str
 
 
 class ImageBlock(ContentBlock):
