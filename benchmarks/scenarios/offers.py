@@ -16,7 +16,7 @@ from msgspec.structs import replace as change
 
 from moiety_engine.scheduling.policies.moiety.moiety import Moiety
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
-from moiety_engine.scheduling.policies.policy import PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import PolicyContext
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
 from moiety_engine.simulator.devices import A100_LLAMA3_8B

@@ -25,7 +25,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.vision_encoder import patches_of
 from moiety_engine.offline import run_all
-from moiety_engine.scheduling.policies.policy import StepBudget
+from moiety_engine.scheduling.policies.policy_interface import StepBudget
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.startup import load_loop

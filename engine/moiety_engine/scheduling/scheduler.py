@@ -26,7 +26,7 @@ from moiety_engine.scheduling.outputs.finish import NonFiniteEnd, finish_of
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.outputs.output_processor import OutputProcessor
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.policies.policy import BatchView, Policy, PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.policies.registry import make_policy
 from moiety_engine.scheduling.preemption.preemption_execution import Preemptor, SwapCost
 from moiety_engine.scheduling.prefill.padded_prefill_planner import PaddedPrefillPlanner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.policies.policy import Policy
+from moiety_engine.scheduling.policies.policy_interface import Policy
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
 from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel

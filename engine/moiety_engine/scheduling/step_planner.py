@@ -7,7 +7,7 @@ from dataclasses import replace
 from moiety_engine.images.encoder_cost import EncoderWork, ImageEncoding
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.plan import Chunk, DraftCatchUp, Plan
-from moiety_engine.scheduling.policies.policy import StepBudget
+from moiety_engine.scheduling.policies.policy_interface import StepBudget
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreSubmit
-from moiety_engine.scheduling.policies.policy import AdmissionDecision
+from moiety_engine.scheduling.policies.policy_interface import AdmissionDecision
 from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.sequence import Sequence
 from moiety_engine.structured_outputs.stepping import GrammarHandle

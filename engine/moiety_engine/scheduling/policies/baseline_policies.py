@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import Policy, PolicyContext
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence
 

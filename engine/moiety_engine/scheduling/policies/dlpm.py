@@ -17,7 +17,7 @@ from heapq import heappop, heappush, heapreplace
 
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy
-from moiety_engine.scheduling.policies.policy import PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import PolicyContext
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 

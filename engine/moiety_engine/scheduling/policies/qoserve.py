@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy, deadline_s
-from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext, StepBudget
+from moiety_engine.scheduling.policies.policy_interface import BatchView, PolicyContext, StepBudget
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence, SequenceState

@@ -8,7 +8,7 @@ from functools import partial
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy, arrival_order, deadline_s, rank_order
 from moiety_engine.scheduling.policies.dlpm import Dlpm
 from moiety_engine.scheduling.policies.moiety.moiety import Moiety
-from moiety_engine.scheduling.policies.policy import Policy, PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import Policy, PolicyContext
 from moiety_engine.scheduling.policies.qoserve import Qoserve, QoserveChunking, QoserveDemotion
 from moiety_engine.scheduling.policies.vtc import Vtc
 

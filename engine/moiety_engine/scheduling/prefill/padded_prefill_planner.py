@@ -6,7 +6,7 @@ Every row of a batch takes the blocks of the longest prompt plus the longest out
 from __future__ import annotations
 
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
-from moiety_engine.scheduling.policies.policy import Policy
+from moiety_engine.scheduling.policies.policy_interface import Policy
 from moiety_engine.scheduling.preemption.preemption_execution import Preemptor
 from moiety_engine.scheduling.prefill.prefill_planner import PrefillPlanner
 from moiety_engine.scheduling.step_planner import StepPlanner

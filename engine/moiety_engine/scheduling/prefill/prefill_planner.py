@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from moiety_engine.scheduling.kv.prefix_search import PrefixHits
-from moiety_engine.scheduling.policies.policy import BatchView
+from moiety_engine.scheduling.policies.policy_interface import BatchView
 from moiety_engine.scheduling.preemption.preemption_execution import Preemptor
 from moiety_engine.scheduling.queues.request_queues import by_arrival
 from moiety_engine.scheduling.scheduler_state import SchedulerState

@@ -7,7 +7,7 @@ from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservati
 from moiety_engine.scheduling.policies.moiety.preemption_victims import PreemptionVictims
 from moiety_engine.scheduling.policies.moiety.request_record import RequestRecords
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
-from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import BatchView, PolicyContext
 from moiety_engine.sequence import Sequence
 
 _MEAN_S = 20.0

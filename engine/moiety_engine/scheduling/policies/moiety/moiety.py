@@ -27,7 +27,13 @@ from moiety_engine.scheduling.policies.moiety.request_record import AT_RISK, Req
 from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.policies.moiety.urgency_queue import UrgencyQueue
-from moiety_engine.scheduling.policies.policy import AdmissionDecision, BatchView, Policy, PolicyContext, StepBudget
+from moiety_engine.scheduling.policies.policy_interface import (
+    AdmissionDecision,
+    BatchView,
+    Policy,
+    PolicyContext,
+    StepBudget,
+)
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import OverloadAction, ServiceClass

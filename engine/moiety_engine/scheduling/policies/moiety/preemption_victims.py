@@ -11,7 +11,7 @@ from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter, Ten
 from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
 from moiety_engine.scheduling.policies.moiety.request_record import AT_RISK, RequestRecords
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
-from moiety_engine.scheduling.policies.policy import BatchView, PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import BatchView, PolicyContext
 from moiety_engine.sequence import Sequence
 
 
