@@ -94,6 +94,7 @@ def alone(processes: RankProcesses) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", [layout for feature, layout in CELLS if feature == "Batch invariance"])
 def test_bits_do_not_depend_on_the_batch_on_several_ranks(processes: RankProcesses, layout: str) -> None:
     together = waves_for("Batch invariance")[0]
@@ -107,7 +108,7 @@ def test_bits_do_not_depend_on_the_batch_on_several_ranks(processes: RankProcess
         assert ours["best"][alone] == ours["best"][beside], "other bits in another batch"
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("feature", "layout"), CELLS, ids=str)
 def test_a_feature_on_several_ranks_answers_as_on_one(
     processes: RankProcesses, alone: dict[str, Any], feature: str, layout: str

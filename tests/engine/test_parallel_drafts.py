@@ -74,7 +74,7 @@ MTP_LAYOUTS = [
     {"dp_attention": 2, "ep": 2},
     thorough({"dp_attention": 2, "tp": 2, "ep": 4}),
     thorough({"dp_attention": 2, "ep": 2, "overlap": Overlap.ON}),
-    {"tp": 2, "ep": 2, "overlap": Overlap.ON},
+    thorough({"tp": 2, "ep": 2, "overlap": Overlap.ON}),
 ]
 
 
@@ -101,7 +101,7 @@ def test_the_mtp_layer_of_deepseek_v4_drafts_over_ranks(
     )
 
 
-DRAFT_LAYOUTS = [{"tp": 2, "ep": 2}, thorough({"dp_attention": 2, "ep": 2}), {"pp": 2}]
+DRAFT_LAYOUTS = [thorough({"tp": 2, "ep": 2}), thorough({"dp_attention": 2, "ep": 2}), {"pp": 2}]
 
 
 @pytest.mark.parametrize("layout", DRAFT_LAYOUTS, ids=str)

@@ -107,6 +107,7 @@ def test_random_calls_are_valid_also_where_no_token_marks_their_parts(
     check_random_calls(unmarked, schemas, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_calls_of_a_grammar_are_read_and_valid_by_their_schema(
     text: GrammarText, schemas: list[dict[str, Any]], name: str

@@ -149,6 +149,7 @@ BAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bad", BAD)
 async def test_a_bad_replica_is_asked_once_and_then_by_one_trial_after_each_backoff(
     start_upstream: StartUpstream, client_of: ClientOf, start_over: StartOver, bad: Any

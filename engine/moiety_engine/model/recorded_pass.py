@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from moiety_engine.model.batch import Batch, KvCache
     from moiety_engine.model.decode_programs import DecodePrograms
-    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.model.spec import ModelSpec
+    from moiety_engine.model.vocabulary import Vocabulary
+
+
+class RecordedModel(Protocol):
+    """A model whose decodes are recorded."""
+
+    spec: ModelSpec
+    vocabulary: Vocabulary
+    activation_dtype: torch.dtype
+
+    def run_layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]: ...
+    def logits(self, hidden_LD: Tensor) -> Tensor: ...
 
 
 class RecordedPass:
     """Embedding, layers and logits of a model, each as one function of tensors."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: RecordedModel) -> None:
         self._model = model
 
     def begin(self, token_ids_T: Tensor) -> Tensor:
@@ -32,7 +45,7 @@ class RecordedPass:
         return self._model.logits(hidden_SD)
 
 
-def record_programs(model: Transformer) -> DecodePrograms:
+def record_programs(model: RecordedModel) -> DecodePrograms:
     """Return the decode programs of a model, which record nothing yet."""
     from moiety_engine.model.decode_programs import DecodePrograms  # noqa: PLC0415 - numba, of no use on a GPU
 
