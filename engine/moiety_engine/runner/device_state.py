@@ -103,9 +103,10 @@ class DeviceState:
         Call it before the plan runs.
         """
         self.move(Copies(plan.swap_out, plan.swap_in))
-        self._controls.move_states(plan.state_replays, plan.state_copies)
-        self._state_copier.replay(0, plan.state_replays)
-        self._state_copier.run(0, plan.state_copies)
+        if plan.state_replays or plan.state_copies:
+            self._controls.move_states(plan.state_replays, plan.state_copies)
+            self._state_copier.replay(0, plan.state_replays)
+            self._state_copier.run(0, plan.state_copies)
         for kv_load in plan.kv_loads:
             assert self._arrivals is not None, "KV is loaded without a receiver"
             self._arrivals.load(*kv_load)

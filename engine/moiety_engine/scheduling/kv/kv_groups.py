@@ -48,6 +48,7 @@ class KvGroups:
         self._ledgers = tuple(ledgers)
         self.first = self._ledgers[0]
         self.count = len(self._ledgers)
+        self._has_states = any(kv.states is not None for kv in self._ledgers)
 
     def __iter__(self) -> Iterator[KvLedger]:
         return iter(self._ledgers)
@@ -109,15 +110,15 @@ class KvGroups:
 
         Slot numbers of a group, on the device and then on the host, follow those of the groups before it.
         """
-        copies = []
-        for first, kv in self._first_slots():
+        copies: list[tuple[int, int]] = []
+        for first, kv in self._first_slots() if self._has_states else ():
             copies += [(source + first, target + first) for source, target in kv.take_state_copies()]
         return copies
 
     def take_state_replays(self) -> list[tuple[int, int]]:
         """Return the replays of all groups, once per plan, with slots numbered as for the copies."""
-        replays = []
-        for first, kv in self._first_slots():
+        replays: list[tuple[int, int]] = []
+        for first, kv in self._first_slots() if self._has_states else ():
             replays += [(slot + first, count) for slot, count in kv.take_state_replays()]
         return replays
 
