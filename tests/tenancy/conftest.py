@@ -195,9 +195,11 @@ def database_url(dialect: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 @contextlib.asynccontextmanager
 async def opened_database(url: str) -> AsyncIterator[Database]:
-    opened = Database.open(url, pool=PATIENT)
-    yield opened
-    await opened.close()
+    opened = Database.open(url, busy_timeout_s=PATIENT.wait_s, pool=PATIENT)
+    try:
+        yield opened
+    finally:
+        await opened.close()
 
 
 @pytest.fixture

@@ -300,7 +300,9 @@ async def test_gateways_that_look_at_once_do_each_chore_once(
         session.add(IdempotencyTenant(tenant_id="t", num_keys=450, num_bytes=450))
         session.add_all(file_of(f"{number}", OLD) for number in range(40))
     gateways = [upkeep_of((database, second)[n % 2], f"gateway-{n}", store_clock, objects) for n in range(6)]
-    rounds = await asyncio.gather(*(gateway.round() for gateway in gateways))
+    async with asyncio.TaskGroup() as group:  # which ends the others, and their connections, if one fails
+        tasks = [group.create_task(gateway.round()) for gateway in gateways]
+    rounds = [task.result() for task in tasks]
     assert [sum(done.get(name, 0) for done in rounds) for name in ("idempotent_requests", "files")] == [450, 40]
     assert sum(bool(done.get("idempotent_requests")) for done in rounds) == 1
     assert await left(database, IdempotencyTenant.tenant_id) == set()
