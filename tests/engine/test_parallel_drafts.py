@@ -87,6 +87,27 @@ def test_an_mtp_layer_drafts_over_ranks(
     check(processes, tmp_path, layout, speculate=Speculate.MTP)
 
 
+MOVING = {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 5.0}
+
+
+def test_an_mtp_layer_drafts_while_the_experts_of_the_model_move(processes: RankProcesses, tmp_path: Path) -> None:
+    write_one_that_reads_what_was_made(tmp_path)
+    config = settings_of(tmp_path, speculate=Speculate.MTP, **MOVING)
+    (expected,) = processes.work(*ranks_of(settings_of(tmp_path)), waves=requests(), hurries=STEP_S)
+    ours, _ = processes.work(*ranks_of(config), waves=requests(), hurries=STEP_S, shuffles=True)
+    assert_same(expected, ours)
+    assert ours["num_accepted"] > 20 and ours["moves"]["bytes"] > 0
+
+
+def test_an_mtp_layer_drafts_without_an_excluded_rank(processes: RankProcesses, tmp_path: Path) -> None:
+    write_one_that_reads_what_was_made(tmp_path)
+    config = settings_of(tmp_path, speculate=Speculate.MTP, dp_attention=3, ep=1, exclude_rank_after_s=5)
+    (expected,) = processes.work(*ranks_of(settings_of(tmp_path)), waves=requests(), hurries=STEP_S)
+    ours, _ = processes.work(*ranks_of(config)[:2], waves=requests(), hurries=STEP_S)
+    assert_same(expected, ours)
+    assert ours["num_accepted"] > 20 and ours["num_excluded"] == 1
+
+
 @pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, thorough({"dp_attention": 2, "ep": 2})], ids=str)
 def test_the_mtp_layer_of_deepseek_v4_drafts_over_ranks(
     processes: RankProcesses, tmp_path: Path, layout: dict[str, Any]

@@ -207,7 +207,7 @@ class Driver:
                 max_run=count,
             ),
         )
-        return model.hidden(batch, kv, **more)
+        return model.own_hidden(batch, kv, **more)
 
 
 def test_it_says_what_plain_torch_says_in_chunks_and_after_its_own_guesses(published: Published) -> None:

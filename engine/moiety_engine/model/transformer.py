@@ -233,20 +233,12 @@ class Transformer:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the wanted rows."""
         return self.logits(self.hidden(batch, kv))
 
-    @torch.inference_mode()
-    def hidden(
-        self,
-        batch: Batch,
-        kv: KvCache,
-        on_stored: Callable[[int], None] | None = None,
-        *,
-        before_TD: Tensor | None = None,
-    ) -> Tensor:
+    def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the wanted rows.
 
         The first group of ranks gets the rows of all groups. See `own_hidden`.
         """
-        return self.gather_groups(self.own_hidden(batch, kv, on_stored, before_TD=before_TD), batch)
+        return self.gather_groups(self.own_hidden(batch, kv, on_stored), batch)
 
     @torch.inference_mode()
     def own_hidden(
