@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from moiety_platform.anthropic_api.schemas import MessagesBody
+
 from .anthropic_clients import client, open_client
 from .conftest import RunningGateway
 
@@ -140,3 +142,10 @@ async def test_a_document_of_no_file_or_of_another_purpose_is_refused(
         await client.beta.messages.create(**asking(document(batch.id)), max_tokens=2, betas=BETA)
     with pytest.raises(anthropic.NotFoundError, match="there is no file"):
         await client.beta.messages.create(**asking(document("file_none")), max_tokens=2, betas=BETA)
+
+
+def test_a_document_that_was_not_read_is_an_error_and_not_an_empty_text() -> None:
+    body = MessagesBody.model_validate({**asking(document("file_1")), "max_tokens": 2})
+    body.check()  # of a line of a batch, whose files are read when it is answered
+    with pytest.raises(RuntimeError, match="before `load_documents` has read it"):
+        body.generation()

@@ -139,15 +139,15 @@ class DocumentBlock(ContentBlock):
     title: str | None = None
     context: str | None = None
     citations: Citations = None
-    _uploaded_text: str = PrivateAttr("")  # `load_documents` sets it; a line of a batch is checked before that
+    _uploaded_text: str | None = PrivateAttr(None)  # `load_documents` sets it
 
     @property
     def file_id(self) -> str | None:
         """Id of the uploaded file that the document is; None if the request has the document itself."""
         return self.source.file_id if isinstance(self.source, UploadedSource) else None
 
-    def set_text(self, text: str) -> None:
-        """Set the text of the uploaded file, before the prompt is made."""
+    def set_text(self, text: str | None) -> None:
+        """Set the text of the uploaded file, before the prompt is made; None: it is not read yet."""
         self._uploaded_text = text
 
     @property
@@ -157,6 +157,8 @@ class DocumentBlock(ContentBlock):
         elif isinstance(self.source, ContentSource):
             text = text_of(self.source.content)
         elif isinstance(self.source, UploadedSource):
+            if self._uploaded_text is None:
+                raise RuntimeError("an uploaded document is used before `load_documents` has read it")
             text = self._uploaded_text
         else:
             return ""

@@ -39,6 +39,7 @@ from moiety_platform.anthropic_api.turns import (
     removed_tools,
     skipped_blocks,
 )
+from moiety_platform.anthropic_api.uploaded_documents import without_documents
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -261,6 +262,10 @@ class MessagesBody(ConversationBody, GeneratingBody):
             keep_s=self._keep_s(),
             context_edits=() if self.context_management is None else self.context_management.context_edits(),
         )
+
+    def check(self) -> None:
+        with without_documents(self.messages):
+            super().check()
 
     @property
     def marks_end(self) -> bool:

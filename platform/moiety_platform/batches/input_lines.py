@@ -203,7 +203,7 @@ def decode_body_of_line(endpoint: BatchEndpoint, data: bytes, max_depth: int, sh
     body = decode_body(endpoint.schema, data, max_depth, shape)
     if body.wants_stream:
         raise BadRequest("'stream' cannot be true in a batch; leave it out", param="body.stream")
-    body.generation()  # checks what the schema cannot express
+    body.check()
     return body
 
 

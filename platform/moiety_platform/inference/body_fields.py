@@ -249,6 +249,10 @@ class InferenceBody(StrictBody):
     def generation(self) -> Generation:
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Check what the schema cannot express, without what the request refers to. Raises BadRequest."""
+        self.generation()
+
     def skipped_entries(self) -> Iterator[str]:
         """Yield the paths of list entries that have no effect, such as tools of an unknown type."""
         yield from ()
