@@ -13,15 +13,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import hypothesis
 import psutil
 import pytest
+from tests.selection import beyond_sample, fast_tests, further_mutants, repeated_combinations, sample_steps
 
 gc.disable()  # during collection, which creates no garbage
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, and further threads would only spin
@@ -35,12 +35,11 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
-FAST = os.environ.get("MOIETY_TEST_FAST", "")  # test functions that are short, once each: make test-fast
+FAST = bool(os.environ.get("MOIETY_TEST_FAST"))  # test functions that are short, once each: make test-fast
+MEASURED = bool(os.environ.get("MOIETY_TEST_MEASURED"))  # all tests that the lists of durations leave out, too
 TESTS = Path(__file__).parent
-HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest"))]
-LONG = frozenset() if FAST == "all" else frozenset((TESTS / "long_tests.txt").read_text().split())
+HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest", "selection"))]
 EXAMPLES = 100 if THOROUGH else 25  # for properties whose test sets no number
-WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 
 # an assertion that fails in a helper module shows its values, too
 pytest.register_assert_rewrite(*(".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in HELPERS))
@@ -94,102 +93,24 @@ class _InOrderOfPaths:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `thorough`, most combinations of parameters, tests beyond the sample of functions marked
-    `one_in` and most mutants unless all are wanted, and most tests where only the fast ones are. Where workers take a
-    file at a time, files with slow tests come first, then files with many, so that none is left to the end."""
+    `one_in` or of long ones, and most mutants unless all are wanted, and most tests where only the fast ones are. Where
+    workers take a file at a time, files with slow tests come first, then files with many, so that none is left to the
+    end."""
     if not THOROUGH:
-        _keep(config, items, lambda item: not item.get_closest_marker("thorough"))
-        left_out = repeated_combinations(items) | _further_mutants(items)
-        _keep(config, items, lambda item: item not in left_out)
-        beyond = beyond_sample(items)
-        _keep(config, items, lambda item: item not in beyond)
+        _deselect(config, items, {item for item in items if item.get_closest_marker("thorough")})
+        _deselect(config, items, repeated_combinations(items) | further_mutants(items))
+        _deselect(config, items, beyond_sample(items, {} if MEASURED else sample_steps()))
     if FAST:
-        seen: set[tuple[Path, str]] = set()
-        _keep(config, items, lambda item: _is_fast(item, seen))
+        _deselect(config, items, set(items).difference(fast_tests(items)))
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path not in slow, -counts[item.path], item.path))
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
-    kept = [item for item in items if wanted(item)]
-    left_out = set(items).difference(kept)
-    items[:] = kept
+def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
+    items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
-
-
-def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that can be left out: of each function, those kept have every value of each parameter at least
-    once, beside every value of the parameters that the marker `combinations` names (`by`)."""
-    return {item for function in _by_function(items) for item in _not_needed(function)}
-
-
-def beyond_sample(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that can be left out of functions marked `one_in(n)`: all but each n-th. Functions begin to
-    count at different ones, so that each value is in some function's sample."""
-    beyond: set[pytest.Item] = set()
-    for function in _by_function(items):
-        marker = function[0].get_closest_marker("one_in")
-        if marker is not None:
-            (step,) = marker.args
-            sample = function[crc32(function[0].originalname.encode()) % min(step, len(function)) :: step]
-            beyond.update(set(function).difference(sample))
-    return beyond
-
-
-def _by_function(items: list[pytest.Item]) -> Iterable[list[pytest.Function]]:
-    """Return the tests with parameters, each function's in one list."""
-    functions: dict[tuple[Path, str, str], list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            where = item.parent.nodeid if item.parent else ""
-            functions.setdefault((item.path, where, item.originalname), []).append(item)
-    return functions.values()
-
-
-def _further_mutants(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that a changed kernel is noticed, all but the first of each file."""
-    seen: set[Path] = set()
-    further: set[pytest.Item] = set()
-    for item in items:
-        if isinstance(item, pytest.Function) and "a_mutant" in item.originalname:
-            if item.path in seen:
-                further.add(item)
-            seen.add(item.path)
-    return further
-
-
-def _not_needed(function: list[pytest.Function]) -> Iterator[pytest.Function]:
-    """Yield what a greedy cover leaves over: the next test kept is always the one with the most values not yet seen.
-    Parameters that one `parametrize` lists together are rows of a table, and count as one."""
-    marker = function[0].get_closest_marker("combinations")
-    by = marker.kwargs.get("by", ()) if marker else ()
-    names = [one.args[0] for one in function[0].iter_markers("parametrize")]
-    rows = [tuple(part.strip() for part in one.split(",")) if isinstance(one, str) else tuple(one) for one in names]
-    alone = [(name,) for name in function[0].callspec.params if not any(name in row for row in rows)]
-    values = {}
-    for item in function:
-        params = {name: repr(value) for name, value in item.callspec.params.items()}
-        beside = tuple(params[name] for name in by)
-        values[item] = {(row, tuple(params[name] for name in row), beside) for row in (*rows, *alone)}
-    missing = set().union(*values.values())
-    while missing:
-        best = max(values, key=lambda item: len(values[item] & missing))
-        missing -= values.pop(best)
-    yield from values
-
-
-def _is_fast(item: pytest.Item, seen: set[tuple[Path, str]]) -> bool:
-    """Return whether a test is one of the fast ones: short, without processes, and the first of its function's
-    parameters. `seen`: the functions of which one test was kept."""
-    path = item.path.relative_to(TESTS)
-    function = item.path, getattr(item, "originalname", item.name)
-    if path.parts[0] in WITH_PROCESSES or item.get_closest_marker("slow") or function in seen:
-        return False
-    if f"tests/{path}::{function[1]}" in LONG:
-        return False
-    seen.add(function)
-    return True
 
 
 def pytest_collection_finish() -> None:

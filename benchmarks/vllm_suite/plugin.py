@@ -130,7 +130,7 @@ class Servers:
 SERVERS = Servers()
 
 
-class NamingClient(openai.AsyncOpenAI):
+class NamingClient(openai.AsyncOpenAI):  # type: ignore[misc]
     """Client that names the model in requests for responses without one: vLLM's server needs no name."""
 
     model = ""

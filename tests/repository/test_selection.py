@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import beyond_sample, repeated_combinations
+from tests import selection
+from tests.selection import beyond_sample, repeated_combinations, sample_steps, write_lists
 
 pytest_plugins = ["pytester"]
 
@@ -26,7 +27,7 @@ def collected(**environment: str) -> set[tuple[str, ...]]:
 
 
 def test_each_value_of_each_parameter_is_kept_beside_each_of_those_named() -> None:
-    some, all_ = collected(), collected(MOIETY_TEST_ALL="1")
+    some, all_ = collected(MOIETY_TEST_MEASURED="1"), collected(MOIETY_TEST_ALL="1")
     assert some < all_
     assert len(some) < len(all_) / 10
     for position in range(1, len(next(iter(all_)))):
@@ -53,6 +54,7 @@ def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytes
 
 
 def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = one_in")
     items = pytester.getitems("""
         import pytest
 
@@ -67,7 +69,7 @@ def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: p
         @pytest.mark.parametrize("a", range(9))
         def test_all(a): pass
     """)
-    left_out = beyond_sample(items)
+    left_out = beyond_sample(items, {})
     kept = [item for item in items if isinstance(item, pytest.Function) and item not in left_out]
     places = {
         name: [one.callspec.params["a"] for one in kept if one.originalname == name]
@@ -75,3 +77,44 @@ def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: p
     }
     first = places["test_many"][0]
     assert places == {"test_many": [first, first + 3, first + 6], "test_single": [0], "test_all": list(range(9))}
+
+
+def test_a_function_that_takes_long_is_sampled_without_a_marker(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = one_in")
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.parametrize("a", range(9))
+        def test_long(a): pass
+
+        @pytest.mark.one_in(3)
+        @pytest.mark.parametrize("a", range(9))
+        def test_both(a): pass
+    """)
+    module = items[0].path
+    steps = {f"tests/{os.path.relpath(module, ROOT / 'tests')}::{name}": 3 for name in ("test_long", "test_both")}
+    kept = [item for item in items if item not in beyond_sample(items, steps)]
+    assert len([item for item in kept if item.name.startswith("test_long")]) == 3
+    assert len([item for item in kept if item.name.startswith("test_both")]) == 1
+
+
+def test_lists_come_from_the_durations_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "LONG", tmp_path / "long.txt")
+    monkeypatch.setattr(selection, "SAMPLED", tmp_path / "sampled.txt")
+    times = {"test_slow": 2.0, "test_short": 0.01, "test_medium": 0.2}
+    cases = "".join(
+        f'<testcase classname="tests.some.test_file" name="{name}[{number}]" time="{time}"/>'
+        for name, time in times.items()
+        for number in range(8)
+    )
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    write_lists(tmp_path / "report.xml")
+    assert (tmp_path / "long.txt").read_text() == "tests/some/test_file.py::test_slow\n"
+    assert sample_steps() == {"tests/some/test_file.py::test_slow": 4, "tests/some/test_file.py::test_medium": 3}
+
+
+def test_the_lists_name_functions_that_there_are() -> None:
+    names = [name.split("::") for name in {*selection.LONG.read_text().split(), *sample_steps()}]
+    sources = {path: (ROOT / path).read_text() for path, _ in names}
+    missing = [(path, name) for path, name in names if f"def {name}(" not in sources[path] and name != "runTest"]
+    assert missing == []
