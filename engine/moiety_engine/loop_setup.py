@@ -21,6 +21,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.mtp_and_draft_model.drafting import DraftModel
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
+from moiety_engine.runner.adapter_loading import AdapterLoader
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.micro_batches import cutting_of
 from moiety_engine.runner.overlap import steps_overlap
@@ -66,7 +67,7 @@ def build_loop(
     draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns, controls)
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
     kv_connector = connector_of(config.transfer)
-    adapters = _load_adapters(model, config, sizes)
+    adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots()
     options = DeviceOptions(kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config))
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
@@ -92,9 +93,13 @@ def build_loop(
     return EngineLoop(executor, scheduler, intake, experts, reporter, clock_ns=clock_ns)
 
 
-def _load_adapters(model: Transformer, config: EngineConfig, sizes: Sizes) -> AdapterSlots:
+def _load_adapters(model: Transformer, controls: ControlSender, config: EngineConfig, sizes: Sizes) -> AdapterSlots:
     adapters = AdapterSlots(
-        model, max_bytes=sizes.adapter_bytes, max_slots=config.max_adapters, max_rank=config.max_adapter_rank
+        model,
+        AdapterLoader(model, controls),
+        max_bytes=sizes.adapter_bytes,
+        max_slots=config.max_adapters,
+        max_rank=config.max_adapter_rank,
     )
     for name, folder in config.adapters.items():
         adapters.learn(name, Path(folder))

@@ -126,8 +126,8 @@ class ServingOptions(ServedModelOptions):
     )
     adapter_memory_bytes: int | None = _adapters(
         None,
-        "Device memory for adapters, such as 2GiB; 0 disables adapters. If not given, 1 GiB on a CPU and 1/64 of the "
-        "memory of a GPU.",
+        "Device memory for adapters on each rank, such as 2GiB; 0 disables adapters. If not given, 1 GiB on a CPU and "
+        "1/64 of the memory of a GPU.",
         is_size=True,
     )
     adapter_disk_bytes: int = _adapters(

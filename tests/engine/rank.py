@@ -32,6 +32,7 @@ from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model import remote_experts as apart
 from moiety_engine.model import weight_offload
+from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
@@ -50,9 +51,10 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
     fails: str = ""  # rank 0 raises this error
-    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host` or `device`; on all ranks `cache`
+    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
+    adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
     turns: str = ""  # a folder in which each rank with attention notes what it sends; experts wait for the next note
 
 
@@ -72,10 +74,13 @@ class Answer(msgspec.Struct):
     vectors: dict[int, list[float]] = {}
     refusals: list[str] = []
     failed: dict[int, str] = {}  # codes
+    reasons: dict[int, str] = {}  # messages of failures
     num_waited: int = 0  # layers of micro-batches that experts gave back only once others had been sent
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
     num_excluded: int = 0  # ranks
+    num_evictions: int = 0  # of adapters
+    num_slots: int = 0  # of adapters
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -115,11 +120,20 @@ def lacking(what: str) -> Iterator[None]:
             raise OutOfMemory("there is no room")
         whole(self, on_progress)
 
+    prepared = AdapterStacks.prepare
+
+    def prepare(self: AdapterStacks, *layout: Any) -> Any:
+        if next(tries) % 2 == 0:
+            raise RuntimeError("there is no room")
+        return prepared(self, *layout)
+
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
+        if what == "slots":
+            stack.enter_context(patch.object(AdapterStacks, "prepare", prepare))
         if what == "device":
             stack.enter_context(patch.object(WeightOffload, "reload_weights", reload_weights))
         yield
@@ -143,16 +157,16 @@ class Turns:
                 file.write(b".")
             return begun
 
-        def answering(experts: apart.ExpertServer, num_micro_batches: int) -> None:
+        def answering(experts: apart.ExpertServer, num_micro_batches: int, **more: bool) -> None:
             self._left = len(experts._layers) * num_micro_batches if num_micro_batches > 1 else 0
-            answer(experts, num_micro_batches)
+            answer(experts, num_micro_batches, **more)
 
-        def giving(layer: apart._Answering, *given: Any) -> Any:
+        def giving(layer: apart._Answering, *given: Any, **more: bool) -> Any:
             self._given += 1
             self._left -= 1
             if self._left > 0:
                 self._wait_for_the_next()
-            return give(layer, *given)
+            return give(layer, *given, **more)
 
         with (
             patch.object(apart.RemoteExperts, "begin", noting),
@@ -222,13 +236,15 @@ def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> No
             answer.token_ids[output.key] += output.token_ids
             num_open -= output.finish is not None
         for failure in step.failures if step else ():
-            answer.failed[failure.key] = failure.code
+            answer.failed[failure.key], answer.reasons[failure.key] = failure.code, failure.message
             num_open -= 1
 
 
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
     loop.warm_up()
+    for name, folder in work.adapters.items():
+        loop.intake.adapters.learn(name, Path(folder))
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     shuffle = shuffler(loop) if work.shuffles else None
@@ -258,6 +274,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.num_swapped = load.swapped_in_blocks_total
     answer.num_accepted = load.accepted_tokens_total
     answer.num_excluded = load.excluded_ranks
+    answer.num_evictions = loop.intake.adapters.evictions_total
+    answer.num_slots = len(loop.intake.adapters.slots)
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,

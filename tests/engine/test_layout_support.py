@@ -32,7 +32,7 @@ ELSEWHERE = {  # where a combination that is available is run
     "MTP speculation": "engine/test_parallel_drafts.py",
     "Disaggregated prefill and decode": "engine/test_kv_transfer.py",
     "KV transfer from other engines": "engine/test_kv_transfer.py",
-    "LoRA adapters": "engine/test_adapters.py",
+    "LoRA adapters": "engine/test_parallel_adapters.py",
     "Disk cache": "engine/test_disk_tier.py",
     "Expert offloading": "engine/test_expert_cache.py",
     "CUDA graphs": "engine/test_graphs.py",

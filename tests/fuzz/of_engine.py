@@ -169,6 +169,7 @@ def open_peft() -> Take:
     import moiety_demo
     from moiety_engine.adapters.peft import CONFIG, TENSORS, read_adapter
     from moiety_engine.errors import AdapterError
+    from moiety_engine.model.adapter_modules import rank_factors
     from moiety_engine.model.families import read_spec
 
     folder = Path(tempfile.mkdtemp(prefix="moiety-fuzz-"))
@@ -179,7 +180,7 @@ def open_peft() -> Take:
         (folder / CONFIG).write_bytes(config)
         (folder / TENSORS).write_bytes(tensors)
         try:
-            read_adapter(folder, spec, max_rank=64)
+            rank_factors(read_adapter(folder, spec, max_rank=64), spec)
         except AdapterError as refused:
             assert str(refused)
 

@@ -1,7 +1,8 @@
 """Adapter slots of one replica: the slot and the users of each adapter, and the requests that wait for adapters.
 
 An adapter is identified by its id and its folder. A thread reads it when a request first needs it; it is loaded into a
-slot between two steps, and stays there until another adapter needs the memory and no open request uses it.
+slot between two steps, and stays there until another adapter needs the memory and no open request uses it. With several
+ranks an adapter has the same slot on each of them, and this registry, on rank 0, decides for all.
 """
 
 from __future__ import annotations
@@ -17,19 +18,30 @@ import structlog
 
 from moiety_engine.adapters.peft import read_adapter
 from moiety_engine.adapters.slot_sizing import SlotRequirement, find_layout, padded_rank
-from moiety_engine.errors import AdapterError
+from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreSubmit
+from moiety_engine.model.adapter_modules import AdapterModules, products_of_modules, rank_factors
 from moiety_wire.messages import FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.model.adapter_stacks import AdapterWeights
+    from moiety_engine.model.adapter_stacks import AdapterWeights, Key
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.adapter_loading import AdapterLoader
 
 log = structlog.get_logger()
 
 MAX_OVERTAKEN_S = 1.0  # how long later requests with loaded adapters may overtake a request that waits for a slot
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadAdapter:
+    """An adapter in host memory. `weights`: this rank's part. `keys`: its products on all ranks."""
+
+    modules: AdapterModules
+    weights: AdapterWeights
+    keys: frozenset[Key]
 
 
 @dataclass(slots=True)
@@ -38,16 +50,19 @@ class _Adapter:
     slot: int = -1  # -1: in no slot
     num_users: int = 0  # open requests that may run
     need: SlotRequirement | None = None  # of the loaded adapter
-    reading: Future[AdapterWeights] | None = None
+    reading: Future[_ReadAdapter] | None = None
     problem: str = ""  # why it cannot be served
+    lacked_memory: bool = False  # that is the problem, which may have ended when the next request names it
 
 
 class AdapterSlots:
     """Owner of the adapter slots. Used by the step loop's thread only, except for reading adapters."""
 
-    def __init__(self, model: Transformer, *, max_bytes: int, max_slots: int, max_rank: int) -> None:
-        """Create the registry. `max_bytes` 0: no adapter is served."""
-        self._model, self._stacks = model, model.adapters
+    def __init__(
+        self, model: Transformer, loader: AdapterLoader, *, max_bytes: int, max_slots: int, max_rank: int
+    ) -> None:
+        """Create the registry. `max_bytes`: memory of each rank; 0: no adapter is served."""
+        self._model, self._stacks, self._loader = model, model.adapters, loader
         self._max_bytes, self._max_slots, self._max_rank = max_bytes, max_slots, max_rank
         self._known: OrderedDict[str, _Adapter] = OrderedDict()  # least recently used first
         self._slot_of: dict[str, int] = {}
@@ -69,7 +84,7 @@ class AdapterSlots:
     def learn(self, adapter_id: str, folder: Path) -> None:
         """Register an adapter, or change the folder of a registered one."""
         known = self._known.setdefault(adapter_id, _Adapter(folder))
-        known.folder, known.problem, known.reading = folder, "", None
+        known.folder, known.problem, known.reading, known.lacked_memory = folder, "", None, False
 
     def add_request(self, submit: CoreSubmit) -> None:
         """Queue a request until its adapter is in a slot; refuse it if its adapter cannot be served."""
@@ -79,6 +94,8 @@ class AdapterSlots:
         elif known is None:
             self._refuse(submit.key, FailureCode.ADAPTER_MISSING, "this engine does not have the request's adapter")
         else:
+            if known.lacked_memory:
+                known.problem, known.lacked_memory = "", False
             self._pending[submit.key] = submit, time.monotonic()
 
     def remove_request(self, key: int) -> CoreSubmit | None:
@@ -134,10 +151,10 @@ class AdapterSlots:
         """
         for name, known in self._known.items():
             try:
-                weights = self._read(known.folder)
+                adapter = self._read(known.folder)
             except AdapterError as exc:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {exc}") from exc
-            if not self._place(name, known, weights) and known.problem:
+            if not self._place(name, known, adapter) and known.problem:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
 
     def give_up(self) -> None:
@@ -148,19 +165,22 @@ class AdapterSlots:
         assert not self._users, "adapters must not be unloaded while requests use them"
         for name in list(self._slot_of):
             self._empty(name)
-        self._model.lay_out_adapters(frozenset(), 0, 0, {})
+        self._loader.lay_out(frozenset(), 0, 0, {})
 
     def close(self) -> None:
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, folder: Path) -> AdapterWeights:
-        """Read an adapter; also runs in the reader's thread.
+    def _read(self, folder: Path) -> _ReadAdapter:
+        """Read an adapter and check that it fits the model; also runs in the reader's thread.
 
         Raises AdapterError for every problem, so that a tenant's files cannot stop the engine.
         """
+        spec = self._model.spec
         try:
-            return read_adapter(folder, self._model.spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
+            modules = read_adapter(folder, spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
+            weights = rank_factors(modules, spec, self._model.ranks.rank_position)
+            return _ReadAdapter(modules, weights, frozenset(products_of_modules(modules, spec)))
         except AdapterError:
             raise
         except Exception as exc:
@@ -175,21 +195,21 @@ class AdapterSlots:
         if not known.reading.done():
             return False
         try:
-            weights = known.reading.result()
+            adapter = known.reading.result()
         except AdapterError as exc:
             known.reading, known.problem = None, str(exc)
             return False
-        if not self._place(name, known, weights):
+        if not self._place(name, known, adapter):
             return not known.problem
         known.reading = None
         return False
 
-    def _place(self, name: str, known: _Adapter, weights: AdapterWeights) -> bool:
-        """Load an adapter into a slot; return whether it is in one now.
+    def _place(self, name: str, known: _Adapter, adapter: _ReadAdapter) -> bool:
+        """Load an adapter into a slot on all ranks; return whether it is in one now.
 
         If not, `known.problem` says why it never can be; if that is empty, the adapter must wait.
         """
-        need = SlotRequirement(frozenset(weights.factors), weights.rank)
+        need = SlotRequirement(adapter.keys, adapter.modules.rank)
         least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
         if least > self._max_bytes:
             known.problem = (
@@ -209,12 +229,16 @@ class AdapterSlots:
         for other in layout.evicted:
             self._empty(other)
             self.evictions_total += 1
-        self._lay_out(layout.keys, layout.num_slots, layout.rank)
-        slot = min(set(range(self._stacks.num_slots)) - set(self._slot_of.values()))
-        self._stacks.fill(slot, weights)
+        try:
+            self._lay_out(layout.keys, layout.num_slots, layout.rank)
+            slot = min(set(range(self._stacks.num_slots)) - set(self._slot_of.values()))
+            self._loader.fill(slot, adapter.modules, adapter.weights)
+        except OutOfMemory as exc:
+            known.problem, known.lacked_memory, known.reading = f"{exc}; send the request again later", True, None
+            return False
         known.slot, known.need = slot, need
         self._slot_of[name] = slot
-        log.info("adapter_loaded", adapter=name, rank=weights.rank, slot=slot, evicted=len(layout.evicted))
+        log.info("adapter_loaded", adapter=name, rank=need.rank, slot=slot, evicted=len(layout.evicted))
         return True
 
     def _lay_out(self, keys: frozenset, num_slots: int, rank: int) -> None:  # type: ignore[type-arg]
@@ -223,7 +247,7 @@ class AdapterSlots:
         if keys <= stacks.keys and num_slots <= stacks.num_slots and rank <= stacks.rank:
             return
         moves = {old: new for new, old in enumerate(sorted(self._slot_of.values()))}
-        self._model.lay_out_adapters(keys, num_slots, rank, moves)
+        self._loader.lay_out(keys, num_slots, rank, moves)
         for name, old in self._slot_of.items():
             self._slot_of[name] = self._known[name].slot = moves[old]
 

@@ -190,11 +190,6 @@ def layout_of(config: EngineConfig) -> Layout:
             "--batch-invariant is not available with --tp together with --dp-attention or --ffn-ranks, since the rank "
             "that adds the output of experts to a token depends on the batch: leave out --tp"
         )
-    if layout.num_ranks > 1 and (config.adapters or config.adapter_memory_bytes):
-        raise InvalidConfig(
-            "adapters are not available over several ranks: leave out --tp, --dp-attention, --ep, --pp and "
-            "--ffn-ranks, or leave out --adapter and --adapter-memory-bytes"
-        )
     if config.batching is Batching.PADDED and layout.dp > 1:
         raise InvalidConfig(
             "padded batching is not available with --dp-attention, which has one cache for each group: "

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.model.spec import AttentionSpec, MoeSpec
+from moiety_engine.model.tensor_shards import own_spec
 from moiety_kernels.low_rank import Factors, FeedForwardFactors, add_low_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -32,7 +35,7 @@ class Product(StrEnum):
     DOWN = "down"
 
 
-Key = tuple[int, Product]  # layer, product
+Key = tuple[int, Product]  # layer of the whole model, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One adapter in host memory, float32: down_EPrD and up_ErN of each product; up_ErN includes the scale."""
+    """A rank's part of an adapter in host memory, float32: down_EPrD and up_ErN of each product of this rank.
+
+    up_ErN includes the scale.
+    """
 
     rank: int
     factors: Mapping[Key, tuple[Tensor, Tensor]]
@@ -58,7 +64,10 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Adapter slot of each token of a step, int64; -1 for no adapter."""
+    """Adapter slot of each token of a step, int64; -1 for no adapter.
+
+    A step has these rows in all groups of ranks, or in none.
+    """
 
     slot_T: Tensor
 
@@ -82,6 +91,12 @@ class LayerFactors:
             return None
         return FeedForwardFactors(rows.slot_T, gate_up, down)
 
+    def of_held_experts(self, num_held: int) -> tuple[Tensor, ...]:
+        """Return views of the factors of `num_held` experts, one expert per row, each with all adapter slots."""
+        factors = (self.of.get(product) for product in (Product.GATE_UP, Product.DOWN))
+        tensors = [tensor for one in factors if one is not None for tensor in (one.down_SRD, one.up_SrN)]
+        return tuple(tensor.view(-1, num_held, *tensor.shape[1:]).transpose(0, 1) for tensor in tensors)
+
 
 def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None:
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
@@ -93,7 +108,7 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
         return None  # the names of the dense feed-forward beside the experts are those of another model's experts
     if not ffn.activation.gated:
         return None
-    experts = ffn.num_experts if isinstance(ffn, MoeSpec) else 1
+    experts = ffn.num_held if isinstance(ffn, MoeSpec) else 1
     if product is Product.GATE_UP:
         return Form(hidden_size, (ffn.width, ffn.width), experts)
     return Form(ffn.width, (hidden_size,), experts)
@@ -110,56 +125,123 @@ def _form_of_attention(attention: AttentionSpec, product: Product, hidden_size: 
     return None if attention.keys_are_values else Form(hidden_size, attention.qkv_widths)
 
 
-class AdapterStacks:
-    """Owner of the device memory of adapters. Used between steps only.
+class RankForms:
+    """Dimensions of the products on one rank. `own`: the spec of the rank's part of the model."""
 
-    All slots have the same products and the same rank; those that an adapter lacks are zero.
+    def __init__(self, own: ModelSpec, first_layer: int) -> None:
+        """Create the view. `first_layer`: index in the model of the first layer of `own`."""
+        self._own, self._first_layer = own, first_layer
+
+    def of(self, key: Key) -> Form | None:
+        """Return the dimensions of the rank's part of a product; None if it has none."""
+        place, product = key[0] - self._first_layer, key[1]
+        if not 0 <= place < len(self._own.layers):
+            return None
+        layer = self._own.layers[place]
+        if layer.only_experts and not (isinstance(layer.ffn, MoeSpec) and product in (Product.GATE_UP, Product.DOWN)):
+            return None
+        form = form_of(layer, product, self._own.hidden_size)
+        return form if form is not None and form.num_experts else None
+
+    def num_values(self, keys: Iterable[Key], rank: int) -> int:
+        """Return the number of values of one adapter's factors of these products on the rank."""
+        return sum(form.values(rank) for form in map(self.of, keys) if form is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSlots:
+    """Newly allocated slots, which take the place of the old ones at `AdapterStacks.commit`."""
+
+    keys: frozenset[Key]
+    num_slots: int
+    rank: int
+    layers: list[dict[Product, Factors]]
+
+
+class AdapterStacks:
+    """Owner of the device memory of adapters on one rank. Used between steps only.
+
+    All slots have the same products and the same rank; those that an adapter lacks are zero. Keys and sizes are those
+    of the whole model, on every rank; a rank has memory for its parts of the products only.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self.layers = [LayerFactors() for _ in spec.layers]
+    def __init__(self, spec: ModelSpec, rank_position: RankPosition, device: torch.device, dtype: torch.dtype) -> None:
+        """Create the stacks without any slot. `spec`: that of the whole model."""
+        own, first_layer = own_spec(spec, rank_position), rank_position.layers_of(len(spec.layers)).start
+        self.layers = [LayerFactors() for _ in own.layers]
         self.num_slots = self.rank = 0
         self.keys: frozenset[Key] = frozenset()
         self.dtype = dtype  # of all factors
-        self._spec, self._device = spec, device
+        self._spec, self._rank_position, self._device = spec, rank_position, device
+        self._forms, self._first_layer = RankForms(own, first_layer), first_layer
 
     def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:
-        """Return the memory of `num_slots` slots, in bytes."""
-        return sum(self._form(key).values(rank) for key in keys) * num_slots * self.dtype.itemsize
+        """Return the memory of `num_slots` slots, in bytes, on the rank that needs most."""
+        wanted = tuple(keys)
+        num_values = max(forms.num_values(wanted, rank) for forms in self._all_forms)
+        return num_values * num_slots * self.dtype.itemsize
 
     @torch.inference_mode()
     def lay_out(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> None:
-        """Reallocate the slots with this layout, and move old slots to new ones as `moves` says.
+        """Reallocate the slots with this layout, and move old slots to new ones as `moves` says, layer by layer.
 
         Other old slots are discarded. A new slot that nothing moves to holds zeros.
         """
-        for index, layer in enumerate(self.layers):
-            for product in Product:
-                if (index, product) in keys:
-                    layer.of[product] = self._moved(
-                        layer.of.get(product), self._form((index, product)), num_slots, rank, moves
-                    )
-                else:
-                    layer.of.pop(product, None)
+        for layer, of in zip(self.layers, self._relaid(keys, num_slots, rank, moves), strict=True):
+            layer.of = of
         self.keys, self.num_slots, self.rank = keys, num_slots, rank
+
+    @torch.inference_mode()
+    def prepare(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> PreparedSlots:
+        """Return the slots of a new layout, as `lay_out` makes them, and leave the present ones as they are.
+
+        Until `commit` both are in memory.
+        """
+        return PreparedSlots(keys, num_slots, rank, list(self._relaid(keys, num_slots, rank, moves)))
+
+    def commit(self, prepared: PreparedSlots) -> None:
+        """Replace the slots by prepared ones."""
+        for layer, of in zip(self.layers, prepared.layers, strict=True):
+            layer.of = of
+        self.keys, self.num_slots, self.rank = prepared.keys, prepared.num_slots, prepared.rank
 
     @torch.inference_mode()
     def fill(self, slot: int, weights: AdapterWeights) -> None:
         """Write an adapter into a slot; the layout must be large enough."""
-        for index, product in self.keys:
-            factors = self.layers[index].of[product]
-            down_EPRD, up_ERN = _slot_of(factors, slot)
-            down_EPRD.zero_()
-            up_ERN.zero_()
-            own = weights.factors.get((index, product))
-            if own is not None:
-                down_EPRD[:, :, : weights.rank].copy_(own[0])
-                up_ERN[:, : weights.rank].copy_(own[1])
+        for place, layer in enumerate(self.layers):
+            for product, factors in layer.of.items():
+                down_EPRD, up_ERN = _slot_of(factors, slot)
+                down_EPRD.zero_()
+                up_ERN.zero_()
+                own = weights.factors.get((place + self._first_layer, product))
+                if own is not None:
+                    down_EPRD[:, :, : weights.rank].copy_(own[0])
+                    up_ERN[:, : weights.rank].copy_(own[1])
 
-    def _form(self, key: Key) -> Form:
-        form = form_of(self._spec.layers[key[0]], key[1], self._spec.hidden_size)
-        assert form is not None, "what an adapter has was checked when it was read"
-        return form
+    @cached_property
+    def _all_forms(self) -> list[RankForms]:
+        """Forms of one rank of each stage, and of one expert rank; others have parts of the same size."""
+        spec, layout = self._spec, self._rank_position.layout
+        ranks = [stage * layout.stage_size for stage in range(layout.pp)]
+        ranks += [layout.attention_ranks] if layout.ffn_ranks else []
+        positions = [RankPosition(layout, rank) for rank in ranks]
+        return [RankForms(own_spec(spec, one), one.layers_of(len(spec.layers)).start) for one in positions]
+
+    def _relaid(
+        self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]
+    ) -> Iterator[dict[Product, Factors]]:
+        """Yield the factors of each layer in a new layout."""
+        for place, layer in enumerate(self.layers):
+            forms = {
+                product: self._forms.of((place + self._first_layer, product))
+                for product in Product
+                if (place + self._first_layer, product) in keys
+            }
+            yield {
+                product: self._moved(layer.of.get(product), form, num_slots, rank, moves)
+                for product, form in forms.items()
+                if form is not None
+            }
 
     def _moved(
         self, before: Factors | None, form: Form, num_slots: int, rank: int, moves: Mapping[int, int]

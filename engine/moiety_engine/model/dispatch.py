@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.adapter_stacks import AdaptedRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,23 +37,26 @@ class Dispatch:
         x_TD: Tensor,
         weight_TK: Tensor,
         expert_TK: Tensor,
-        experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+        experts: Callable[[Tensor, Tensor, Tensor, AdaptedRows | None], Tensor],
         beside: Callable[[], Tensor],
+        rows: AdaptedRows | None = None,
     ) -> Tensor:
         """Return the output of `beside` for all tokens, plus the chosen experts' output for this rank's share.
 
-        `beside` is computed while rows are in flight. `experts` computes the slots of this rank.
+        `beside` is computed while rows are in flight. `experts` computes the slots of this rank. `rows`: the adapter
+        slots of the tokens, which are sent too; all ranks have some or none.
         """
         share = share_of(self._rank_position, len(x_TD))
         x_SD, weight_SK, slot_SK = x_TD[share], weight_TK[share], self._slots.of(expert_TK[share], self._exchange)
         goes_RS = destinations(self._rank_position, self._slots.num_held, slot_SK)
         num_sent, num_received = self._exchange.exchange_counts(goes_RS.sum(1))
         row_N = goes_RS.nonzero()[:, 1]
-        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
+        given = x_SD, weight_SK, slot_SK, *adapter_columns(rows, share)
+        packed_NB = pack(*(one.index_select(0, row_N) for one in given))
         handover = self._exchange.exchange_rows(packed_NB, num_sent, num_received)
         out_TD = beside()
-        x_MD, weight_MK, slot_MK = unpack(handover.wait(), x_TD, weight_TK)
-        given_MD = experts(x_MD, weight_MK, slot_MK) if len(x_MD) else x_MD
+        received = unpack(handover.wait(), x_TD, weight_TK, has_adapters=rows is not None)
+        given_MD = experts(*received) if len(received[0]) else received[0]
         given_ND = self._exchange.exchange_rows(given_MD.contiguous(), num_received, num_sent).wait()
         add_given(out_TD[share], row_N, given_ND, num_sent)
         return out_TD
@@ -80,15 +85,28 @@ def add_given(out_SD: Tensor, row_N: Tensor, given_ND: Tensor, num_sent: list[in
     out_SD += sum_SD.to(out_SD.dtype)
 
 
-def pack(x_ND: Tensor, weight_NK: Tensor, slot_NK: Tensor) -> Tensor:
-    """Concatenate the rows as bytes, to send them in one message."""
-    return torch.cat([one.view(torch.uint8) for one in (x_ND, weight_NK, slot_NK)], dim=1)
+def adapter_columns(rows: AdaptedRows | None, share: slice) -> list[Tensor]:
+    """Return the adapter slots of the rank's share of the tokens, int32 [S, 1], to send; [] if no token has any."""
+    return [] if rows is None else [rows.slot_T[share, None].int()]
 
 
-def unpack(packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, weight and slot of the received rows, with the widths and dtypes of the arguments; slots are int32."""
-    types = ((x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32))
+def pack(*columns: Tensor) -> Tensor:
+    """Concatenate the rows of these tensors as bytes, to send them in one message."""
+    return torch.cat([one.view(torch.uint8) for one in columns], dim=1)
+
+
+def unpack(
+    packed_MB: Tensor, x_TD: Tensor, weight_TK: Tensor, *, has_adapters: bool
+) -> tuple[Tensor, Tensor, Tensor, AdaptedRows | None]:
+    """Return x, weight, slot and adapter of the received rows, with the widths and dtypes of the arguments.
+
+    Slots are int32. `has_adapters`: the rows have adapter slots.
+    """
+    types = [(x_TD.shape[1], x_TD.dtype), (weight_TK.shape[1], weight_TK.dtype), (weight_TK.shape[1], torch.int32)]
+    types += [(1, torch.int32)] if has_adapters else []
     widths = [width * dtype.itemsize for width, dtype in types]
     parts = torch.split(packed_MB, widths, dim=1)
-    x_MD, weight_MK, slot_MK = (part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, types, strict=True))
-    return x_MD, weight_MK, slot_MK
+    x_MD, weight_MK, slot_MK, *adapters = (
+        part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, types, strict=True)
+    )
+    return x_MD, weight_MK, slot_MK, AdaptedRows(adapters[0].squeeze(1).long()) if adapters else None

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 class SlotWeights:
     """Weights of a layer's slots on this rank. Used between steps only."""
 
-    def __init__(self, weights: MoeWeights, num_held: int) -> None:
+    def __init__(self, weights: MoeWeights, num_held: int, adapters: Sequence[Tensor] = ()) -> None:
+        """Create the view. `adapters`: the experts' factors of adapters, with one expert per row."""
         held = weights.gate_up_E2FD, weights.down_EDF, weights.gate_up_bias_E2F, weights.down_bias_ED
-        tensors = (tensor for _, tensor in named_tensors(tuple(one for one in held if one is not None)))
-        self._tensors = sorted(tensors, key=lambda one: -one.itemsize)  # so that each part of a row is aligned
+        tensors = [tensor for _, tensor in named_tensors(tuple(one for one in held if one is not None))]
+        self._tensors = sorted((*tensors, *adapters), key=lambda one: -one.itemsize)  # each part of a row is aligned
         self._num_held = num_held
 
     def write(self, writes: Sequence[Write], rank_position: RankPosition) -> int:

@@ -268,7 +268,8 @@ class MixtureOfExperts:
             return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
-            return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, lambda: self._add_shared(onto_TD, x_TD))
+            beside = partial(self._add_shared, onto_TD, x_TD)
+            return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, beside, rows)
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
         return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD)
 
@@ -310,7 +311,7 @@ class MixtureOfExperts:
         return route(logits_TE, spec.routing, weights.selection_bias_E)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, slot_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
-        """Return the output of the experts with slots on this rank. With several ranks no row has an adapter."""
+        """Return the output of the experts with slots on this rank. `rows`: the adapter slots of the rows of x."""
         weights, options = self._weights, self._options()
         products = weights.gate_up_E2FD, weights.down_EDF
         if self._cached is not None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moiety_engine.model.adapter_stacks import LayerFactors
-from moiety_engine.model.dispatch import add_given, destinations, pack, share_of, unpack
+from moiety_engine.model.adapter_stacks import AdapterStacks, LayerFactors
+from moiety_engine.model.dispatch import adapter_columns, add_given, destinations, pack, share_of, unpack
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.spec import MoeSpec
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import ExpertExchange, PendingRowCounts, PendingRows, Ranks, Waited
+    from moiety_engine.model.adapter_stacks import AdaptedRows
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
@@ -63,7 +64,7 @@ class RemoteExperts(MixtureOfExperts):
         self._rank_position = ranks.rank_position
         self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
-    def begin(self, x_TD: Tensor, token_ids_T: Tensor | None = None) -> Callable[[], Tensor]:
+    def begin(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Callable[[], Tensor]:
         """Send the rows of this rank's share to the experts, compute the shared experts, and return without waiting.
 
         `token_ids_T`, int64, is needed where a hash chooses experts. The returned function waits for the experts'
@@ -78,7 +79,8 @@ class RemoteExperts(MixtureOfExperts):
             slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
         goes_RS = destinations(self._rank_position, self._num_held, slot_SK)
         num_sent, row_N = goes_RS.sum(1).tolist(), goes_RS.nonzero()[:, 1]
-        packed_NB = pack(*(one.index_select(0, row_N) for one in (x_SD, weight_SK, slot_SK)))
+        given = x_SD, weight_SK, slot_SK, *adapter_columns(rows, share)
+        packed_NB = pack(*(one.index_select(0, row_N) for one in given))
         none = [0] * crossing.there.size
         to_experts = none[: crossing.num_attention] + num_sent
         crossing.there.send_row_counts(to_experts)
@@ -102,9 +104,11 @@ class ExpertServer:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, *, arithmetic: Arithmetic, ranks: Ranks) -> None:
         """Create the server. `weights`: the rank's part of the model's weights."""
-        own, self._ranks = own_spec(spec, ranks.rank_position), ranks
+        own = own_spec(spec, ranks.rank_position)
+        self.spec, self.ranks = spec, ranks
         self.device, dtype = weights.embedding_VD.device, weights.embedding_VD.dtype
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, activation_dtype)
         self._weight_offload = WeightOffload(weights)
         self._layers: list[_Answering] = []
         self._movable: dict[int, tuple[MoeWeights, ExpertSlots]] = {}
@@ -113,29 +117,33 @@ class ExpertServer:
             assert isinstance(ffn, MoeSpec) and isinstance(of_layer, MoeWeights)
             slots = self._slots(ffn)
             self._movable[index] = of_layer, slots
-            mixture = MixtureOfExperts(ffn, of_layer, MoeContext([], arithmetic, LayerFactors(), slots))
+            factors = self.adapters.layers[index]
+            mixture = MixtureOfExperts(ffn, of_layer, MoeContext([], arithmetic, factors, slots))
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.rank_position.layout.stage_of(index, len(spec.layers))]
             self._layers.append(_Answering(mixture.routed, crossing, ranks.waited, like_TD, like_TK))
 
     def _slots(self, spec: MoeSpec) -> ExpertSlots:
-        layout, num_experts = self._ranks.rank_position.layout, spec.routing.num_experts
-        own_part = self._ranks.rank_position.ep_rank
+        layout, num_experts = self.ranks.rank_position.layout, spec.routing.num_experts
+        own_part = self.ranks.rank_position.ep_rank
         slots = layout.slots(num_experts)
         return ExpertSlots(slots, num_experts, num_parts=layout.ep, own_part=own_part, device=self.device)
 
     @torch.inference_mode()
-    def answer(self, num_micro_batches: int) -> None:
-        """Process a step of `num_micro_batches` micro-batches: layer by layer, one micro-batch after another."""
+    def answer(self, num_micro_batches: int, *, has_adapters: bool) -> None:
+        """Process a step of `num_micro_batches` micro-batches: layer by layer, one micro-batch after another.
+
+        `has_adapters`: tokens of the step have adapters.
+        """
         visits = [layer for layer in self._layers for _ in range(num_micro_batches)]
         given: deque[PendingRows] = deque()
         announced = visits[0].listen()
         for layer, following in zip(visits, [*visits[1:], None], strict=True):
-            coming = layer.receive(announced)
+            coming = layer.receive(announced, has_adapters=has_adapters)
             if following is not None:
                 announced = following.listen()  # before these are computed, so that it can arrive meanwhile
-            given.append(layer.return_rows(coming))
+            given.append(layer.return_rows(coming, has_adapters=has_adapters))
             if len(given) > num_micro_batches:
                 given.popleft().wait()  # already received: the same tokens' rows of the next layer have arrived
         for one in given:
@@ -145,8 +153,13 @@ class ExpertServer:
     def move_experts(self, layer: int, writes: Sequence[Write]) -> None:
         """Write other experts into some slots of a layer; all ranks call this between the same two steps."""
         weights, slots = self._movable[layer]
-        SlotWeights(weights, slots.num_held).write(writes, self._ranks.rank_position)
+        of_experts = self.adapters.layers[layer].of_held_experts(slots.num_held)
+        SlotWeights(weights, slots.num_held, of_experts).write(writes, self.ranks.rank_position)
         slots.write(writes)
+
+    def slots_of(self, layer: int) -> ExpertSlots | None:
+        """Return the expert slots of a layer; None for a layer without experts."""
+        return self._movable[layer][1] if layer in self._movable else None
 
     @property
     def is_offloaded(self) -> bool:
@@ -166,7 +179,7 @@ class ExpertServer:
 class _Answering:
     """One layer of an expert rank. `_like_…`: empty tensors with the width and dtype of received rows."""
 
-    _routed: Callable[[Tensor, Tensor, Tensor], Tensor]
+    _routed: Callable[[Tensor, Tensor, Tensor, AdaptedRows | None], Tensor]
     _crossing: ExpertExchange
     _waited: Waited
     _like_TD: Tensor
@@ -175,16 +188,17 @@ class _Answering:
     def listen(self) -> PendingRowCounts:
         return self._crossing.there.send_row_counts(self._none)
 
-    def receive(self, announced: PendingRowCounts) -> tuple[Tensor, list[int]]:
+    def receive(self, announced: PendingRowCounts, *, has_adapters: bool) -> tuple[Tensor, list[int]]:
         """Return the received rows, packed, and the number of rows from each rank."""
         num_received = self._waited.on(announced)
-        nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int())
+        slots = [self._like_TK.int()[:, :1]] if has_adapters else []
+        nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int(), *slots)
         return self._crossing.there.exchange_rows(nothing_NB, self._none, num_received).wait(), num_received
 
-    def return_rows(self, coming: tuple[Tensor, list[int]]) -> PendingRows:
+    def return_rows(self, coming: tuple[Tensor, list[int]], *, has_adapters: bool) -> PendingRows:
         packed_NB, num_received = coming
-        x_ND, weight_NK, expert_NK = unpack(packed_NB, self._like_TD, self._like_TK)
-        given_ND = self._routed(x_ND, weight_NK, expert_NK) if len(x_ND) else x_ND
+        received = unpack(packed_NB, self._like_TD, self._like_TK, has_adapters=has_adapters)
+        given_ND = self._routed(*received) if len(received[0]) else received[0]
         return self._crossing.back.exchange_rows(given_ND.contiguous(), num_received, self._none)
 
     @property

@@ -5,6 +5,7 @@ T tokens, D model width, K experts per token.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ class ShortcutMixture(MixtureOfExperts):
         returns_TK = expert_TK >= self._spec.num_experts
         held_TK = torch.where(returns_TK, -1, expert_TK)  # experts that return their input are on no rank
         if self._dispatch is not None:
-            routed_TD = self._dispatch(x_TD, weight_TK, held_TK, self.routed, lambda: torch.zeros_like(x_TD))
+            routed_TD = self._dispatch(x_TD, weight_TK, held_TK, self.routed, partial(torch.zeros_like, x_TD), rows)
         else:
             slot_TK = held_TK if self._slots is None else self._slots.of(held_TK)
             routed_TD = self.routed(x_TD, weight_TK, slot_TK, rows)

@@ -142,6 +142,13 @@ def whole_places(
     return placements(spec, nowhere, present)
 
 
+def own_range(full: int, own: int, rank_position: RankPosition, *, of_experts: bool = False) -> slice:
+    """Return the rank's range of a dimension of `full` values, of which it has `own`; `of_experts`: of an expert."""
+    if of_experts:
+        return _range(full, own, rank_position.cut_rank, rank_position.expert_cuts)
+    return _range(full, own, rank_position.tp_rank, rank_position.layout.tp)
+
+
 def check_cuts(form: WeightFormat, spec: ModelSpec, layout: Layout) -> None:
     """Raise InvalidConfig if products in `form` would be cut inside a group with a common scale or inside a pack.
 

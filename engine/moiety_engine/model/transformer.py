@@ -90,7 +90,7 @@ class Transformer:
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
         rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
-        self.adapters = AdapterStacks(own, self.device, self.activation_dtype)
+        self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden = options.keeps_hidden
         self.cache_groups = cache_groups(
@@ -225,7 +225,8 @@ class Transformer:
         weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
         assert isinstance(weights, MoeWeights)
         if not self.ranks.crossings:  # otherwise other ranks have the weights
-            num_bytes = SlotWeights(weights, slots.num_held).write(writes, self.ranks.rank_position)
+            of_experts = self.adapters.layers[layer - self._first_layer].of_held_experts(slots.num_held)
+            num_bytes = SlotWeights(weights, slots.num_held, of_experts).write(writes, self.ranks.rank_position)
         slots.write(writes)
         return num_bytes
 
@@ -369,11 +370,11 @@ class Transformer:
         if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
             for mixture in self._mixtures:
                 if isinstance(mixture, RemoteExperts):
-                    end = mixture.begin(x_TD)
+                    end = mixture.begin(x_TD, batch.adapted)
                     yield
                     end()
                 else:
-                    mixture(x_TD, None)
+                    mixture(x_TD, batch.adapted)
             return x_TD, x_TD
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self.spec.streams)
@@ -402,7 +403,7 @@ class Transformer:
                 if far is None:
                     fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
                 else:
-                    begun = far.begin(normed_TD, batch.token_ids_T)
+                    begun = far.begin(normed_TD, batch.adapted, batch.token_ids_T)
                     yield
                     fed_TD = feed(begun)
                 x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)

@@ -66,6 +66,12 @@ class ExpertSlots:
         self._counts = device.type == "cpu" if counts is None else counts
         self._switch(Placement.of([slots], num_experts=num_experts, num_ranks=num_parts))
 
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Experts in this rank's slots, in order."""
+        slots_R = self.placement.physical_to_logical_LR[0]
+        return tuple(slots_R[self._first : self._first + self.num_held].tolist())
+
     def write(self, writes: Sequence[Write]) -> None:
         """Update the table for slots that now hold other experts."""
         slots_R = self.placement.physical_to_logical_LR[0].copy()

@@ -128,6 +128,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
     num_decode: int
     max_context: int
     max_query: int
+    adapter_rows: bytes | None = None  # adapter slots, int64; None in all groups: no token has an adapter
     images: GroupImages | None = None
     further_tables: list[tuple[bytes, bytes]] = []  # slots_T and block_table_SB of each further cache group
     states: GroupStates | None = None
@@ -139,12 +140,16 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
         images = None if host.images is None else GroupImages.of(host.images)
         further = [(table.slots_T.tobytes(), table.block_table_SB.tobytes()) for table in host.further_tables]
         states = None if host.states is None else GroupStates.of(host.states)
-        return GroupStep(arrays, *counts, host.num_decode, host.max_context, host.max_query, images, further, states)
+        sizes = host.num_decode, host.max_context, host.max_query
+        adapter_rows = None if host.adapter_T is None else host.adapter_T.tobytes()
+        return GroupStep(arrays, *counts, *sizes, adapter_rows, images, further, states)
 
     def batch(self) -> HostBatch:
         """Return the HostBatch that this message was made from."""
+        rows = self.adapter_rows
+        adapter_T = None if rows is None else np.frombuffer(bytearray(rows), dtype=np.int64)
         if not self.num_tokens:
-            return HostBatch.empty()
+            return HostBatch.empty(has_adapters=rows is not None)
         arrays = {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int32) for name in _INT32}
         arrays |= {name: np.frombuffer(bytearray(self.arrays[name]), dtype=np.int64) for name in _INT64}
         num_sequences = len(arrays["context_len_S"])
@@ -156,6 +161,7 @@ class GroupStep(msgspec.Struct, frozen=True, array_like=True):
             num_decode=self.num_decode,
             max_context=self.max_context,
             max_query=self.max_query,
+            adapter_T=adapter_T,
             images=None if self.images is None else self.images.images(),
             further_tables=tuple(_host_table(*table, num_sequences) for table in self.further_tables),
             states=None if self.states is None else self.states.states(),
@@ -182,6 +188,11 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     @property
     def num_scored(self) -> int:
         return sum(part.num_scored for part in self.parts)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether any token of the step has an adapter."""
+        return any(part.adapter_rows is not None for part in self.parts)
 
     @property
     def image_parts(self) -> list[FeaturePart]:
@@ -240,6 +251,33 @@ class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     writes: list[Write]
 
 
+class LayOutAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Reallocate the adapter slots; see `AdapterStacks.lay_out`. A key is (layer, product)."""
+
+    keys: list[tuple[int, str]]
+    num_slots: int
+    rank: int
+    moves: dict[int, int]
+
+
+class SentModule(msgspec.Struct, frozen=True, array_like=True):
+    """Matrices of an adapter's module, in the type that adapters are served in: A [r, num_inputs] and B [N, r]."""
+
+    layer: int
+    name: str
+    num_inputs: int
+    down: bytes
+    up: bytes
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write an adapter into a slot; the slots are large enough. `rank` is that of its matrices."""
+
+    slot: int
+    rank: int
+    modules: list[SentModule]
+
+
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Offload the weights to host memory, unless they are there already."""
 
@@ -262,6 +300,8 @@ ControlMessage = (
     | MoveExperts
     | EncodeImage
     | ForgetImages
+    | LayOutAdapters
+    | LoadAdapter
     | OffloadWeights
     | ReloadWeights
     | Stop
@@ -286,7 +326,9 @@ class ControlSender:
             self._rank_group.channel.send(self._encoder.encode(message))
 
     @contextmanager
-    def run_on_all_ranks(self, message: Allocate | OffloadWeights | ReloadWeights) -> Iterator[None]:
+    def run_on_all_ranks(
+        self, message: Allocate | LayOutAdapters | LoadAdapter | OffloadWeights | ReloadWeights
+    ) -> Iterator[None]:
         """Run this rank's own part of an operation that may run out of memory on any rank.
 
         Raises OutOfMemory if it failed on another rank, so that no rank continues as if all had succeeded.

@@ -1,10 +1,11 @@
-"""Merging of the rank groups' results of a step.
+"""Parts of a step that concern all rank groups: the order of their results, and rows with adapters.
 
 L rows whose results are wanted.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
 
     from moiety_engine.runner.inputs import HostBatch
     from moiety_engine.scheduling.plan import Chunk, Plan
+
+
+def with_adapter_rows(hosts: list[HostBatch]) -> list[HostBatch]:
+    """Return the batches with adapter slots in all groups if a token of any group has an adapter.
+
+    Ranks of different groups send each other the adapter slots of tokens, and all must expect them.
+    """
+    if all(host.adapter_T is None for host in hosts):
+        return hosts
+    none = [np.full(len(host.token_ids_T), -1, dtype=np.int64) for host in hosts]
+    return [
+        replace(host, adapter_T=rows_T) if host.adapter_T is None else host
+        for host, rows_T in zip(hosts, none, strict=True)
+    ]
 
 
 def order_of(plan: Plan, hosts: list[HostBatch]) -> np.ndarray:

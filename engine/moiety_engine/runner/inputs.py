@@ -49,7 +49,7 @@ class HostBatch:
     num_decode: int
     max_context: int
     max_query: int
-    adapter_T: np.ndarray | None = None  # adapter slots, -1 for none; None where no token has an adapter
+    adapter_T: np.ndarray | None = None  # adapter slots, -1 for none; None where no token of a group has an adapter
     images: HostImages | None = None
     further_tables: tuple[HostTable, ...] = ()
     states: HostStates | None = None  # None: the model has no recurrent layers
@@ -61,11 +61,11 @@ class HostBatch:
         return each_wanted and not self.num_scored and self.images is None
 
     @staticmethod
-    def empty() -> HostBatch:
-        """Return the batch of a rank group without rows in a step."""
-        none, none_64 = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+    def empty(*, has_adapters: bool = False) -> HostBatch:
+        """Return the batch of a rank group without rows in a step. `has_adapters`: rows of other groups have some."""
+        none, n = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         zero_1, table = np.zeros(1, dtype=np.int32), np.zeros((0, 1), dtype=np.int32)
-        return HostBatch(none_64, none_64, none_64, none_64, zero_1, none, table, none_64, 0, none_64, none_64, 0, 0, 0)
+        return HostBatch(n, n, n, n, zero_1, none, table, n, 0, n, n, 0, 0, 0, n if has_adapters else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def cut(host: HostBatch, count: int) -> list[HostBatch]:
 
 def _part(host: HostBatch, first: int, end: int) -> HostBatch:
     if first == end:
-        return HostBatch.empty()
+        return HostBatch.empty(has_adapters=host.adapter_T is not None)
     starts = host.query_start_S1
     begin_s = int(np.searchsorted(starts, first, side="right")) - 1
     end_s = int(np.searchsorted(starts, end, side="left"))
@@ -86,6 +86,7 @@ def _part(host: HostBatch, first: int, end: int) -> HostBatch:
         num_decode=min(max(host.num_decode - begin_s, 0), end_s - begin_s),
         max_context=int(context_len.max()),
         max_query=int(np.diff(query_start).max()),
+        adapter_T=None if host.adapter_T is None else host.adapter_T[first:end],
         states=None if host.states is None else host.states.part(first, end),
         further_tables=tuple(
             HostTable(one.slots_T[first:end], one.block_table_SB[begin_s:end_s]) for one in host.further_tables

@@ -26,7 +26,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.control_messages import ControlSender, EncodeImage, ForgetImages
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
-from moiety_engine.runner.group_results import order_of, spread_of
+from moiety_engine.runner.group_results import order_of, spread_of, with_adapter_rows
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
@@ -219,7 +219,9 @@ class Runner:
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """Return the step's batch of each rank group."""
         groups = self._num_groups
-        return [self._builder.arrange(plan)] if groups == 1 else self._builder.arrange_groups(plan, groups)
+        if groups == 1:
+            return [self._builder.arrange(plan)]
+        return with_adapter_rows(self._builder.arrange_groups(plan, groups))
 
     def collect(self, flight: InFlightStep) -> StepResults:
         """Wait for the step's results and return them."""

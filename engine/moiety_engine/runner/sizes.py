@@ -127,10 +127,11 @@ def sizes_for(
 
 
 def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
-    """Return the device memory for adapters. Raises InvalidConfig where adapters are configured but not supported."""
+    """Return the device memory for adapters on each rank.
+
+    Raises InvalidConfig where adapters are configured but not supported.
+    """
     has_adapters = config.adapter_memory_bytes or config.adapters
-    if model.ranks.everyone.size > 1:
-        return 0  # `layout_of` refuses adapters that are configured
     if model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave out --batch-invariant"
     elif model.offloads:

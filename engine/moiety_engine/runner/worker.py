@@ -13,11 +13,14 @@ import torch
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
+from moiety_engine.runner.adapter_loading import load_adapter, prepare_slots
 from moiety_engine.runner.control_messages import (
     Allocate,
     ControlMessage,
     EncodeImage,
     ForgetImages,
+    LayOutAdapters,
+    LoadAdapter,
     MoveExperts,
     MoveStates,
     OffloadWeights,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.adapter_stacks import PreparedSlots
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.remote_experts import ExpertServer
     from moiety_engine.model.transformer import Transformer
@@ -82,6 +86,8 @@ class WorkerBase:
                 self._encode_image(message)
             case ForgetImages():
                 self._forget_images(message)
+            case LayOutAdapters() | LoadAdapter():
+                self._change_adapters(message)
             case Allocate():
                 self._release()
                 self._run_on_all_ranks(lambda: self._allocate(message))
@@ -104,20 +110,29 @@ class WorkerBase:
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
 
-    def _run_on_all_ranks(self, do: Callable[[], None]) -> None:
-        """Run an operation that may run out of memory, and report to all ranks whether it succeeded here."""
+    def _change_adapters(self, message: LayOutAdapters | LoadAdapter) -> None:
+        """Write an adapter into a slot, or replace the slots by those of a new layout if all ranks have memory."""
+        if isinstance(message, LoadAdapter):
+            self._run_on_all_ranks(lambda: load_adapter(self._share, message))
+            return
+        prepared: list[PreparedSlots] = []
+        if self._run_on_all_ranks(lambda: prepared.append(prepare_slots(self._share, message))):
+            self._share.adapters.commit(prepared[0])
+
+    def _run_on_all_ranks(self, do: Callable[[], None]) -> bool:
+        """Run an operation that may run out of memory, and return whether it succeeded on all ranks."""
         succeeded = False
         try:
             do()
             succeeded = True
-        except (OutOfMemory, RuntimeError) as exc:  # torch raises RuntimeError
+        except (OutOfMemory, RuntimeError, MemoryError) as exc:  # torch raises RuntimeError
             log.warning(
                 "rank_out_of_memory",
                 rank=self._rank_group.heartbeat.rank,
                 reason=str(exc),
-                advice="give this rank more free memory, or set --kv-memory-bytes lower",
+                advice="give this rank more free memory, or set --kv-memory-bytes or --adapter-memory-bytes lower",
             )
-        self._rank_group.all_succeeded(succeeded)
+        return self._rank_group.all_succeeded(succeeded)
 
     def _offload_weights(self) -> None:
         for share in self._shares():
@@ -240,7 +255,7 @@ class ExpertWorker(WorkerBase):
         self._experts = experts
 
     def _step(self, step: RunStep) -> None:
-        self._experts.answer(step.num_micro_batches)
+        self._experts.answer(step.num_micro_batches, has_adapters=step.has_adapters)
         self._receive_tokens(step)
 
     def _move_experts(self, message: MoveExperts) -> None:
