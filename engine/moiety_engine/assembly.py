@@ -121,8 +121,11 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
         share = _load(config, rendezvous, rank_group.ranks, None)
         follower = _follower(share, rank_group, config)
         rank_group.heartbeat.send(Loaded())
-        with explaining():
-            follower.run()
+        try:
+            with explaining():
+                follower.run()
+        finally:
+            follower.close()
     rank_group.close()
 
 
@@ -284,6 +287,7 @@ def _load(
         "num_threads": num_threads,
         "ranks": ranks,
         "offload": config.offload,
+        "local_ranks": rendezvous.local_num_ranks,
         "keeps_hidden": config.speculate is Speculate.MTP,
         "frees_windows": not why_windows_are_kept(config),
     }

@@ -333,10 +333,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 f"--expert-memory-bytes must be at least 1, not {offload.memory_bytes}; leave it out for the default"
             )
-        if self.num_ranks > 1:
+        if self.rebalanced_every_s:
             raise InvalidConfig(
-                "expert offloading is available for engines of one rank only: leave --tp, "
-                "--dp-attention, --ep and --pp at 1 and --ffn-ranks at 0, or leave out --offload"
+                "offloaded experts do not move to other ranks: leave out --rebalance-every-s (with --redundant-experts "
+                "set it to 0), or leave out --offload"
             )
         if self.adapters or self.adapter_memory_bytes:
             raise InvalidConfig(

@@ -110,14 +110,14 @@ class ModelOptions:
     )
     expert_memory_bytes: int | None = _offloading(
         None,
-        "Device memory for the cache of offloaded experts, such as 16GiB. If not given, half of the memory that the "
-        "rest of the model leaves free.",
+        "Device memory of each rank for its cache of offloaded experts, such as 16GiB. If not given, half of the "
+        "memory that the rest of the model leaves free, on a CPU divided among the ranks of the host.",
         is_size=True,
     )
     offload_folder: str = _offloading(
         "",
-        "Folder for the file of offloaded experts, required on a CPU and not used on a GPU. A later start uses the "
-        "same file again.",
+        "Folder for the file of offloaded experts, one for each rank, required on a CPU and not used on a GPU. A later "
+        "start uses the same files again.",
     )
     expert_eviction: ExpertEviction = _offloading(
         ExpertEviction.FREQUENCY,

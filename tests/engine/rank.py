@@ -81,6 +81,8 @@ class Answer(msgspec.Struct):
     num_excluded: int = 0  # ranks
     num_evictions: int = 0  # of adapters
     num_slots: int = 0  # of adapters
+    num_expert_misses: int = 0  # on rank 0, of offloaded experts
+    num_expert_hits: int = 0
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -274,6 +276,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.num_swapped = load.swapped_in_blocks_total
     answer.num_accepted = load.accepted_tokens_total
     answer.num_excluded = load.excluded_ranks
+    answer.num_expert_misses, answer.num_expert_hits = load.expert_misses_total, load.expert_hits_total
     answer.num_evictions = loop.intake.adapters.evictions_total
     answer.num_slots = len(loop.intake.adapters.slots)
     answer.moves = {

@@ -237,7 +237,7 @@ def test_an_engine_with_a_quarter_of_its_experts_answers_as_one_with_all_asleep_
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"tp": 2}, "leave --tp, .* at 1"),
+        ({"tp": 2, "ep": 2, "redundant_experts": 2}, "leave out --rebalance-every-s"),
         ({"adapter_memory_bytes": 1 << 20}, "leave out --adapter"),
         ({"offload": OffloadConfig(memory_bytes=1 << 20)}, "need --offload experts"),
         ({"offload": OffloadConfig(what=Offload.EXPERTS, memory_bytes=0)}, "at least 1"),

@@ -34,7 +34,7 @@ ELSEWHERE = {  # where a combination that is available is run
     "KV transfer from other engines": "engine/test_kv_transfer.py",
     "LoRA adapters": "engine/test_parallel_adapters.py",
     "Disk cache": "engine/test_disk_tier.py",
-    "Expert offloading": "engine/test_expert_cache.py",
+    "Expert offloading": "engine/test_parallel_offload.py",
     "CUDA graphs": "engine/test_graphs.py",
     "Recorded decode steps on a CPU": "model/test_head.py",
     "int8, int4 and fp8 weights": "engine/test_parallel.py",

@@ -314,10 +314,10 @@ class MixtureOfExperts:
         """Return the output of the experts with slots on this rank. `rows`: the adapter slots of the rows of x."""
         weights, options = self._weights, self._options()
         products = weights.gate_up_E2FD, weights.down_EDF
-        if self._cached is not None:
-            return self._cached(x_TD, weight_TK, slot_TK, products, options, self._expect)
-        adapters = self._adapters.of_feed_forward(rows)
         here_TK = slot_TK if self._slots is None else self._slots.here(slot_TK)
+        if self._cached is not None:
+            return self._cached(x_TD, weight_TK, here_TK, products, options, self._expect)
+        adapters = self._adapters.of_feed_forward(rows)
         return experts(x_TD, weight_TK, here_TK, *products, adapters=adapters, **options)
 
     def _options(self) -> dict[str, Any]:
@@ -332,10 +332,12 @@ class MixtureOfExperts:
         }
 
     def _expect(self, x_TD: Tensor) -> None:
-        """Prefetch the experts that the following layer may choose."""
+        """Prefetch the experts of this rank that the following layer may choose for these tokens."""
         following = self._following
-        if following is not None and following._cached is not None and not following._spec.hashed_tokens:
-            following._cached.expect(following._route(x_TD)[1])
+        if following is None or following._cached is None or following._spec.hashed_tokens:
+            return
+        expert_TK, slots = following._route(x_TD)[1], following._slots
+        following._cached.expect(expert_TK if slots is None else slots.here(slots.of(expert_TK)))
 
     def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
         return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD)

@@ -66,6 +66,7 @@ class LoadOptions(TypedDict, total=False):
     load_format: LoadFormat
     ranks: Ranks
     offload: OffloadConfig
+    local_ranks: int
     progress: Callable[[int, int], None] | None
     keeps_hidden: bool
     frees_windows: bool
@@ -86,7 +87,10 @@ class WeightShard:
 
     def experts(self) -> ExpertServer:
         """Return the server of a rank with experts only."""
-        return ExpertServer(self.spec, self.weights, arithmetic=self.options.arithmetic, ranks=self.options.ranks)
+        given = self.options
+        return ExpertServer(
+            self.spec, self.weights, arithmetic=given.arithmetic, ranks=given.ranks, expert_cache=given.expert_cache
+        )
 
 
 def load_options(config: EngineConfig, device: str, progress: Callable[[int, int], None] | None) -> LoadOptions:
@@ -125,6 +129,7 @@ def load_share(
     load_format: LoadFormat = LoadFormat.AUTO,
     ranks: Ranks = SINGLE_RANK_GROUPS,
     offload: OffloadConfig = _IN_PLACE,
+    local_ranks: int = 1,
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
     frees_windows: bool = False,
@@ -144,7 +149,7 @@ def load_share(
     `moe_kernel`: kernel that computes the experts; "auto" takes the fastest.
     `batch_invariant`: a request's bits do not depend on the rest of the batch.
     `num_threads`: number of threads of the process.
-    `offload`: which experts need not be on the device.
+    `offload`: which experts need not be on the device. `local_ranks`: ranks of this host, which share its memory.
     `progress` is called with (bytes read, bytes in all).
     `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see TransformerOptions.
     `mtp`: load only the MTP layer.
@@ -175,12 +180,13 @@ def load_share(
         if reason is not None:
             raise UnsupportedModelError(f"--batch-invariant is not available: {reason}")
     with ExitStack() as undo:
-        offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format)
+        offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format, position)
         if offloading is not None:
             undo.callback(offloading.store.close)  # on failure only: afterwards the cache owns the store
         memory, expert_budget_bytes = device_memory(where), 0
         if offloading is not None:
-            expert_budget_bytes, in_store_bytes = budget(offload, spec, DTYPES[dtype], form, num_bytes, memory)
+            of_rank = memory if where.type == "cuda" else memory._replace(free_bytes=memory.free_bytes // local_ranks)
+            expert_budget_bytes, in_store_bytes = budget(offload, own, DTYPES[dtype], form, num_bytes, of_rank)
             num_bytes += expert_budget_bytes - in_store_bytes
         require_fit(num_bytes, memory, where)
         if load_format is LoadFormat.DUMMY:
@@ -190,7 +196,7 @@ def load_share(
             weights = load(folder, spec, **to, rank_position=position, offloading=offloading)
         arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
         if offloading is not None:
-            weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(spec), offload)
+            weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(own), offload)
         far = position.layout.ffn_ranks and position.expert_rank is None
         staged = position.layout.pp > 1 and spec.moe_layers
         one_bytes = _one_expert_bytes(form, spec, DTYPES[dtype]) if far or staged else None

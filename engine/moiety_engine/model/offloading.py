@@ -1,4 +1,7 @@
-"""Expert offloading of a model: the weights to store, the kind of store, and the memory budget of the expert cache."""
+"""Expert offloading of a model: the weights to store, the kind of store, and the memory budget of the expert cache.
+
+With several ranks each rank offloads the experts that it holds, to a store of its own and with its own cache.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import torch
 
 from moiety_engine.checkpoint import fingerprint, weight_files
 from moiety_engine.config import Offload
+from moiety_engine.distribution.layout import SINGLE_RANK
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.names.tensor_mapping import addresses
 from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.weights import LayerWeights, ModelWeights, MoeWeights, allocate
 from moiety_engine.offload.cache import ExpertCache, slots_a_layer
 from moiety_engine.offload.file import ExpertFile
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.config import OffloadConfig
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.memory import Memory
     from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
     from moiety_engine.model.spec import ModelSpec
@@ -67,7 +73,8 @@ class Offloading:
     ) -> tuple[ModelWeights, ExpertCache]:
         """Finish the store; return the weights with cache slots in place of experts, and the cache.
 
-        The budget determines the number of slots. `form`: format of quantized experts. Raises InvalidConfig.
+        The budget determines the number of slots. `form`: format of quantized experts. `top_k`: most experts of the
+        rank that a token needs. Raises InvalidConfig.
         """
         mixtures = [layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)]
         if not self.is_whole:
@@ -85,10 +92,12 @@ def open_store(
     where: torch.device,
     made_of: str,
     load_format: LoadFormat,
+    rank_position: RankPosition = SINGLE_RANK,
 ) -> Offloading | None:
-    """Open the store for the experts of the checkpoint in `folder`; return None if experts are not offloaded.
+    """Open the store for the rank's experts of the checkpoint in `folder`.
 
-    `made_of`: type and format of the weights. Raises InvalidConfig.
+    Returns None if experts are not offloaded, or if the rank has none. `spec`: that of the whole model. `made_of`: type
+    and format of the weights. Raises InvalidConfig.
     """
     if settings.what is Offload.NONE:
         return None
@@ -98,6 +107,9 @@ def open_store(
         raise InvalidConfig(f"--offload is not available for {spec.family}, some of whose experts have no weights")
     if load_format is LoadFormat.DUMMY:
         raise InvalidConfig("random weights are not offloaded: leave out --load-format or --offload")
+    own = own_spec(spec, rank_position)
+    if not own.moe_layers or not _mixture(own).num_held:
+        return None
     if where.type == "cuda":
         if settings.folder:
             raise InvalidConfig("with a GPU, offloaded experts are kept in host memory: leave out --offload-folder")
@@ -109,7 +121,17 @@ def open_store(
         )
     if not hasattr(os, "posix_fallocate"):
         raise InvalidConfig("expert offloading to a file is available on Linux only: leave out --offload")
-    return Offloading(ExpertFile(Path(settings.folder).expanduser(), _key(folder, made_of)))
+    key = _key(folder, made_of + _part_of(own, rank_position))
+    return Offloading(ExpertFile(Path(settings.folder).expanduser(), key))
+
+
+def _part_of(own: ModelSpec, rank_position: RankPosition) -> str:
+    """Return a description of the rank's part of the experts, which no rank with other experts has."""
+    if rank_position.layout.num_ranks == 1:
+        return ""
+    stage, held = f"{rank_position.pp_rank} of {rank_position.layout.pp}", _mixture(own).held
+    stage = "all" if rank_position.expert_rank is not None else stage
+    return f" stage {stage}, experts {held}, shard {rank_position.cut_rank} of {rank_position.expert_cuts}"
 
 
 def _key(folder: Path, made_of: str) -> str:
@@ -131,9 +153,10 @@ def budget(
     all_bytes: int,
     memory: Memory,
 ) -> tuple[int, int]:
-    """Return (bytes of device memory for expert slots, bytes of all experts).
+    """Return (bytes of device memory for expert slots, bytes of all experts) on a rank.
 
-    `all_bytes`: memory of the whole model. Raises InvalidConfig if the experts of one token would not fit.
+    `spec`: that of the rank's part of the model, which takes `all_bytes`. `memory`: that of the rank. Raises
+    InvalidConfig if the experts of one token would not fit.
     """
     one_each = _expert_bytes(spec, dtype, form)
     experts_bytes = sum(one_each) * _mixture(spec).num_held
@@ -145,8 +168,9 @@ def budget(
 
 
 def most_chosen(spec: ModelSpec) -> int:
-    """Return the number of experts per token."""
-    return _mixture(spec).routing.top_k
+    """Return the most experts of this rank that a token needs."""
+    mixture = _mixture(spec)
+    return min(mixture.routing.top_k, mixture.num_held)
 
 
 def _mixture(spec: ModelSpec) -> MoeSpec:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
+    from moiety_engine.offload.cache import ExpertCache
     from moiety_placement.transition import Write
 
 Result = TypeVar("Result")
@@ -102,14 +103,28 @@ class ExpertServer:
     It serves the attention ranks, layer by layer, and knows no request, position or KV cache.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, arithmetic: Arithmetic, ranks: Ranks) -> None:
-        """Create the server. `weights`: the rank's part of the model's weights."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        *,
+        arithmetic: Arithmetic,
+        ranks: Ranks,
+        expert_cache: ExpertCache | None = None,
+    ) -> None:
+        """Create the server.
+
+        `weights`: the rank's part of the model's weights. `expert_cache`: the cache whose slots these are, if experts
+        are offloaded; nothing is prefetched, since the routers are on other ranks.
+        """
         own = own_spec(spec, ranks.rank_position)
         self.spec, self.ranks = spec, ranks
         self.device, dtype = weights.embedding_VD.device, weights.embedding_VD.dtype
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, activation_dtype)
         self._weight_offload = WeightOffload(weights)
+        self._expert_cache = expert_cache
+        cached = iter(() if expert_cache is None else expert_cache.layers)
         self._layers: list[_Answering] = []
         self._movable: dict[int, tuple[MoeWeights, ExpertSlots]] = {}
         for index in own.moe_layers:
@@ -118,7 +133,8 @@ class ExpertServer:
             slots = self._slots(ffn)
             self._movable[index] = of_layer, slots
             factors = self.adapters.layers[index]
-            mixture = MixtureOfExperts(ffn, of_layer, MoeContext([], arithmetic, factors, slots))
+            context = MoeContext([], arithmetic, factors, slots, cached=next(cached, None))
+            mixture = MixtureOfExperts(ffn, of_layer, context)
             like_TD = torch.empty(0, spec.hidden_size, dtype=activation_dtype, device=self.device)
             like_TK = torch.empty(0, ffn.routing.top_k, dtype=torch.float32, device=self.device)
             crossing = ranks.crossings[ranks.rank_position.layout.stage_of(index, len(spec.layers))]
@@ -168,11 +184,18 @@ class ExpertServer:
 
     def offload_weights(self, on_progress: Callable[[], None]) -> int:
         """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
+        if self._expert_cache is not None:
+            self._expert_cache.settle()
         return self._weight_offload.offload_weights(on_progress)
 
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
         """Move the weights back to the device. Raises OutOfMemory."""
         self._weight_offload.reload_weights(on_progress)
+
+    def close(self) -> None:
+        """Close files and threads of the expert cache; nothing may be computed afterwards."""
+        if self._expert_cache is not None:
+            self._expert_cache.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.cache_setup import entry_block_size, table_windows
-from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.config import EngineConfig, Offload, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.memory import available_bytes, device_memory
 from moiety_engine.model.transformer import Transformer
@@ -134,7 +134,7 @@ def adapter_budget_bytes(model: Transformer, config: EngineConfig) -> int:
     has_adapters = config.adapter_memory_bytes or config.adapters
     if model.arithmetic.invariant and model.device.type == "cuda":
         reason = "with --batch-invariant on a GPU: leave out --batch-invariant"
-    elif model.offloads:
+    elif config.offload.what is not Offload.NONE:  # other ranks may have the experts
         reason = "with offloaded experts: leave out --offload"
     elif config.transfer.role is not EngineRole.BOTH:
         reason = f"on an engine of role {config.transfer.role}: leave out --role"

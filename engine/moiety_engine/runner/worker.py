@@ -70,6 +70,11 @@ class WorkerBase:
                 return
             self._execute(message)
 
+    def close(self) -> None:
+        """Close the files and threads of this rank's shares; nothing may be computed afterwards."""
+        for share in self._shares():
+            share.close()
+
     def _execute(self, message: ControlMessage) -> None:
         match message:
             case RunStep():
