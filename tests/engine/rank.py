@@ -51,7 +51,8 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
     fails: str = ""  # rank 0 raises this error
-    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`
+    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`;
+    # or `itself`: a rank other than the first ends when it allocates slots of adapters
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
@@ -125,6 +126,8 @@ def lacking(what: str) -> Iterator[None]:
     prepared = AdapterStacks.prepare
 
     def prepare(self: AdapterStacks, *layout: Any) -> Any:
+        if what == "itself":
+            os._exit(1)
         if next(tries) % 2 == 0:
             raise RuntimeError("there is no room")
         return prepared(self, *layout)
@@ -134,7 +137,7 @@ def lacking(what: str) -> Iterator[None]:
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
-        if what == "slots":
+        if what in ("slots", "itself"):
             stack.enter_context(patch.object(AdapterStacks, "prepare", prepare))
         if what == "device":
             stack.enter_context(patch.object(WeightOffload, "reload_weights", reload_weights))

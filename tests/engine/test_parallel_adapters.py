@@ -113,10 +113,11 @@ def test_adapters_on_several_ranks_answer_as_on_one(
     assert not any(other["error"] for other in others)
     assert ours["num_evictions"] > 0 and ours["num_slots"] == 2
     assert ours["num_cached"] > 0
-    assert "pp" in layout or ours["num_recomputed"] > 0
 
 
 OPTIONS: list[Any] = [
+    ({"dp_attention": 2, "ep": 2}, {}),  # requests are preempted
+    thorough({"tp": 2}, {}),
     ({"tp": 2, "ep": 2}, {"speculate": "ngram", "batch_invariant": True}),
     ({"dp_attention": 2, "ep": 2}, {"overlap": "on", "host_kv_memory_bytes": 1 << 20, "naps": True}),
     ({"pp": 2}, {"speculate": "ngram", "overlap": "on"}),
@@ -142,6 +143,7 @@ def test_adapters_on_several_ranks_beside_other_options_answer_as_on_one(
     ours, *others = processes.work(*ranks_of(config), waves=waves(num_tokens), naps=naps, hurries=0.0 if naps else 0.01)
     assert_same(expected, ours)
     assert not any(other["error"] for other in others)
+    assert more or ours["num_recomputed"] > 0
     assert "speculate" not in more or ours["num_accepted"] > 0
     assert "host_kv_memory_bytes" not in more or ours["num_swapped"] > 0
 
@@ -207,3 +209,11 @@ def test_an_adapter_that_does_not_fit_one_of_the_ranks_ends_the_start_with_the_r
     config = settings_of(folders["qwen3_moe"], adapters={"last": str(folder)}, adapter_memory_bytes=1000, **layout)
     with pytest.raises(AssertionError, match=r'"rank": 1, "reason": "adapter \'last\'.*--adapter-memory-bytes 1000'):
         processes.work(*ranks_of(config), waves=requests())
+
+
+def test_a_rank_that_ends_while_an_adapter_is_loaded_ends_the_group(
+    processes: RankProcesses, folders: dict[str, Path], adapters: dict[str, Adapters]
+) -> None:
+    config = settings_of(folders["qwen3_moe"], tp=2)
+    with pytest.raises(AssertionError, match=r"rank 1 .*rank_lost"):
+        processes.work(*ranks_of(config), waves=waves(), adapters=adapters["qwen3_moe"], lacks="itself")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +21,14 @@ from moiety_engine.adapters.peft import read_adapter
 from moiety_engine.adapters.slot_sizing import SlotRequirement, find_layout, padded_rank
 from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.messages import CoreFailure, CoreSubmit
-from moiety_engine.model.adapter_modules import AdapterModules, products_of_modules, rank_factors
+from moiety_engine.model.adapter_modules import products_of_modules
 from moiety_wire.messages import FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from moiety_engine.model.adapter_stacks import AdapterWeights, Key
+    from moiety_engine.model.adapter_modules import AdapterModules
+    from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.runner.adapter_loading import AdapterLoader
 
@@ -37,11 +39,10 @@ MAX_OVERTAKEN_S = 1.0  # how long later requests with loaded adapters may overta
 
 @dataclass(frozen=True, slots=True)
 class _ReadAdapter:
-    """An adapter in host memory. `weights`: this rank's part. `keys`: its products on all ranks."""
+    """An adapter in host memory that the ranks arrange under this number of the loader."""
 
-    modules: AdapterModules
-    weights: AdapterWeights
-    keys: frozenset[Key]
+    number: int
+    need: SlotRequirement
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ class _Adapter:
     slot: int = -1  # -1: in no slot
     num_users: int = 0  # open requests that may run
     need: SlotRequirement | None = None  # of the loaded adapter
-    reading: Future[_ReadAdapter] | None = None
+    reading: Future[AdapterModules] | None = None
+    read: _ReadAdapter | None = None
     problem: str = ""  # why it cannot be served
     lacked_memory: bool = False  # that is the problem, which may have ended when the next request names it
 
@@ -84,6 +86,7 @@ class AdapterSlots:
     def learn(self, adapter_id: str, folder: Path) -> None:
         """Register an adapter, or change the folder of a registered one."""
         known = self._known.setdefault(adapter_id, _Adapter(folder))
+        self._drop(known)
         known.folder, known.problem, known.reading, known.lacked_memory = folder, "", None, False
 
     def add_request(self, submit: CoreSubmit) -> None:
@@ -104,9 +107,8 @@ class AdapterSlots:
         if submit is None:
             return None
         known = self._known[submit.adapter]
-        if known.reading is not None and all(other.adapter != submit.adapter for other, _ in self._pending.values()):
-            known.reading.cancel()
-            known.reading = None  # no request waits for it: discard its weights or its failure
+        if all(other.adapter != submit.adapter for other, _ in self._pending.values()):
+            self._drop(known)  # no request waits for it: discard its weights or its failure
         return submit
 
     def take_ready(self) -> Iterator[CoreSubmit]:
@@ -151,10 +153,14 @@ class AdapterSlots:
         """
         for name, known in self._known.items():
             try:
-                adapter = self._read(known.folder)
+                self._begin(known, self._read(known.folder))
+                if known.read is not None:
+                    self._check(known.read)
+                    self._place(name, known, known.read)
             except AdapterError as exc:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {exc}") from exc
-            if not self._place(name, known, adapter) and known.problem:
+            self._drop(known)
+            if known.problem:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
 
     def give_up(self) -> None:
@@ -168,55 +174,73 @@ class AdapterSlots:
         self._loader.lay_out(frozenset(), 0, 0, {})
 
     def close(self) -> None:
+        self._loader.close()
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, folder: Path) -> _ReadAdapter:
-        """Read an adapter and check that it fits the model; also runs in the reader's thread.
+    def _read(self, folder: Path) -> AdapterModules:
+        """Read an adapter; also runs in the reader's thread. Raises AdapterError for every problem."""
+        with _as_adapter_errors(folder=str(folder)):
+            return read_adapter(folder, self._model.spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
 
-        Raises AdapterError for every problem, so that a tenant's files cannot stop the engine.
+    def _begin(self, known: _Adapter, modules: AdapterModules) -> None:
+        """Let all ranks begin to arrange an adapter, unless it is too large for any of them (`known.problem`).
+
+        Raises AdapterError.
         """
-        spec = self._model.spec
-        try:
-            modules = read_adapter(folder, spec, max_rank=self._max_rank, dtype=self._stacks.dtype)
-            weights = rank_factors(modules, spec, self._model.ranks.rank_position)
-            return _ReadAdapter(modules, weights, frozenset(products_of_modules(modules, spec)))
-        except AdapterError:
-            raise
-        except Exception as exc:
-            log.exception("adapter_not_read", folder=str(folder))
-            raise AdapterError("it cannot be read; see the engine's log for the reason") from exc
-
-    def _try_to_place(self, name: str, known: _Adapter) -> bool:
-        """Continue to read and place an adapter. Return whether it has been read but has no layout yet."""
-        if known.reading is None:
-            assert self._readers is not None, "no request waits for an adapter where adapters are not available"
-            known.reading = self._readers.submit(self._read, known.folder)
-        if not known.reading.done():
-            return False
-        try:
-            adapter = known.reading.result()
-        except AdapterError as exc:
-            known.reading, known.problem = None, str(exc)
-            return False
-        if not self._place(name, known, adapter):
-            return not known.problem
-        known.reading = None
-        return False
-
-    def _place(self, name: str, known: _Adapter, adapter: _ReadAdapter) -> bool:
-        """Load an adapter into a slot on all ranks; return whether it is in one now.
-
-        If not, `known.problem` says why it never can be; if that is empty, the adapter must wait.
-        """
-        need = SlotRequirement(adapter.keys, adapter.modules.rank)
+        with _as_adapter_errors(folder=str(known.folder)):
+            need = SlotRequirement(frozenset(products_of_modules(modules, self._model.spec)), modules.rank)
         least = self._stacks.num_bytes(need.keys, 1, padded_rank(need.rank))
         if least > self._max_bytes:
             known.problem = (
                 f"it needs {least} bytes, more than this engine's --adapter-memory-bytes {self._max_bytes}: "
                 "train with a lower rank, or raise --adapter-memory-bytes"
             )
+            return
+        known.read = _ReadAdapter(self._loader.begin(modules), need)
+
+    def _check(self, adapter: _ReadAdapter) -> None:
+        """Wait until the first rank has arranged the adapter. Raises AdapterError if it does not fit the model."""
+        with _as_adapter_errors(number=adapter.number):
+            self._loader.check(adapter.number)
+
+    def _drop(self, known: _Adapter) -> None:
+        """Drop what was read of an adapter and is not loaded, on all ranks."""
+        if known.reading is not None:
+            known.reading.cancel()
+        if known.read is not None:
+            self._loader.drop(known.read.number)
+        known.reading = known.read = None
+
+    def _try_to_place(self, name: str, known: _Adapter) -> bool:
+        """Continue to read and place an adapter. Return whether it is in host memory but has no layout yet."""
+        if known.read is None and known.reading is None:
+            assert self._readers is not None, "no request waits for an adapter where adapters are not available"
+            known.reading = self._readers.submit(self._read, known.folder)
+        try:
+            if known.reading is not None:
+                if not known.reading.done():
+                    return False
+                reading, known.reading = known.reading, None
+                self._begin(known, reading.result())
+            if known.read is None or not self._loader.is_done(known.read.number):
+                return False
+            self._check(known.read)
+        except AdapterError as exc:
+            self._drop(known)
+            known.problem = str(exc)
             return False
+        if self._place(name, known, known.read) or known.problem:
+            self._drop(known)
+            return False
+        return True
+
+    def _place(self, name: str, known: _Adapter, adapter: _ReadAdapter) -> bool:
+        """Load an adapter into a slot on all ranks; return whether it is in one now.
+
+        If not, `known.problem` says that a rank lacks memory; if that is empty, the adapter must wait.
+        """
+        need = adapter.need
         device_state = [(other, self._known[other]) for other in self._known if other in self._slot_of]
         in_use = [one.need for _, one in device_state if one.num_users and one.need]
         idle = [(other, one.need) for other, one in device_state if not one.num_users and one.need]
@@ -232,16 +256,17 @@ class AdapterSlots:
         try:
             self._lay_out(layout.keys, layout.num_slots, layout.rank)
             slot = min(set(range(self._stacks.num_slots)) - set(self._slot_of.values()))
-            self._loader.fill(slot, adapter.modules, adapter.weights)
+            self._loader.fill(slot, adapter.number)
         except OutOfMemory as exc:
-            known.problem, known.lacked_memory, known.reading = f"{exc}; send the request again later", True, None
+            known.problem, known.lacked_memory = f"{exc}; send the request again later", True
             return False
+        known.read = None  # the ranks have dropped it
         known.slot, known.need = slot, need
         self._slot_of[name] = slot
         log.info("adapter_loaded", adapter=name, rank=need.rank, slot=slot, evicted=len(layout.evicted))
         return True
 
-    def _lay_out(self, keys: frozenset, num_slots: int, rank: int) -> None:  # type: ignore[type-arg]
+    def _lay_out(self, keys: frozenset[Key], num_slots: int, rank: int) -> None:
         """Make the slots large enough for this layout; they are reallocated only if they are too small."""
         stacks = self._stacks
         if keys <= stacks.keys and num_slots <= stacks.num_slots and rank <= stacks.rank:
@@ -258,3 +283,18 @@ class AdapterSlots:
 
     def _refuse(self, key: int, code: FailureCode, message: str) -> None:
         self._refused.append(CoreFailure(key, code, message))
+
+
+@contextmanager
+def _as_adapter_errors(**where: object) -> Iterator[None]:
+    """Raise AdapterError for every problem within, so that a tenant's files cannot stop the engine.
+
+    `where`: fields of the log entry.
+    """
+    try:
+        yield
+    except AdapterError:
+        raise
+    except Exception as exc:
+        log.exception("adapter_not_read", **where)
+        raise AdapterError("it cannot be read; see the engine's log for the reason") from exc

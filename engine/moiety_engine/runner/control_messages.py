@@ -270,12 +270,25 @@ class SentModule(msgspec.Struct, frozen=True, array_like=True):
     up: bytes
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write an adapter into a slot; the slots are large enough. `rank` is that of its matrices."""
+class SendAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Begin to arrange this rank's part of an adapter, in a thread. `rank` is that of its matrices."""
 
-    slot: int
+    number: int
     rank: int
     modules: list[SentModule]
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write the adapter with this number, which was sent before, into a slot; the slots are large enough."""
+
+    slot: int
+    number: int
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Drop the adapter with this number, which was sent before, if it is still there."""
+
+    number: int
 
 
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -301,7 +314,9 @@ ControlMessage = (
     | EncodeImage
     | ForgetImages
     | LayOutAdapters
+    | SendAdapter
     | LoadAdapter
+    | DropAdapter
     | OffloadWeights
     | ReloadWeights
     | Stop

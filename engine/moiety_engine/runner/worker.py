@@ -13,10 +13,11 @@ import torch
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
-from moiety_engine.runner.adapter_loading import load_adapter, prepare_slots
+from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots, sent_modules
 from moiety_engine.runner.control_messages import (
     Allocate,
     ControlMessage,
+    DropAdapter,
     EncodeImage,
     ForgetImages,
     LayOutAdapters,
@@ -28,6 +29,7 @@ from moiety_engine.runner.control_messages import (
     ReloadWeights,
     RunDraftPass,
     RunStep,
+    SendAdapter,
     Stop,
     Swap,
 )
@@ -60,6 +62,7 @@ class WorkerBase:
     def __init__(self, share: Transformer | ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
         """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop."""
         self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
+        self._arranger = AdapterArranger(share)
         self._decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
     def run(self) -> None:
@@ -71,7 +74,8 @@ class WorkerBase:
             self._execute(message)
 
     def close(self) -> None:
-        """Close the files and threads of this rank's shares; nothing may be computed afterwards."""
+        """Close the files and threads of this rank; nothing may be computed afterwards."""
+        self._arranger.close()
         for share in self._shares():
             share.close()
 
@@ -91,7 +95,7 @@ class WorkerBase:
                 self._encode_image(message)
             case ForgetImages():
                 self._forget_images(message)
-            case LayOutAdapters() | LoadAdapter():
+            case LayOutAdapters() | SendAdapter() | LoadAdapter() | DropAdapter():
                 self._change_adapters(message)
             case Allocate():
                 self._release()
@@ -115,14 +119,19 @@ class WorkerBase:
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
 
-    def _change_adapters(self, message: LayOutAdapters | LoadAdapter) -> None:
-        """Write an adapter into a slot, or replace the slots by those of a new layout if all ranks have memory."""
-        if isinstance(message, LoadAdapter):
-            self._run_on_all_ranks(lambda: load_adapter(self._share, message))
-            return
-        prepared: list[PreparedSlots] = []
-        if self._run_on_all_ranks(lambda: prepared.append(prepare_slots(self._share, message))):
-            self._share.adapters.commit(prepared[0])
+    def _change_adapters(self, message: LayOutAdapters | SendAdapter | LoadAdapter | DropAdapter) -> None:
+        """Execute a message about adapters. Slots are replaced only if all ranks have memory for the new ones."""
+        match message:
+            case LayOutAdapters():
+                prepared: list[PreparedSlots] = []
+                if self._run_on_all_ranks(lambda: prepared.append(prepare_slots(self._share, message))):
+                    self._share.adapters.commit(prepared[0])
+            case SendAdapter():
+                self._arranger.begin(message.number, sent_modules(message, self._share.adapters.dtype))
+            case LoadAdapter():
+                self._run_on_all_ranks(lambda: self._arranger.fill(message.number, message.slot))
+            case DropAdapter():
+                self._arranger.drop(message.number)
 
     def _run_on_all_ranks(self, do: Callable[[], None]) -> bool:
         """Run an operation that may run out of memory, and return whether it succeeded on all ranks."""
