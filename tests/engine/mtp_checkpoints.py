@@ -7,11 +7,14 @@ sees only the model's hidden states of earlier tokens: it is right if and only i
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from moiety_engine.model.mtp_names import QWEN_MTP, MtpNames, nemotron_mtp_names
 
 VOCABULARY = WIDTH = 64
 STEP = 5  # from a token to the one that follows it in the circle
@@ -85,15 +88,30 @@ def write_one_that_reads_what_was_made(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def let_tokens_decide(folder: Path) -> None:
+@dataclass(frozen=True)
+class TokenNames:
+    """Names of the tensors between which the newest token decides, and the value of norms that change nothing."""
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    mtp: MtpNames = QWEN_MTP
+    neutral_norm: float = 0.0  # those of Qwen are stored less 1
+
+
+QWEN_NAMES = TokenNames()
+NEMOTRON_NAMES = TokenNames("backbone.embeddings.weight", "backbone.norm_f.weight", nemotron_mtp_names(2), 1.0)
+
+
+def let_tokens_decide(folder: Path, names: TokenNames = QWEN_NAMES) -> None:
     """Change random weights so that the next token depends on the newest one most of the time, for the layer too."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors, mtp = load_file(folder / "model.safetensors"), names.mtp
     for name, one in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
             one.mul_(0.1)
-    rows, width = tensors["model.embed_tokens.weight"], tensors["mtp.fc.weight"].shape[0]
-    tensors["model.embed_tokens.weight"] = rows / rows.square().mean(-1, keepdim=True).sqrt()
-    tensors["mtp.fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
-    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
-    tensors |= {f"mtp.pre_fc_norm_{name}.weight": torch.zeros(width) for name in ("embedding", "hidden")}
+    rows, width = tensors[names.embedding], tensors[f"{mtp.projection}.weight"].shape[0]
+    tensors[names.embedding] = rows / rows.square().mean(-1, keepdim=True).sqrt()
+    tensors[f"{mtp.projection}.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    tensors[f"{mtp.final_norm}.weight"] = tensors[names.norm].clone()
+    for name in (mtp.token_norm, mtp.before_norm):
+        tensors[f"{name}.weight"] = torch.full((width,), names.neutral_norm)
     save_file(tensors, folder / "model.safetensors")

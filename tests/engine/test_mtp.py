@@ -34,6 +34,7 @@ from moiety_wire.messages import Sampling
 from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
 
 from .mtp_checkpoints import (
+    NEMOTRON_NAMES,
     let_tokens_decide,
     write_one_that_reads_tokens,
     write_one_that_reads_what_was_made,
@@ -168,13 +169,42 @@ def test_drafts_over_gated_delta_layers_change_no_answer(tmp_path: Path, variant
 
     publish_as_qwen(write_checkpoint(tmp_path, f"{variant}, full attention last"))
     let_tokens_decide(tmp_path)
-    mtp = MtpLoops(tmp_path, always_right=False)
+    check_answers(tmp_path, speculate)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 60])
+def test_drafts_over_mamba_2_layers_change_no_answer_of_preempted_requests_either(
+    tmp_path: Path, num_host_blocks: int
+) -> None:
+    from tests.model.conftest import write_checkpoint
+    from tests.model.test_mtp_nemotron import publish_as_nemotron, variant_with
+
+    variants = variant_with("full_attention", "moe", mamba_head_dim=16, ssm_state_size=16)
+    publish_as_nemotron(write_checkpoint(tmp_path, "with mtp", variants=variants))
+    let_tokens_decide(tmp_path, NEMOTRON_NAMES)
+    check_answers(tmp_path, Speculate.MTP, num_blocks=40, num_host_blocks=num_host_blocks)
+
+
+def check_answers(
+    folder: Path, speculate: Speculate, num_blocks: int | None = None, num_host_blocks: int | None = None
+) -> None:
+    """Check that drafts change no answer and are right in part. `num_blocks`: so few that requests are preempted."""
+    mtp = MtpLoops(folder, always_right=False)
     sampling = Sampling(temperature=0.0, num_logprobs=1)
     submits = [make_submit(key, sampling=sampling) for key in range(5)]
     expected = run_all(mtp.plain(max_running=4), submits)
+    tight: dict[str, Any] = {}
+    if num_blocks is not None and num_host_blocks is not None:
+        block_bytes = mtp.model.kv_bytes_per_block(BLOCK_SIZE)
+        both_bytes = block_bytes + mtp.layer.kv_bytes_per_block(BLOCK_SIZE)
+        tight = {"kv_memory_bytes": num_blocks * both_bytes + 8 * mtp.model.state_bytes, "max_context_tokens": 100}
+        tight |= {"policy": PolicyName.FCFS, "prefix_caching": False}
+        tight |= {"host_kv_memory_bytes": num_host_blocks * block_bytes + bool(num_host_blocks) * (1 << 22)}
     for overlap in (Overlap.OFF, Overlap.ON):
-        loop = mtp.make(max_running=4, overlap=overlap, speculate=speculate)
+        loop = mtp.make(max_running=4, overlap=overlap, speculate=speculate, **tight)
         results = run_all(loop, submits)
+        events = [event for one in results.values() if one.finish for event in one.finish.events]
+        assert any(event.kind == "preempted" for event in events) == bool(tight)
         for key, one in results.items():
             assert one.token_ids == expected[key].token_ids
             pairs = zip(one.logprobs, expected[key].logprobs, strict=True)

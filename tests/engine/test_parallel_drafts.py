@@ -15,7 +15,12 @@ from moiety_engine.startup import load_loop
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
-from .mtp_checkpoints import write_one_that_reads_tokens, write_one_that_reads_what_was_made
+from .mtp_checkpoints import (
+    NEMOTRON_NAMES,
+    let_tokens_decide,
+    write_one_that_reads_tokens,
+    write_one_that_reads_what_was_made,
+)
 from .rank_processes import RankProcesses, assert_same, folders, processes, ranks_of, thorough
 
 __all__ = ["folders", "processes"]  # fixtures
@@ -120,6 +125,21 @@ def test_the_mtp_layer_of_deepseek_v4_drafts_over_ranks(
     check(
         processes, tmp_path, layout, two_words, speculate=Speculate.MTP, kv_memory_bytes=1 << 24, prefix_caching=False
     )
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, thorough({"dp_attention": 2, "ep": 2})], ids=str)
+def test_the_mtp_layer_of_nemotron_drafts_over_ranks(
+    processes: RankProcesses, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    from tests.model.conftest import write_checkpoint
+    from tests.model.test_mtp_nemotron import publish_as_nemotron, variant_with
+
+    small = {"mamba_head_dim": 16, "ssm_state_size": 16, "moe_latent_size": 32}
+    variants = variant_with("full_attention", "moe", **small)
+    publish_as_nemotron(write_checkpoint(tmp_path, "with mtp", variants=variants))
+    let_tokens_decide(tmp_path, NEMOTRON_NAMES)
+    two_words = {17: 12.0, 23: 12.0}  # so that some drafts are right
+    check(processes, tmp_path, layout, two_words, speculate=Speculate.MTP, kv_memory_bytes=1 << 24)
 
 
 DRAFT_LAYOUTS = [thorough({"tp": 2, "ep": 2}), thorough({"dp_attention": 2, "ep": 2}), {"pp": 2}]

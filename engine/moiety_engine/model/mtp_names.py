@@ -51,3 +51,19 @@ DEEPSEEK_V4_MTP = MtpNames(
     copies=(("mtp.0.emb.tok_emb", "embed"), ("mtp.0.head", "head")),
     streams="mtp.0.hc_head_",
 )
+
+
+def nemotron_mtp_names(num_sublayers: int) -> MtpNames:
+    """Return the names of Nemotron 3's MTP layer, whose attention and feed-forward, if it has one, are layers on disk.
+
+    Source: vLLM's nemotron_h_mtp.py, which reads the published checkpoints.
+    """
+    sublayers = (("input_layernorm.", "self_attn."), ("post_attention_layernorm.", "mlp."))[:num_sublayers]
+    stored = [(f"mtp.layers.{index}.norm.", f"mtp.layers.{index}.mixer.") for index in range(num_sublayers)]
+    return MtpNames(
+        token_norm="mtp.layers.0.enorm",
+        before_norm="mtp.layers.0.hnorm",
+        projection="mtp.layers.0.eh_proj",
+        final_norm=f"mtp.layers.{num_sublayers - 1}.final_layernorm",
+        layer=tuple(pair for own, disk in zip(sublayers, stored, strict=True) for pair in zip(own, disk, strict=True)),
+    )
