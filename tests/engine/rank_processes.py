@@ -84,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
     | {"v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 256}
     | {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
+    "jetmoe": {"num_key_value_heads": 4, "kv_channels": 16, "num_local_experts": 8, "intermediate_size": 64},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }

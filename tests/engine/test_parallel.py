@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ ALSO_SHOWN = {
     ("deepseek_v4", ("tp", 4, "ep", 4)),  # a rank has a group of heads, and all compressed entries
     ("deepseek_v4", ("pp", 2)),  # stages pass on several residual streams
     ("longcat_flash", ("tp", 2, "ep", 2)),  # some experts are on no rank
+    ("jetmoe", ("tp", 2, "ep", 2)),  # a rank has a part of the query heads of each expert of attention
 }
 OF_TWO_HEADS = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
 RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba")
@@ -101,6 +103,9 @@ def test_parallel_ranks_of_a_checkpoint_in_few_bits_say_what_one_rank_says(
     assert "dp_attention" in layout or ours["weight_bytes"] <= 1.1 * expected["weight_bytes"] / (len(others) + 1)
 
 
+OF_EXPERTS = re.compile(r"(?<!self_attention)\.experts\.|mlp\.(?:in|out)put_linear")
+
+
 def share_of(config: EngineConfig) -> float:
     """The bytes that the first rank has of a model: attention and what every token needs once in each group of ranks,
     each expert once, if experts have no ranks of their own."""
@@ -108,7 +113,7 @@ def share_of(config: EngineConfig) -> float:
     with safe_open(Path(config.model) / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
             one = file.get_slice(name)
-            sizes["experts" if ".experts." in name else "rest"] += 4 * math.prod(one.get_shape())
+            sizes["experts" if OF_EXPERTS.search(name) else "rest"] += 4 * math.prod(one.get_shape())
     layout = layout_of(config)
     return sizes["rest"] / layout.tp + (0 if layout.ffn_ranks else sizes["experts"] / layout.stage_size)
 
@@ -125,6 +130,8 @@ IN_GROUPS = [
     ("longcat_flash", {"dp_attention": 2, "ep": 2}),
     thorough("longcat_flash", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("jamba", {"dp_attention": 2, "tp": 2, "ep": 4}),
+    ("jetmoe", {"dp_attention": 2, "tp": 2, "ep": 2}),
+    thorough("jetmoe", {"dp_attention": 2, "ep": 2}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
@@ -138,6 +145,7 @@ APART = [
     ("qwen3_moe", {"pp": 2, "ffn_ranks": 2}),
     thorough("qwen3_next", {"pp": 2, "ffn_ranks": 2}),
     thorough("nemotron_h", {"pp": 2, "ffn_ranks": 2}),
+    thorough("jetmoe", {"tp": 2, "ffn_ranks": 2, "ep": 2}),
 ]
 
 

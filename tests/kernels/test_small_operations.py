@@ -21,6 +21,8 @@ from moiety_kernels.rope import rope
 from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.route import RoutingSpec, group, group_by_expert, route
 from moiety_kernels.route.reference import route as route_reference
+from moiety_kernels.routed_linear import routed_linear
+from moiety_kernels.routed_linear.reference import routed_linear as routed_linear_reference
 from moiety_kernels.scaled_sum import reference as scaled_sum_reference
 from moiety_kernels.scaled_sum import scale_rows, scaled_sum
 
@@ -78,6 +80,19 @@ def test_scaled_sums_and_rows_with_a_factor_each(shape: tuple[int, ...]) -> None
     assert torch.equal(scale_rows(apart, factors, row), scaled_sum_reference.scale_rows(x, factors, row))
     in_order = factors[: shape[0]].unsqueeze(1).contiguous()
     assert torch.equal(scale_rows(x, in_order), scaled_sum_reference.scale_rows(x, in_order, None))
+
+
+@pytest.mark.parametrize(("rows", "num_experts", "widths"), [(0, 3, (16, 32)), (1, 4, (48, 16)), (70, 6, (32, 80))])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_routed_linear(rows: int, num_experts: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = normal(rows, widths[0]), normal(num_experts, widths[1], widths[0])
+    expert = torch.randint(num_experts - 1, (rows,), device=DEVICE, dtype=dtype)  # one has no row
+    found = routed_linear(x, weight, expert)
+    assert torch.allclose(found, routed_linear_reference(x, weight, expert), atol=1e-4)
+    for row in range(min(rows, 3)):
+        assert torch.equal(routed_linear(x[row : row + 1], weight, expert[row : row + 1]), found[row : row + 1])
+    with pytest.raises(KernelInputError, match="each row has one expert"):
+        routed_linear(x, weight, expert.new_zeros(rows + 1))
 
 
 def test_tensors_of_different_shapes_are_not_added() -> None:

@@ -186,6 +186,11 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48, "mamba_expand": 3}
         | {"mamba_d_conv": 3, "mamba_dt_rank": 48, "mamba_d_state": 32, "mamba_proj_bias": True},
     ),
+    "jetmoe": (
+        "jetmoe",
+        {"num_hidden_layers": 2, "num_local_experts": 6, "num_experts_per_tok": 3, "kv_channels": 32}
+        | {"intermediate_size": 48, "rms_norm_eps": 1e-3, "num_attention_heads": 6},
+    ),
     "kimi_k2": (
         "kimi_k2",
         _LATENT

@@ -40,6 +40,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "granitemoehybrid",
     "hunyuan_v1_moe",
     "jamba",
+    "jetmoe",
     "kimi_linear",
     "kolibri1",
     "laguna",

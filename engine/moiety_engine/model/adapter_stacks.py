@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moiety_engine.distribution.layout import RankPosition
+from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec
 from moiety_engine.model.spec import AttentionSpec, MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_kernels.low_rank import Factors, FeedForwardFactors, add_low_rank
@@ -102,7 +103,9 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
     """Return the dimensions of a layer's product; None if the product does not exist or takes no adapters."""
     if product in (Product.QKV, Product.OUTPUT_GATE, Product.OUTPUT):
         attention = layer.attention
-        return _form_of_attention(attention, product, hidden_size) if isinstance(attention, AttentionSpec) else None
+        if isinstance(attention, RoutedAttentionSpec) or not isinstance(attention, AttentionSpec):
+            return None
+        return _form_of_attention(attention, product, hidden_size)
     ffn = layer.ffn
     if ffn is None or (isinstance(ffn, MoeSpec) and ffn.normed):
         return None  # the names of the dense feed-forward beside the experts are those of another model's experts

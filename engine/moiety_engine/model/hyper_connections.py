@@ -5,6 +5,7 @@ T tokens, N streams, D model width, J = N · D.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.compressed_specs import StreamsSpec
     from moiety_engine.model.compressed_weights import StreamsWeights
+    from moiety_engine.model.norm_weights import NormWeights
     from moiety_engine.model.norms import Norm
-    from moiety_engine.model.spec import ModelSpec
-    from moiety_engine.model.weights import ModelWeights, NormWeights
+    from moiety_engine.model.spec import ModelSpec, NormSpec
+    from moiety_engine.model.weights import ModelWeights
 
 
 class OutputMixtures:
@@ -89,14 +91,16 @@ def residual_norms(
     """Return the norms of the inputs of both halves of each layer, and the final norm."""
     outputs = OutputMixtures()
 
-    def norm(of_layer: NormWeights | None, streams: StreamsWeights | None) -> Norm:
-        own = make_norm(spec.norm, of_layer, arithmetic)
+    def norm(of_layer: NormWeights | None, streams: StreamsWeights | None, form: NormSpec = spec.norm) -> Norm:
+        own = make_norm(form, of_layer, arithmetic)
         if spec.streams is None or streams is None:
             return own
         return StreamNorm(own, spec.streams, streams, spec.norm.eps, arithmetic, outputs)
 
     layers = [(norm(w.attention_norm, w.attention_streams), norm(w.ffn_norm, w.ffn_streams)) for w in weights.layers]
-    return layers, norm(weights.final_norm, weights.streams)
+    final_eps = spec.norm.final_eps
+    last = spec.norm if final_eps is None else replace(spec.norm, eps=final_eps)
+    return layers, norm(weights.final_norm, weights.streams, last)
 
 
 def split_streams(x_TD: Tensor, spec: StreamsSpec | None) -> Tensor:

@@ -21,6 +21,8 @@ from moiety_engine.model.recurrent_mixer import RecurrentMixer
 from moiety_engine.model.recurrent_weights import RecurrentWeights
 from moiety_engine.model.residuals import times
 from moiety_engine.model.rotary import GrowthTable
+from moiety_engine.model.routed_attention import RoutedAttention
+from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec, RoutedAttentionWeights
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -345,7 +347,7 @@ class MixtureOfExperts:
 
 def attention(
     spec: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
-    weights: AttentionWeights | LatentAttentionWeights | RecurrentWeights,
+    weights: AttentionWeights | RoutedAttentionWeights | LatentAttentionWeights | RecurrentWeights,
     rotaries: Mapping[RopeSpec, RotaryTable],
     norm_eps: float,
     arithmetic: Arithmetic,
@@ -358,6 +360,9 @@ def attention(
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
+    if isinstance(spec, RoutedAttentionSpec):
+        assert isinstance(weights, RoutedAttentionWeights)
+        return RoutedAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, rounds=rounds)
     if isinstance(spec, AttentionSpec):
         assert isinstance(weights, AttentionWeights)
         return GroupedQueryAttention(

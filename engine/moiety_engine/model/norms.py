@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.norm_weights import NormGateWeights, NormWeights
     from moiety_engine.model.spec import NormSpec
-    from moiety_engine.model.weights import NormGateWeights, NormWeights
 
 
 class Norm(Protocol):

@@ -14,6 +14,7 @@ from moiety_engine.model.compressed_specs import CompressedAttentionSpec, Stream
 from moiety_engine.model.layer_embedding_spec import LayerEmbeddingSpec
 from moiety_engine.model.mtp_names import MtpNames
 from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.residual_specs import NormedResidual
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
 from moiety_engine.model.vision_spec import VisionSpec
 from moiety_kernels.moe.activation import SILU, Activation
@@ -212,7 +213,8 @@ class SharedSpec:
 class MoeSpec:
     """Routed experts. `activation` says whether they have gates.
 
-    `bias`: the experts' products have biases. `router_bias`: bias of the router's logits. `selection_bias`: bias that
+    `bias`: the experts' products have biases. `output_bias`: their weighted sum has one, as all second products of
+    experts whose weights sum to 1 (JetMoe). `router_bias`: bias of the router's logits. `selection_bias`: bias that
     applies to the selection of experts only. `weighs_input`: the weight of a token's only expert multiplies its input
     in place of its output (Llama 4). `normed`: the router, routed and shared experts normalize their input and output,
     each by its own weights, and experts have a factor (Gemma 4). `exact_router`: the router's weights and logits are
@@ -227,6 +229,7 @@ class MoeSpec:
     routing: RoutingSpec
     activation: Activation = SILU
     bias: bool = False
+    output_bias: bool = False
     router_bias: bool = False
     selection_bias: bool = False
     weighs_input: bool = False
@@ -262,25 +265,13 @@ class MoeSpec:
 class NormSpec:
     """Normalization of the residual stream: RMS norm, or layer norm with a bias ("layer", Ba et al. 2016).
 
-    `weight_offset`: value to add to the weights on disk.
+    `weight_offset`: value to add to the weights on disk. `final_eps`: that of the model's last norm, if not `eps`.
     """
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     weight_offset: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class NormedResidual:
-    """Residual connections that start after the norms (MiniMax-01, arXiv 2501.08313).
-
-    x becomes alpha · norm(x) + beta · half(norm(x)), with factors for attention and for the feed-forward.
-    """
-
-    attention_alpha: float
-    attention_beta: float
-    ffn_alpha: float
-    ffn_beta: float
+    final_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

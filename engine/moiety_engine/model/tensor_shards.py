@@ -20,6 +20,7 @@ from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
 from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _LAYER = re.compile(r"(?:\blayers|\btransformer\.blocks)\.(-?\d+)\.")
-_EXPERT_TENSOR = re.compile(r"\bexperts\.(?!e_score)|\bblock_sparse_moe\.(?:input|output)_linear\.")
+# JetMoe has experts of attention, too, of which each rank has a part of the heads of all.
+_EXPERT_TENSOR = re.compile(
+    r"(?<!\bself_attention\.)\bexperts\.(?!e_score)|\b(?:block_sparse_moe|mlp)\.(?:input|output)_linear\."
+)
 _HALVES = re.compile(
-    r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|block_sparse_moe\.input_linear\.weight)$"
+    r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|(?:block_sparse_moe|mlp)\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up
+_BIAS_OF_EXPERTS = "mlp.bias"  # that all experts of a layer have
 _MAX_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
     "o_proj.bias",
@@ -47,6 +52,8 @@ _ADDED_ONCE = (
     "conv.out_proj.bias",
     "down_proj.bias",
     "down_proj_bias",
+    "self_attention.experts.bias",
+    _BIAS_OF_EXPERTS,
 )  # biases of sums over ranks: only one rank adds them
 
 
@@ -259,6 +266,11 @@ def _own_attention(
         raise InvalidConfig(
             f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
         )
+    if isinstance(attention, RoutedAttentionSpec) and num_kv % tp:
+        raise InvalidConfig(
+            f"--tp {tp} does not divide the model's {num_kv} key-value heads, of which each expert of attention has a "
+            "query: use a divisor"
+        )
     divided = DividedNormSpec(max(1, tp // num_kv)) if attention.qk_norm == "full" and tp > 1 else None
     return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp), divided_norm=divided)
 
@@ -314,7 +326,7 @@ def _cut(
     """Return the mapping of the rank's part of a tensor with the mapping `of_whole`."""
     whole = of_whole.shape
     of_experts = _EXPERT_TENSOR.search(name) is not None
-    index = rank_position.cut_rank if of_experts else rank_position.tp_rank
+    index = rank_position.cut_rank if of_experts or name.endswith(_BIAS_OF_EXPERTS) else rank_position.tp_rank
     if name.endswith(_ADDED_ONCE) and index:
         return _taking(place, whole, lambda source: torch.zeros(place.shape))
     stacked = of_experts and _EXPERT.search(name) is None

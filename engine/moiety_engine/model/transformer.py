@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import Decodes, Replayed
     from moiety_engine.model.layers import FeedForward
-    from moiety_engine.model.weights import NormWeights
+    from moiety_engine.model.norm_weights import NormWeights
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_placement.transition import Write
 

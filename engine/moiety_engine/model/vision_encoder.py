@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.norm_weights import NormWeights
     from moiety_engine.model.vision_spec import VisionSpec
-    from moiety_engine.model.weights import (
+    from moiety_engine.model.vision_weights import (
         LinearWeights,
-        NormWeights,
         PatchMergerWeights,
         VisionLayerWeights,
         VisionWeights,

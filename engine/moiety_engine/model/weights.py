@@ -21,8 +21,15 @@ from moiety_engine.model.layer_embedding_weights import (
     allocate_added,
     allocate_table,
 )
+from moiety_engine.model.norm_weights import NormGateWeights, NormWeights
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.recurrent_weights import RECURRENT_PRODUCTS, RecurrentWeights, allocate_recurrent
+from moiety_engine.model.routed_attention_spec import (
+    ROUTED_PRODUCTS,
+    RoutedAttentionSpec,
+    RoutedAttentionWeights,
+    allocate_routed,
+)
 from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -32,6 +39,7 @@ from moiety_engine.model.spec import (
     MoeSpec,
     SharedSpec,
 )
+from moiety_engine.model.vision_weights import LinearWeights, PatchMergerWeights, VisionLayerWeights, VisionWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,22 +135,9 @@ class MoeWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class NormGateWeights:
-    down_RD: Tensor
-    up_DR: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeights:
-    weight_D: Tensor  # float32, as is the bias
-    bias_D: Tensor | None
-    gate: NormGateWeights | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: NormWeights | None
-    attention: AttentionWeights | LatentAttentionWeights | RecurrentWeights
+    attention: AttentionWeights | RoutedAttentionWeights | LatentAttentionWeights | RecurrentWeights
     ffn_norm: NormWeights | None
     ffn: DenseWeights | MoeWeights | None
     attention_post_norm: NormWeights | None
@@ -160,40 +155,6 @@ class MtpInputWeights:
     token_norm: NormWeights
     before_norm: NormWeights
     projection_DJ: Tensor  # input: the token's half, then the hidden state's half
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeights:
-    weight_OI: Tensor
-    bias_O: Tensor  # float32
-
-
-@dataclass(frozen=True, slots=True)
-class VisionLayerWeights:
-    attention_norm: NormWeights
-    qkv: LinearWeights
-    output: LinearWeights
-    ffn_norm: NormWeights
-    up: LinearWeights
-    down: LinearWeights
-
-
-@dataclass(frozen=True, slots=True)
-class PatchMergerWeights:
-    """Weights of the projection of merged patches to the decoder's width."""
-
-    norm: NormWeights  # of each patch, or, for deepstack, of the merged patches
-    up: LinearWeights
-    down: LinearWeights
-
-
-@dataclass(frozen=True, slots=True)
-class VisionWeights:
-    patch: LinearWeights  # inputs: channel, frame, row, column
-    positions_QD: Tensor  # learned positions, row by row of their square
-    layers: tuple[VisionLayerWeights, ...]
-    merger: PatchMergerWeights
-    deepstack: tuple[PatchMergerWeights, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +206,7 @@ def allocate(
 _PRODUCTS: dict[type, tuple[str, ...]] = {  # the weights with most of the memory and compute time
     AttentionWeights: ("qkv_CD", "output_DC", "gate_CD"),
     **RECURRENT_PRODUCTS,
+    **ROUTED_PRODUCTS,
     LatentAttentionWeights: ("input_CD", "query_up", "output_DC"),
     DenseWeights: ("gate_up_2FD", "down_DF"),
     MoeWeights: ("gate_up_E2FD", "down_EDF"),
@@ -358,9 +320,11 @@ class _Allocator:
 
     def attention(
         self, a: AttentionSpec | LatentAttentionSpec | RecurrentSpec
-    ) -> AttentionWeights | LatentAttentionWeights | RecurrentWeights:
+    ) -> AttentionWeights | RoutedAttentionWeights | LatentAttentionWeights | RecurrentWeights:
         if isinstance(a, LatentAttentionSpec):
             return self.latent(a)
+        if isinstance(a, RoutedAttentionSpec):
+            return allocate_routed(a, self.spec.hidden_size, self)
         return self.grouped(a) if isinstance(a, AttentionSpec) else allocate_recurrent(a, self.spec.hidden_size, self)
 
     def latent(self, a: LatentAttentionSpec) -> LatentAttentionWeights:
@@ -441,7 +405,7 @@ class _Allocator:
             router_bias_E=self.vector(experts) if f.router_bias else None,
             selection_bias_E=self.vector(experts) if f.selection_bias else None,
             gate_up_bias_E2F=all_rows.vector(held, f.up_width) if f.bias else None,
-            down_bias_ED=all_rows.vector(held, size) if f.bias else None,
+            down_bias_ED=all_rows.vector(held, size) if f.bias or f.output_bias else None,
             shared=None if f.shared is None else self.shared(f.shared),
             norms=self.mixture_norms(experts) if f.normed else None,
             expert_of_token_VK=table,

@@ -20,6 +20,7 @@ from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp_spec import require_mtp
+from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.models import find_model
@@ -75,7 +76,8 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     grouped = [one.attention for one in spec.layers if isinstance(one.attention, AttentionSpec)]
     shares_rows = any(one.keys_are_values for one in grouped)
     compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
-    lora = "feed-forward only" if latent or compressed else "not q, k, v" if shares_rows else YES
+    routed = any(isinstance(one, RoutedAttentionSpec) for one in grouped)
+    lora = "feed-forward only" if latent or compressed or routed else "not q, k, v" if shares_rows else YES
     if any(one.ffn is not None and not one.ffn.activation.gated for one in spec.layers):
         lora = "attention only"
     return ModelFeatures(

@@ -182,7 +182,8 @@ def attention_s(
             return _sparse_s(attention, attention.indexer, machine, batch, pair_flops, kv_bytes)
         window = None
     else:
-        pair_flops, window = 2.0 * (attention.q_width + attention.output_width), attention.window
+        pair_flops = 2.0 * attention.num_heads * (attention.head_dim + attention.value_width)
+        window = attention.window
     context, seen = (length if window is None else min(length, window) for length in (batch.context, batch.prompt_seen))
     read = batch.decoding * context
     decoding = floor_s(Work(read * pair_flops, read * kv_bytes), _speeds(machine))

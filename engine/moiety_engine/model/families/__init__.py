@@ -53,6 +53,7 @@ from moiety_engine.model.families.hunyuan import hunyuan_v1_moe
 from moiety_engine.model.families.hy import hy_v3
 from moiety_engine.model.families.ignored import RecordingConfig, ignored_of
 from moiety_engine.model.families.jamba import jamba
+from moiety_engine.model.families.jetmoe import jetmoe, jetmoe_features
 from moiety_engine.model.families.kimi import kimi_linear, kimi_linear_features
 from moiety_engine.model.families.kolibri import kolibri1
 from moiety_engine.model.families.laguna import laguna, mellum, mellum_features
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "hy_v3": hy_v3,
     "jamba": jamba,
+    "jetmoe": jetmoe,
     "kimi_k2": deepseek_v3,
     "kimi_linear": kimi_linear,
     "kolibri1": kolibri1,
@@ -184,6 +186,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "granitemoe_swa": granite_features,
     "granitemoehybrid": granite_features,
     "granitemoeshared": granite_features,
+    "jetmoe": jetmoe_features,
     "kimi_linear": kimi_linear_features,
     "lfm2_moe": lfm2_moe_features,
     "longcat_flash": longcat_flash_features,

@@ -181,6 +181,12 @@ CATALOG: dict[str, FamilyEntry] = {
         "Mamba; in every eighth layer full attention without positions",
         "softmax; every other layer dense",
     ),
+    "jetmoe": FamilyEntry(
+        "JetMoe-8B",
+        "query heads of each token's own experts; all share the keys and values",
+        "softmax over the chosen",
+        {"num_hidden_layers": 24, "rms_norm_eps": 1e-5},
+    ),
     "kimi_linear": FamilyEntry(
         "Kimi-Linear-48B-A3B",
         "Kimi Delta Attention; in every fourth layer latent without positions",

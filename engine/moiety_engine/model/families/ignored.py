@@ -18,9 +18,9 @@ _GENERIC = frozenset({
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache"
 })  # fmt: skip
 _TRAINING = frozenset({
-    "attention_dropout", "aux_loss_alpha", "embedding_dropout", "ep_size", "input_jitter_noise", "output_dropout",
-    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-    "use_bfloat16"
+    "attention_dropout", "aux_loss_alpha", "aux_loss_coef", "embedding_dropout", "ep_size", "input_jitter_noise",
+    "output_dropout", "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
+    "seq_aux", "use_bfloat16"
 })  # fmt: skip
 _DRAWING = frozenset({
     "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty",

@@ -16,7 +16,8 @@ from moiety_engine.model.families.config import (
     rope_parameters,
 )
 from moiety_engine.model.recurrent_specs import LightningSpec
-from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec, NormedResidual
+from moiety_engine.model.residual_specs import NormedResidual
+from moiety_engine.model.spec import AttentionSpec, LayerSpec, MoeSpec
 from moiety_kernels.moe.activation import SILU
 
 _KIND_OF_NUMBER = {0: "linear_attention", 1: "full_attention"}

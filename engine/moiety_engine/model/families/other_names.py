@@ -44,6 +44,7 @@ OTHER_NAMES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "hunyuan_v1_moe": {"num_experts": ("num_local_experts",), "moe_topk": ("num_experts_per_tok",)},
     "hy_v3": {"num_experts": ("num_local_experts",)},
     "jamba": {"num_experts": ("num_local_experts",)},
+    "jetmoe": {"kv_channels": ("head_dim",)},
     "kimi_k2": {"n_routed_experts": ("num_local_experts",), "num_nextn_predict_layers": ("num_mtp_layers",)},
     "kimi_linear": _KIMI_NAMES,
     "kolibri1": {"num_experts": ("num_local_experts",)},

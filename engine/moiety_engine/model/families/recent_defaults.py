@@ -171,6 +171,12 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "num_hidden_layers": 80, "num_key_value_heads": 8, "num_shared_experts": 1,
         "rms_norm_eps": 1e-5, "router_scaling_factor": 2.826, "vocab_size": 120_832, "rope_theta": 11_158_840.0,
     },
+    "jetmoe": {
+        "activation_function": "silu", "hidden_size": 2048, "intermediate_size": 5632, "kv_channels": 128,
+        "max_position_embeddings": 4096, "num_experts_per_tok": 2, "num_hidden_layers": 12, "num_key_value_heads": 16,
+        "num_local_experts": 8, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": True,
+        "vocab_size": 32_000,
+    },
     "kimi_k2": _SHARED | {
         "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18_432, "kv_lora_rank": 512,
         "max_position_embeddings": 4096, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from moiety_engine.model.names.tensor_mapping import Named
+    from moiety_engine.model.norm_weights import NormWeights
     from moiety_engine.model.spec import LayerSpec, ModelSpec
-    from moiety_engine.model.weights import LayerWeights, ModelWeights, MtpInputWeights, NormWeights
+    from moiety_engine.model.weights import LayerWeights, ModelWeights, MtpInputWeights
 
 __all__ = ["ignorable", "mtp_prefix", "placements", "root_and_embedding"]
 

@@ -13,6 +13,7 @@ import torch
 from moiety_engine.model.names.recurrent import recurrent_places
 from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping, joined, plain, reshaped, whole
 from moiety_engine.model.recurrent_weights import RecurrentWeights
+from moiety_engine.model.routed_attention_spec import RoutedAttentionWeights
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.weights import AttentionWeights, LatentAttentionWeights
 
@@ -38,7 +39,7 @@ _FUSED = ("query_key_value", "Wqkv")  # the second in DBRX
 
 def attention_places(
     spec: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
-    weights: AttentionWeights | LatentAttentionWeights | RecurrentWeights,
+    weights: AttentionWeights | RoutedAttentionWeights | LatentAttentionWeights | RecurrentWeights,
     present: set[str],
 ) -> Iterator[Named]:
     """Yield the names, relative to the layer's, and mappings of attention tensors.
@@ -48,6 +49,8 @@ def attention_places(
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
         yield from _latent(spec, weights, present)
+    elif isinstance(weights, RoutedAttentionWeights):
+        yield from _routed(weights)
     elif isinstance(spec, AttentionSpec):
         assert isinstance(weights, AttentionWeights)
         yield from _grouped(spec, weights, present)
@@ -92,6 +95,16 @@ def _grouped(spec: AttentionSpec, weights: AttentionWeights, present: set[str]) 
         yield f"{block}{_SINKS_OF_MIMO if of_mimo else 'sinks'}", whole(weights.sinks_H)
     if weights.gate_CD is not None and not gate_with_queries:
         yield f"{block}{gate}.weight", whole(plain(weights.gate_CD))
+
+
+def _routed(weights: RoutedAttentionWeights) -> Iterator[Named]:
+    """Yield the names and mappings of JetMoe's query heads, which are those of experts."""
+    kv_CD = plain(weights.kv_CD)
+    yield "self_attention.experts.router.layer.weight", whole(weights.router_ED)
+    yield "self_attention.experts.input_linear.weight", whole(plain(weights.query_EQD))
+    yield "self_attention.experts.output_linear.weight", whole(plain(weights.output_EDQ))
+    yield "self_attention.experts.bias", whole(weights.output_bias_D)
+    yield "self_attention.kv_proj.weight", joined(kv_CD, (kv_CD.shape[0] // 2,) * 2)
 
 
 def _style(present: set[str]) -> tuple[str, str, str, str]:

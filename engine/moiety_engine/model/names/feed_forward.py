@@ -162,6 +162,9 @@ def _experts(weights: MoeWeights, present: set[str], *, gated: bool = True) -> I
         yield "experts.down_proj", TensorMapping(down_EDF.mT, tuple(down_EDF.mT.shape))
         yield "experts.down_proj_bias", whole(weights.down_bias_ED)
         return
+    if weights.down_bias_ED is not None and weights.gate_up_bias_E2F is None:
+        bias_ED = weights.down_bias_ED  # of all experts
+        yield "bias", TensorMapping(bias_ED, tuple(bias_ED.shape[1:]), lambda source: source.expand(bias_ED.shape))
     for gate_up_name, down_name in _STACKED.items():
         if gate_up_name in present:
             for name, stack in ((gate_up_name, gate_up_E2FD), (down_name, down_EDF)):

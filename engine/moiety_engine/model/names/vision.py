@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moiety_engine.model.names.tensor_mapping import Named
+    from moiety_engine.model.norm_weights import NormWeights
     from moiety_engine.model.vision_spec import VisionSpec
-    from moiety_engine.model.weights import LinearWeights, NormWeights, PatchMergerWeights, VisionWeights
+    from moiety_engine.model.vision_weights import LinearWeights, PatchMergerWeights, VisionWeights
 
 _ROOTS = ("model.visual.", "visual.")
 
