@@ -17,7 +17,7 @@ from .rank_processes import RankProcesses, assert_same, folders, processes, rank
 __all__ = ["folders", "processes"]  # fixtures
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
-MODULES = {"qwen3_moe": EXPERTS, "mixtral": ("w1", "w2", "w3")}
+MODULES = {"qwen3_moe": EXPERTS, "mixtral": ("w1", "w2", "w3"), "qwen3_next": EXPERTS}
 NAMES = ("", "attention", "everything", "experts")
 Adapters = dict[str, str]
 
@@ -88,6 +88,9 @@ LAYOUTS: list[Any] = [
     ("qwen3_moe", {"pp": 2}),
     ("qwen3_moe", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}),
     ("mixtral", {"dp_attention": 2, "tp": 2, "ep": 2}),
+    ("qwen3_next", {"tp": 2, "ep": 2}),  # with shared experts
+    ("qwen3_next", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}),
+    thorough("qwen3_next", {"dp_attention": 2, "ep": 2}),
     thorough("mixtral", {"tp": 4}),  # more ranks than key-value heads
     thorough("mixtral", {"tp": 4, "ep": 2}),
     thorough("mixtral", {"tp": 2, "ffn_ranks": 2, "ep": 1}),

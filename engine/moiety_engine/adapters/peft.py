@@ -34,13 +34,15 @@ _ALIASES = (
     ("self_attn.out_proj", "self_attn.o_proj"),
     ("block_sparse_moe.", "mlp."),
     ("feed_forward.", "mlp."),
+    ("mlp.shared_expert.", "mlp.shared_experts."),
+    ("mlp.shared_mlp.", "mlp.shared_experts."),
     (".w1", ".gate_proj"),
     (".w3", ".up_proj"),
     (".w2", ".down_proj"),
 )
 _SUPPORTED = (
     "q_proj, k_proj, v_proj, o_proj and the output gate of attention, "
-    "gate_proj, up_proj, down_proj of feed-forwards and experts"
+    "gate_proj, up_proj, down_proj of feed-forwards, experts and shared experts"
 )
 _SUPPORTED_INITIALIZATIONS = (
     True,

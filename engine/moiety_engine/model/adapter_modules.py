@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 Module = tuple[int, str]  # layer of the whole model, name within the layer in this engine's form
 
-MODULE = re.compile(r"(?:self_attn\.(q|k|v|o|g|qkv)_proj|mlp\.(?:experts\.(\d{1,6})\.)?(gate|up|down)_proj)")
+MODULE = re.compile(
+    r"(?:self_attn\.(q|k|v|o|g|qkv)_proj|mlp\.(?:(shared)_experts\.|experts\.(\d{1,6})\.)?(gate|up|down)_proj)"
+)
 _FUSED = "self_attn.qkv_proj"
 _PLACES: dict[str, tuple[Product, int | slice]] = {  # product of a module's rows, and its part, or all of its parts
     "qkv": (Product.QKV, slice(None)),
@@ -49,6 +51,9 @@ _PLACES: dict[str, tuple[Product, int | slice]] = {  # product of a module's row
     "gate": (Product.GATE_UP, 0),
     "up": (Product.GATE_UP, 1),
     "down": (Product.DOWN, 0),
+    "shared gate": (Product.SHARED_GATE_UP, 0),
+    "shared up": (Product.SHARED_GATE_UP, 1),
+    "shared down": (Product.SHARED_DOWN, 0),
 }
 
 
@@ -240,8 +245,8 @@ def _place_of(module: str) -> tuple[Product, int | slice, int]:
     """Return the product, the part of it or all of its parts, and the expert of a module."""
     match = MODULE.fullmatch(module)
     assert match is not None, "unknown modules are rejected before"
-    product, part = _PLACES[match[1] or match[3]]
-    return product, part, int(match[2] or 0)
+    product, part = _PLACES[match[1] or f"{match[2] or ''} {match[4]}".strip()]
+    return product, part, int(match[3] or 0)
 
 
 def _products_of(spec: ModelSpec, module: Module) -> list[Product]:
@@ -259,6 +264,9 @@ def _output_of(outputs: ModelWeights, layer: int, product: Product) -> Tensor:
         assert isinstance(attention, AttentionWeights)
         of_attention = {Product.QKV: attention.qkv_CD, Product.OUTPUT_GATE: attention.gate_CD}
         found = of_attention.get(product, attention.output_DC)
+    elif product in (Product.SHARED_GATE_UP, Product.SHARED_DOWN):
+        assert isinstance(ffn, MoeWeights) and ffn.shared is not None
+        found = ffn.shared.dense.gate_up_2FD if product is Product.SHARED_GATE_UP else ffn.shared.dense.down_DF
     elif isinstance(ffn, MoeWeights):
         found = ffn.gate_up_E2FD if product is Product.GATE_UP else ffn.down_EDF
     else:

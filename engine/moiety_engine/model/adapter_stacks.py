@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from moiety_engine.model.spec import LayerSpec, ModelSpec
+    from moiety_engine.model.spec import DenseSpec, LayerSpec, ModelSpec
 
 
 class Product(StrEnum):
@@ -34,6 +34,8 @@ class Product(StrEnum):
     OUTPUT = "output"
     GATE_UP = "gate_up"
     DOWN = "down"
+    SHARED_GATE_UP = "shared_gate_up"
+    SHARED_DOWN = "shared_down"
 
 
 Key = tuple[int, Product]  # layer of the whole model, product
@@ -87,7 +89,15 @@ class LayerFactors:
         return out_TN
 
     def of_feed_forward(self, rows: AdaptedRows | None) -> FeedForwardFactors | None:
-        gate_up, down = self.of.get(Product.GATE_UP), self.of.get(Product.DOWN)
+        """Return the factors of a dense feed-forward or of routed experts for the rows; None if no row has any."""
+        return self._both(rows, Product.GATE_UP, Product.DOWN)
+
+    def of_shared_experts(self, rows: AdaptedRows | None) -> FeedForwardFactors | None:
+        """Return the factors of shared experts for the rows; None if no row has any."""
+        return self._both(rows, Product.SHARED_GATE_UP, Product.SHARED_DOWN)
+
+    def _both(self, rows: AdaptedRows | None, first: Product, second: Product) -> FeedForwardFactors | None:
+        gate_up, down = self.of.get(first), self.of.get(second)
         if rows is None or (gate_up is None and down is None):
             return None
         return FeedForwardFactors(rows.slot_T, gate_up, down)
@@ -106,13 +116,18 @@ def form_of(layer: LayerSpec, product: Product, hidden_size: int) -> Form | None
         if isinstance(attention, RoutedAttentionSpec) or not isinstance(attention, AttentionSpec):
             return None
         return _form_of_attention(attention, product, hidden_size)
-    ffn = layer.ffn
-    if ffn is None or (isinstance(ffn, MoeSpec) and ffn.normed):
-        return None  # the names of the dense feed-forward beside the experts are those of another model's experts
-    if not ffn.activation.gated:
-        return None
+    return _form_of_feed_forward(layer.ffn, product, hidden_size)
+
+
+def _form_of_feed_forward(ffn: DenseSpec | MoeSpec | None, product: Product, hidden_size: int) -> Form | None:
+    if ffn is None or not ffn.activation.gated or (isinstance(ffn, MoeSpec) and ffn.normed):
+        return None  # the names of the dense feed-forward beside normed experts are those of another model's experts
     experts = ffn.num_held if isinstance(ffn, MoeSpec) else 1
-    if product is Product.GATE_UP:
+    if product in (Product.SHARED_GATE_UP, Product.SHARED_DOWN):
+        if not isinstance(ffn, MoeSpec) or ffn.shared is None:
+            return None
+        ffn, experts = ffn.shared.dense, 1
+    if product in (Product.GATE_UP, Product.SHARED_GATE_UP):
         return Form(hidden_size, (ffn.width, ffn.width), experts)
     return Form(ffn.width, (hidden_size,), experts)
 

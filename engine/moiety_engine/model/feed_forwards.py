@@ -48,7 +48,7 @@ def feed_forward(
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
         if ranks.crossings:
-            return RemoteExperts(spec, weights, chosen, arithmetic, ranks, slots)
+            return RemoteExperts(spec, weights, MoeContext(chosen, arithmetic, adapters, slots), ranks)
         own = next(cached) if cached else None
         context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks), own)
         if defers:

@@ -201,15 +201,19 @@ class SharedExperts:
 
     _ROUTING = RoutingSpec(num_experts=1, top_k=1, renormalize=False, scoring="sigmoid")
 
-    def __init__(self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, spec: SharedSpec, weights: SharedWeights, arithmetic: Arithmetic, adapters: LayerFactors
+    ) -> None:
         assert spec.factor == 1.0 or not spec.gated, "a gate has no factor"
         self._dense = DenseFeedForward(spec.dense, weights.dense, arithmetic, LayerFactors())
         self._weights, self._factor, self._invariant = weights, spec.factor, arithmetic.invariant
+        self._adapters = adapters
         self._constant = ConstantWeights(spec.factor)
 
-    def added_to(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
+    def added_to(self, routed_TD: Tensor, x_TD: Tensor, rows: AdaptedRows | None = None) -> Tensor:
         """Return the routed experts' output, which may be overwritten, plus the shared experts' output for x."""
-        return self._dense.glu(x_TD, weight_T1=self._share(x_TD), onto_TD=routed_TD)
+        adapters = self._adapters.of_shared_experts(rows)
+        return self._dense.glu(x_TD, weight_T1=self._share(x_TD), onto_TD=routed_TD, adapters=adapters)
 
     def alone(self, x_TD: Tensor) -> Tensor:
         """Return the shared experts' output for x."""
@@ -251,7 +255,7 @@ class MixtureOfExperts:
         self._one = ConstantWeights(1.0)
         self._shared: SharedExperts | None = None
         if spec.shared and weights.shared:
-            self._shared = SharedExperts(spec.shared, weights.shared, context.arithmetic)
+            self._shared = SharedExperts(spec.shared, weights.shared, context.arithmetic, context.adapters)
 
     def prefetch(self, following: MixtureOfExperts) -> None:
         """Prefetch in every pass the experts that the `following` layer would choose for this layer's input.
@@ -267,13 +271,13 @@ class MixtureOfExperts:
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         latent = self._weights.latent
         if latent is not None:
-            return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD)
+            return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD, rows)
         if self._dispatch is not None:
             onto_TD = torch.zeros_like(x_TD)
-            beside = partial(self._add_shared, onto_TD, x_TD)
+            beside = partial(self._add_shared, onto_TD, x_TD, rows)
             return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, beside, rows)
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
-        return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD)
+        return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD, rows)
 
     def _routed_in_latent_space(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, latent: LatentProjections
@@ -341,8 +345,8 @@ class MixtureOfExperts:
         expert_TK, slots = following._route(x_TD)[1], following._slots
         following._cached.expect(expert_TK if slots is None else slots.here(slots.of(expert_TK)))
 
-    def _add_shared(self, routed_TD: Tensor, x_TD: Tensor) -> Tensor:
-        return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD)
+    def _add_shared(self, routed_TD: Tensor, x_TD: Tensor, rows: AdaptedRows | None = None) -> Tensor:
+        return routed_TD if self._shared is None or not len(x_TD) else self._shared.added_to(routed_TD, x_TD, rows)
 
 
 def attention(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moiety_engine.model.adapter_stacks import AdapterStacks, LayerFactors
+from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.dispatch import adapter_columns, add_given, destinations, pack, share_of, unpack
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
@@ -49,17 +49,10 @@ class RemoteExperts(MixtureOfExperts):
     tokens.
     """
 
-    def __init__(
-        self,
-        spec: MoeSpec,
-        weights: MoeWeights,
-        chosen: list[Tensor],
-        arithmetic: Arithmetic,
-        ranks: Ranks,
-        slots: ExpertSlots | None,
-    ) -> None:
-        """Create the layer. `slots`: None if each expert rank has a shard of every expert."""
-        super().__init__(spec, weights, MoeContext(chosen, arithmetic, LayerFactors(), slots))
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, context: MoeContext, ranks: Ranks) -> None:
+        """Create the layer. The context's slots are None if each expert rank has a shard of every expert."""
+        super().__init__(spec, weights, context)
+        slots = context.slots
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
         self._rank_position = ranks.rank_position
@@ -87,7 +80,7 @@ class RemoteExperts(MixtureOfExperts):
         crossing.there.send_row_counts(to_experts)
         gone = crossing.there.exchange_rows(packed_NB, to_experts, none)
         coming = crossing.back.exchange_rows(x_SD[:0], none, to_experts)
-        out_TD = self._add_shared(torch.zeros_like(x_TD), x_TD)
+        out_TD = self._add_shared(torch.zeros_like(x_TD), x_TD, rows)
 
         def end() -> Tensor:
             add_given(out_TD[share], row_N, self._waited.on(coming), num_sent)

@@ -43,7 +43,7 @@ class ShortcutMixture(MixtureOfExperts):
         else:
             slot_TK = held_TK if self._slots is None else self._slots.of(held_TK)
             routed_TD = self.routed(x_TD, weight_TK, slot_TK, rows)
-        dense_TD = self._add_shared(torch.zeros_like(x_TD), x_TD)
+        dense_TD = self._add_shared(torch.zeros_like(x_TD), x_TD, rows)
         dense_TD, routed_TD = self._group.sum(torch.stack((dense_TD, routed_TD)))
         kept_T1 = torch.where(returns_TK, weight_TK, 0.0).sum(dim=1, keepdim=True)
         return torch.stack((dense_TD, routed_TD + x_TD * kept_T1.to(x_TD.dtype)))
