@@ -19,10 +19,10 @@ from structlog.testing import capture_logs
 from moiety_demo import checkpoint_path
 from moiety_engine.config import GrammarLimits
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
 from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_limited_processes.errors import WorkerFailed
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ToolCallGrammar, ToolCallsGrammar
 from moiety_wire.messages import FailureCode
 

@@ -74,8 +74,8 @@ LIAR = """
 import os, pathlib, socket, sys
 import msgspec
 from moiety_engine.image_decoding.frames import DecodeOrder, ImageTemplateReady
-from moiety_engine.limited_processes.frames import receive_frame, send_frame
-from moiety_engine.limited_processes.template import Template
+from moiety_limited_processes.frames import receive_frame, send_frame
+from moiety_limited_processes.template import Template
 
 
 def answer(link):
@@ -94,8 +94,8 @@ HANGING = """
 import os, pathlib, signal, socket, sys
 from moiety_engine.image_decoding.frames import DecodeOrder, ImageTemplateReady
 from moiety_engine.image_decoding.worker import run_child
-from moiety_engine.limited_processes.frames import receive_frame, send_frame
-from moiety_engine.limited_processes.template import Template
+from moiety_limited_processes.frames import receive_frame, send_frame
+from moiety_limited_processes.template import Template
 
 folder = pathlib.Path(__file__).parent
 

@@ -17,16 +17,16 @@ import structlog
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
 from moiety_engine.images.prompt_images import PromptImage
-from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
-from moiety_engine.limited_processes.processes import (
+from moiety_engine.messages import CoreFailure
+from moiety_limited_processes.errors import WorkerFailed
+from moiety_limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_limited_processes.processes import (
     ForkTemplate,
     ProcessLimit,
     is_own_fault,
     name_of,
     reached_limit,
 )
-from moiety_engine.messages import CoreFailure
 from moiety_wire.messages import FailureCode
 
 if TYPE_CHECKING:

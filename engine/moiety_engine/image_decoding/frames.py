@@ -1,4 +1,4 @@
-"""Messages between the engine server and its image processes, sent as frames of `limited_processes`."""
+"""Messages between the engine server and its image processes, sent as frames of `moiety_limited_processes`."""
 
 from __future__ import annotations
 

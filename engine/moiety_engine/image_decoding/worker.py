@@ -18,9 +18,9 @@ from typing import NoReturn
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_engine.limited_processes.child_limits import limit_memory, limit_time, run_to_exit
-from moiety_engine.limited_processes.frames import receive_frame, send_frame
-from moiety_engine.limited_processes.template import Template
+from moiety_limited_processes.child_limits import limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.frames import receive_frame, send_frame
+from moiety_limited_processes.template import Template
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 BAND_ROWS = 256  # of an image with transparency, converted at once

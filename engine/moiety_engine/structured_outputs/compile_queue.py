@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.limited_processes.errors import WorkerFailed
 from moiety_engine.messages import CoreFailure, CoreSubmit
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.service import GrammarService
@@ -27,6 +26,7 @@ from moiety_engine.structured_outputs.stepping import (
     GrammarHandle,
     SteppingWorker,
 )
+from moiety_limited_processes.errors import WorkerFailed
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 from moiety_wire.trace_events import Reason

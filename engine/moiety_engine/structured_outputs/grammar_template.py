@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moiety_engine.limited_processes.frames import send_frame
-from moiety_engine.limited_processes.processes import ForkTemplate, WorkerChild
 from moiety_engine.structured_outputs.frames import ChildOrder, StepperOrder, TemplateReady, TrialOrder
+from moiety_limited_processes.frames import send_frame
+from moiety_limited_processes.processes import ForkTemplate, WorkerChild
 from moiety_text.errors import TextError
 from moiety_text.folder import read_tokenizer_json
 

@@ -18,9 +18,6 @@ from pathlib import Path
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import ChildExit, receive_frame
-from moiety_engine.limited_processes.processes import ProcessLimit, name_of, reached_limit
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import TrialOrder, TrialReport
 from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
@@ -37,6 +34,9 @@ from moiety_engine.structured_outputs.stepping import (
     GrammarHandle,
     SteppingWorker,
 )
+from moiety_limited_processes.errors import WorkerFailed
+from moiety_limited_processes.frames import ChildExit, receive_frame
+from moiety_limited_processes.processes import ProcessLimit, name_of, reached_limit
 from moiety_wire.grammars import GrammarSpec
 
 log = structlog.get_logger()

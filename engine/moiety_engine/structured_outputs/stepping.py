@@ -18,9 +18,6 @@ from typing import NamedTuple
 import structlog
 
 from moiety_engine.config import GrammarLimits
-from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import ChildExit, receive_frame, send_frame
-from moiety_engine.limited_processes.processes import WorkerChild, is_own_fault, name_of
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.frames import (
     PrepareOrder,
@@ -32,6 +29,9 @@ from moiety_engine.structured_outputs.frames import (
 )
 from moiety_engine.structured_outputs.grammar_template import GrammarTemplate, send_role
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
+from moiety_limited_processes.errors import WorkerFailed
+from moiety_limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_limited_processes.processes import WorkerChild, is_own_fault, name_of
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import FailureCode
 

@@ -14,11 +14,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from moiety_engine.limited_processes.frames import send_frame
-from moiety_engine.limited_processes.template import Template
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.frames import TemplateReady
 from moiety_engine.structured_outputs.worker_child import run_child
+from moiety_limited_processes.frames import send_frame
+from moiety_limited_processes.template import Template
 from moiety_text.errors import TextError
 
 

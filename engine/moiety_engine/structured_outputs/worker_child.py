@@ -16,13 +16,6 @@ from typing import NoReturn
 
 from llguidance import LLMatcher
 
-from moiety_engine.limited_processes.child_limits import limit_memory, limit_time, resident_bytes, run_to_exit
-from moiety_engine.limited_processes.frames import (
-    EXIT_CRASHED,
-    receive_frame,
-    receive_frame_with_fds,
-    send_frame,
-)
 from moiety_engine.structured_outputs.compiler import GrammarCompiler, largest_bytes
 from moiety_engine.structured_outputs.costly_parts import too_costly
 from moiety_engine.structured_outputs.errors import GrammarRefused
@@ -39,6 +32,13 @@ from moiety_engine.structured_outputs.frames import (
 )
 from moiety_engine.structured_outputs.mask_buffer import MaskBuffer
 from moiety_engine.structured_outputs.state import TOO_COSTLY, GrammarState
+from moiety_limited_processes.child_limits import limit_memory, limit_time, resident_bytes, run_to_exit
+from moiety_limited_processes.frames import (
+    EXIT_CRASHED,
+    receive_frame,
+    receive_frame_with_fds,
+    send_frame,
+)
 from moiety_wire.grammars import GrammarSpec
 
 TRIAL_NICENESS = 5  # compilations yield to the model's steps

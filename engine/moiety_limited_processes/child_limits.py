@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from moiety_engine.limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY
+from moiety_limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import structlog
 
-from moiety_engine.limited_processes.errors import WorkerFailed
-from moiety_engine.limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame, send_frame
+from moiety_limited_processes.errors import WorkerFailed
+from moiety_limited_processes.frames import EXIT_OUT_OF_MEMORY, ChildExit, receive_frame, send_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 log = structlog.get_logger()
 
@@ -92,15 +92,23 @@ class WorkerChild:
 class ForkTemplate(Generic[_Ready]):
     """Process from which processes with limits are forked. Restarted when it is gone. Thread-safe."""
 
-    def __init__(self, command: list[str], ready_kind: type[_Ready], check: Callable[[_Ready], None]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        ready_kind: type[_Ready],
+        check: Callable[[_Ready], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start the process and wait until it can fork.
 
         `command`: arguments of Python; the descriptor of the process's socket is added. `check` is called with the
-        first frame, of `ready_kind`, and may raise ValueError.
+        first frame, of `ready_kind`, and may raise ValueError. `environment`: variables of the process; None: those of
+        this process.
 
         Raises that ValueError, and WorkerFailed where the process does not start.
         """
         self._command, self._ready_kind, self._check = command, ready_kind, check
+        self._environment = environment
         self._lock = threading.Lock()
         self._is_closed = False
         self.restarts_total = 0
@@ -115,7 +123,7 @@ class ForkTemplate(Generic[_Ready]):
         with self._lock:
             for is_last in (False, True):
                 if self._is_closed:
-                    raise WorkerFailed("the engine is shutting down")
+                    raise WorkerFailed("the server is shutting down")
                 try:
                     return self._fork()
                 except OSError:
@@ -136,6 +144,7 @@ class ForkTemplate(Generic[_Ready]):
             self._end()
 
     def _start(self) -> None:
+        environment = os.environ if self._environment is None else self._environment
         own, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
@@ -143,7 +152,7 @@ class ForkTemplate(Generic[_Ready]):
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # its threads would not survive a fork
+                env={**environment, "TOKENIZERS_PARALLELISM": "false"},  # its threads would not survive a fork
             )
         self._control = own
         own.settimeout(START_S)

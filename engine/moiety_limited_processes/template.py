@@ -9,7 +9,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, NoReturn
 
-from moiety_engine.limited_processes.frames import ChildExit, receive_frame_with_fds, send_frame
+from moiety_limited_processes.frames import ChildExit, receive_frame_with_fds, send_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Template:
     """State of the template: its link to its owner, and the links on which it reports the ends of its children.
 
-    The owner is the process that started the template: a core or an engine server.
+    The owner is the process that started the template: a core, an engine server or a gateway.
     """
 
     def __init__(self, control: socket.socket, run_child: Callable[[socket.socket], NoReturn]) -> None:
