@@ -25,6 +25,11 @@ def image_digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES, person=b"moiety-file").digest()
 
 
+def is_image_file(head: bytes) -> bool:
+    """Return whether a file begins as a PNG, JPEG or WebP file."""
+    return head.startswith((_PNG, _JPEG)) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
 class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """An image of a prompt: an encoded PNG, JPEG or WebP file, or a reference to one that the engine was sent before.
 

@@ -41,6 +41,7 @@ from moiety_platform.http_errors import (
 )
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.limits import AnswerStorageLimits
+from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -124,6 +125,7 @@ class Services:
     cipher: ReasoningCipher
     background: BackgroundRuns
     images: ImagePreparation
+    documents: DocumentPreparation
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -162,6 +164,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         metrics=services.metrics,
         clock=services.clock,
         images=services.images,
+        documents=services.documents,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
     )
@@ -195,7 +198,9 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, services.images, adapters)
+    messages = MessageServices(
+        services.authenticator, bodies, replicas, texts, services.images, services.documents, adapters
+    )
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
         services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining
@@ -205,7 +210,9 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(bodies, services.conversations, reader)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(services.authenticator, replicas, texts, bodies, services.images, adapters)
+    models = ModelServices(
+        services.authenticator, replicas, texts, bodies, services.images, services.documents, adapters
+    )
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
@@ -214,7 +221,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             embedding_route(serve),
             *score_routes(serve),
             decision_route(serve),
-            message_route(serve, services.images),
+            message_route(serve),
             with_services(TokenCountController, messages=messages),
             response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),

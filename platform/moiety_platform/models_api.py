@@ -236,6 +236,7 @@ async def _tokenized(models: ModelServices, request: Request[Any, Any, Any]) -> 
     card = _find(cards, body.model)
     prompt = body.as_prompt()
     if isinstance(prompt, Conversation):
+        prompt, _ = await models.documents.prepare_conversation(prompt, principal)
         prompt = await models.images.prepare_count(prompt, card, principal)
     (tokens,) = await (await models.texts.get(card)).encode([prompt])
     return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}

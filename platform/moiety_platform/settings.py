@@ -14,10 +14,10 @@ from pydantic import AliasChoices, SecretStr, field_validator, model_validator
 from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from moiety_platform.config_file import read_config_section
+from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
-from moiety_platform.process_settings import ProcessSettings
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
@@ -40,7 +40,7 @@ def _also(name: str, variable: str) -> AliasChoices:
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(DocumentSettings):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

@@ -72,9 +72,15 @@ BAD = [
     (message(role="user", content=7), "messages.0.content", "a string or a list of text blocks"),
     (message(role="user", content=[7]), "messages.0.content.0", "object"),
     (message(role="user", content=[{"type": "text"}]), "messages.0.content.0.text", "missing"),
-    *(
-        (message(role="user", content=[{"type": kind, "source": SOURCE}]), "messages.0.content", words)
-        for kind, words in (("document", "not plain text"), ("redacted_thinking", "the role 'user' cannot send"))
+    (
+        message(role="user", content=[{"type": "redacted_thinking", "source": SOURCE}]),
+        "messages.0.content",
+        "the role 'user' cannot send",
+    ),
+    (
+        message(role="user", content=[{"type": "document", "source": {**SOURCE, "data": "//8="}}]),
+        "messages",
+        "neither a PDF file nor plain text",
     ),
     (message(role="user", content=[{"type": "image", "source": SOURCE}]), "messages", "reads text only"),
     (message(role="user", content=[{"type": "video"}]), "messages.0.content", "'video', which is not supported here"),

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from moiety_platform.anthropic_api.schemas import MessagesBody
+from moiety_platform.inference.model_texts import ModelText
+from moiety_wire.messages import ModelCard
 
 from .anthropic_clients import client, open_client
 from .conftest import RunningGateway
@@ -121,15 +123,15 @@ async def test_a_document_of_an_uploaded_file_is_read_like_one_in_the_request(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"%PDF-1.7 text", "is not plain text"),
-        (b"\xff\xfe", "not plain text in UTF-8"),
+        (b"\xff\xfe", "neither a PDF file nor plain text in UTF-8"),
+        (b"a\0", "neither a PDF file nor plain text; "),
         (b"a" * (4 << 20) + b"b", "too large"),
     ],
 )
 async def test_a_file_that_is_no_plain_text_is_refused_as_a_document(
     client: anthropic.AsyncAnthropic, content: bytes, complaint: str
 ) -> None:
-    uploaded = await client.beta.files.upload(file=("a.pdf", content, "application/pdf"), betas=BETA)
+    uploaded = await client.beta.files.upload(file=("a.txt", content, "text/plain"), betas=BETA)
     with pytest.raises(anthropic.BadRequestError, match=complaint):
         await client.beta.messages.create(**asking(document(uploaded.id)), max_tokens=2, betas=BETA)
 
@@ -144,8 +146,8 @@ async def test_a_document_of_no_file_or_of_another_purpose_is_refused(
         await client.beta.messages.create(**asking(document("file_none")), max_tokens=2, betas=BETA)
 
 
-def test_a_document_that_was_not_read_is_an_error_and_not_an_empty_text() -> None:
+async def test_a_document_that_was_not_read_is_an_error_and_not_an_empty_text(card: ModelCard) -> None:
     body = MessagesBody.model_validate({**asking(document("file_1")), "max_tokens": 2})
     body.check()  # of a line of a batch, whose files are read when it is answered
-    with pytest.raises(RuntimeError, match="before `load_documents` has read it"):
-        body.generation()
+    with pytest.raises(RuntimeError, match="must be read before its prompt is made"):
+        await ModelText(card, 1 << 20).encode(body.generation().prompts)

@@ -262,7 +262,7 @@ async def test_images_of_an_assistant_are_refused(start_gateway: StartGateway, s
     response["input"][0]["role"] = "assistant"
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         assert "the user's messages" in await refusal(gateway, CHAT, body)
-        assert "images are for the user" in await refusal(gateway, RESPONSES, response)
+        assert "images and files are for the user" in await refusal(gateway, RESPONSES, response)
 
 
 async def test_a_stored_response_goes_on_with_its_images(start_gateway: StartGateway, seeing: ModelCard) -> None:

@@ -87,7 +87,7 @@ async def test_a_file_that_is_no_image_within_the_limits_is_refused_with_its_pla
     place = {CHAT: "content.2.file", MESSAGES: "content.2", RESPONSES: "input.message.input_image"}[path]
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         for data, purpose, words in (
-            (b"%PDF-1.7", "user_data", "not a PNG, JPEG or WebP file"),
+            (b"GIF89a\0", "user_data", "plain text" if path == CHAT else "not a PNG, JPEG or WebP file"),
             (png(2000, 2000), "vision", "scale it down"),
             (WIDE + bytes(10_000), "vision", "it may have 10,000"),
             (WIDE, "batch", "purpose 'batch'"),
@@ -163,9 +163,9 @@ async def test_a_file_part_may_have_the_image_itself_and_nothing_else(
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         for fields, words in (
             ({"file_data": data_url(WIDE)}, None),
-            ({"file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}, "a file must be an image"),
-            ({"file_data": data_url(WIDE), "file_id": "file-1"}, "a file must be an image"),
-            ({}, "a file must be an image"),
+            ({"file_data": "data:application/pdf;base64,AA", "filename": "a.pdf"}, "not valid base64"),
+            ({"file_data": data_url(WIDE), "file_id": "file-1"}, "it must have either the 'file_id'"),
+            ({}, "it must have either the 'file_id'"),
         ):
             body = uploaded(CHAT)
             body["messages"][0]["content"].append({"type": "file", "file": fields})

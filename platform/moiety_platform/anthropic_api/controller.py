@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from litestar import Controller, Request, post
@@ -27,12 +26,12 @@ from moiety_platform.anthropic_api.rate_limit_headers import NAMES as RATE_LIMIT
 from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_headers
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
-from moiety_platform.anthropic_api.uploaded_documents import load_documents
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.context_editing import edit_conversation
+from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -69,15 +68,12 @@ class MessageServices:
     replicas: Replicas
     texts: ModelTexts
     images: ImagePreparation
+    documents: DocumentPreparation
     adapters: AdapterCache | None = None
 
 
-async def _prepare(images: ImagePreparation, body: MessagesBody, record: RequestRecord) -> MessagesBody:
-    """Read the documents that are uploaded files.
-
-    Record that a request for no output gets one token, which computes and caches its prompt all the same.
-    """
-    await load_documents(body.messages, images, record.principal)
+async def _prepare(body: MessagesBody, record: RequestRecord) -> MessagesBody:
+    """Record that a request for no output gets one token, which computes and caches its prompt all the same."""
     if body.max_tokens == 0:
         record.adjusted_fields["max_tokens"] = "1"
     return body
@@ -131,14 +127,15 @@ MESSAGES = Endpoint(
     errors=ANTHROPIC_ERRORS,
     authorization=api_key_authorization,
     headers=with_anthropic_headers,
+    prepare=_prepare,
     keep_alive=PING,
     ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
 )
 
 
-def message_route(serve: Serve, images: ImagePreparation) -> HTTPRouteHandler:
+def message_route(serve: Serve) -> HTTPRouteHandler:
     """Return the handler of the endpoint that answers."""
-    return route(replace(MESSAGES, prepare=partial(_prepare, images)), serve)
+    return route(MESSAGES, serve)
 
 
 class TokenCountController(Controller):
@@ -165,8 +162,7 @@ class TokenCountController(Controller):
         if messages.adapters is not None:
             adapter = await messages.adapters.find(principal.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
-        await load_documents(body.messages, messages.images, principal)
-        asked = body.conversation()
+        asked, _ = await messages.documents.prepare_conversation(body.conversation(), principal)
         allowed = allowed_of(principal.allowed_models, adapter)
         card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await messages.texts.get(card)

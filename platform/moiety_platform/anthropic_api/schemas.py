@@ -19,8 +19,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from moiety_platform.anthropic_api.basic_blocks import TextBlock, TextBlocks, text_of
 from moiety_platform.anthropic_api.cache_control import CacheControl, longest
-from moiety_platform.anthropic_api.content_blocks import TextBlock, TextBlocks, keep_s_of, text_of
+from moiety_platform.anthropic_api.content_blocks import keep_s_of
 from moiety_platform.anthropic_api.context_management import ContextManagement
 from moiety_platform.anthropic_api.output_config import JsonOutputFormat, OutputConfig
 from moiety_platform.anthropic_api.tools import (
@@ -39,7 +40,6 @@ from moiety_platform.anthropic_api.turns import (
     removed_tools,
     skipped_blocks,
 )
-from moiety_platform.anthropic_api.uploaded_documents import without_documents
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
     MAX_MESSAGES,
@@ -262,10 +262,6 @@ class MessagesBody(ConversationBody, GeneratingBody):
             keep_s=self._keep_s(),
             context_edits=() if self.context_management is None else self.context_management.context_edits(),
         )
-
-    def check(self) -> None:
-        with without_documents(self.messages):
-            super().check()
 
     @property
     def marks_end(self) -> bool:

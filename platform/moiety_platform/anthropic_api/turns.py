@@ -8,21 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, ValidationInfo, field_validator
 
+from moiety_platform.anthropic_api.basic_blocks import ContentBlock, DocumentBlock, ImageBlock, TextBlock, text_of
 from moiety_platform.anthropic_api.content_blocks import (
     Blocks,
-    ContentBlock,
-    ImageBlock,
-    TextBlock,
     ThinkingBlock,
     ToolChangeBlock,
     ToolResultBlock,
     ToolUseBlock,
     skipped_of,
-    text_of,
 )
 from moiety_platform.anthropic_api.output_config import Effort
 from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
 from moiety_platform.inference.context_edits import REASONING
+from moiety_platform.inference.prompt_documents import INVALID_DOCUMENT
 from moiety_platform.inference.prompt_images import (
     BASE64_PATTERN,
     INVALID_IMAGE,
@@ -41,7 +39,7 @@ _ROLES_OF_BLOCK = {"thinking": ("assistant",), "redacted_thinking": ("assistant"
 }
 _PLAIN_DOCUMENTS: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "document"}}},
-    "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content", "file"]}}}}},
+    "then": {"properties": {"source": {"properties": {"type": {"enum": ["text", "content", "base64", "file"]}}}}},
 }
 _SENT_IMAGES: dict[str, Any] = {
     "if": {"properties": {"type": {"const": "image"}}},
@@ -57,6 +55,7 @@ _SENT_IMAGES: dict[str, Any] = {
         }
     },
 }
+_CODES: dict[type[ContentBlock], str] = {ImageBlock: INVALID_IMAGE, DocumentBlock: INVALID_DOCUMENT}
 _SYSTEM_BLOCKS = ("text", "tool_addition", "tool_removal")
 
 
@@ -105,7 +104,7 @@ class MessageTurn(StrictBody):
             if role is not None and is_foreign:
                 raise refuse(f"block {place} is of type {kind[:64]!r}, which the role {role!r} cannot send")
             if block.why_unserved:
-                code = INVALID_IMAGE if isinstance(block, ImageBlock) else None
+                code = _CODES.get(type(block))
                 raise refuse(f"block {place} {block.why_unserved}", code)
         return value
 
@@ -184,10 +183,10 @@ def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> l
     ]
     texts = [text_of(turn.content) for _, turn in shown]
     blocks = list(_paths_of(shown))
-    has_images = any(isinstance(block, ImageBlock) for _, block in blocks)
+    has_files = any(block.has_file for _, block in blocks)
     if not shown or (role == "system" and not any(texts)):
         return results
-    message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_images else "\n".join(texts)}
+    message: dict[str, Any] = {"role": role, "content": _parts_of(blocks) if has_files else "\n".join(texts)}
     thoughts = [thought for turn in turns for block in turn.content if (thought := _thought_of(block))]
     if thoughts:
         message[REASONING] = "\n".join(thoughts)
@@ -196,7 +195,7 @@ def _messages_of_role(role: str, placed: Sequence[tuple[int, MessageTurn]]) -> l
 
 
 def _is_shown(block: ContentBlock) -> bool:
-    return isinstance(block, TextBlock | ImageBlock) or bool(block.read_text)
+    return isinstance(block, TextBlock) or block.has_file or bool(block.read_text)
 
 
 def _paths_of(placed: Sequence[tuple[int, MessageTurn]]) -> Iterator[tuple[str, ContentBlock]]:
@@ -207,11 +206,11 @@ def _paths_of(placed: Sequence[tuple[int, MessageTurn]]) -> Iterator[tuple[str, 
 
 
 def _parts_of(blocks: Sequence[tuple[str, ContentBlock]]) -> list[dict[str, Any]]:
-    """Return blocks with images for the chat template. Consecutive texts are joined by line breaks."""
+    """Return blocks with files for the chat template. Consecutive texts are joined by line breaks."""
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(blocks, lambda named: isinstance(named[1], ImageBlock)):
-        if is_image:
-            found += [block.part(path) for path, block in run if isinstance(block, ImageBlock)]
+    for are_files, run in groupby(blocks, lambda named: named[1].has_file):
+        if are_files:
+            found += [block.part(path) for path, block in run]
         elif text := text_of([block for _, block in run]):
             found.append(text_part(text))
     return found

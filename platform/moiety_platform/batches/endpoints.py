@@ -11,7 +11,6 @@ import msgspec
 
 from moiety_platform.anthropic_api.controller import MESSAGES, message_of
 from moiety_platform.anthropic_api.schemas import MessagesBody
-from moiety_platform.anthropic_api.uploaded_documents import load_documents
 from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.decisions.answers import collect_option_scores, decision_of
 from moiety_platform.decisions.controller import DECISIONS
@@ -97,7 +96,6 @@ async def answer_decisions(pipeline: RequestPipeline, record: RequestRecord, bod
 async def answer_message(pipeline: RequestPipeline, record: RequestRecord, body: InferenceBody) -> Answer:
     """Answer a conversation in Anthropic's fields, in the batch class."""
     asked = cast("MessagesBody", body)
-    await load_documents(asked.messages, pipeline.services.images, record.principal)
     generation = msgspec.structs.replace(asked.generation(), service_tier=BATCH_TIER)
     async with await pipeline.start(record, generation) as run:
         return msgspec.Raw(await message_of(asked, run, record, await collect(run)))

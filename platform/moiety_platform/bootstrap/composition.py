@@ -24,6 +24,7 @@ from moiety_platform.backoff import Backoff
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.batches.worker import POLL_S
 from moiety_platform.bootstrap.administration import Administration
+from moiety_platform.bootstrap.document_preparation import document_preparation_of
 from moiety_platform.bootstrap.engines import Engines, key_files
 from moiety_platform.bootstrap.image_preparation import image_fetcher_of
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
@@ -211,6 +212,8 @@ async def _open_services(
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
     )  # fmt: skip
     uploaded = UploadedImages(batches.files)
+    documents = document_preparation_of(settings, live, uploaded)
+    stack.push_async_callback(documents.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
@@ -243,8 +246,8 @@ async def _open_services(
         images=ImagePreparation(
             await stack.enter_async_context(image_fetcher_of(settings, live)),
             uploaded.read_all,
-            uploaded.read_documents,
         ),
+        documents=documents,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

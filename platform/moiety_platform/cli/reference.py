@@ -60,7 +60,10 @@ def settings_reference(tables: Mapping[str, type[BaseSettings]]) -> str:
     parts = [SETTINGS_HEAD]
     for section, model in tables.items():
         parts.append(f"\n## `{section}`\n\n| setting | default | hot reload | description |\n|---|---|---|---|\n")
-        parts += [_setting_row(model, name, field) for name, field in model.model_fields.items()]
+        fields = sorted(
+            model.model_fields.items(), key=lambda named: named[0] not in model.__annotations__
+        )  # own first
+        parts += [_setting_row(model, name, field) for name, field in fields]
     return "".join(parts)
 
 

@@ -6,7 +6,7 @@ is. No transaction is open while the object store is asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -36,7 +36,7 @@ class FileContents:
     now: Now = now_ms
     incomplete: set[str] = field(default_factory=set)  # files in SQL that lack a part, and are not moved
 
-    async def read(self, file: StoredFile) -> AsyncIterator[bytes]:
+    async def read(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
         """Yield the content piece by piece. Raises Gone if it is missing from its beginning on.
 
         A file that is deleted during the read ends early: its announced length reveals the missing part.

@@ -1,4 +1,4 @@
-"""Images and text documents that requests name by the id of an uploaded file, read within limits.
+"""Images and documents that requests name by the id of an uploaded file, read within limits.
 
 A client can name large files with a few bytes, so their sizes are checked before anything is read, and reads at the
 same time are bounded for the process and each tenant.
@@ -7,23 +7,25 @@ same time are bounded for the process and each tenant.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
 
 from moiety_platform.auth.principal import Principal
-from moiety_platform.errors import BadRequest, Gone, NotFound
+from moiety_platform.document_extraction.extractor import DocumentRefused
+from moiety_platform.errors import Gone, NotFound
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
 from moiety_platform.files.upload import IMAGE_PURPOSES
+from moiety_platform.inference.document_preparation import UploadedFile
 from moiety_platform.inference.image_fetcher import CannotFetch, NoSuchFile
 from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_wire.images import ImageAllowance, ImageRules
 
 MAX_READS = 8  # at the same time in this process
 MAX_READS_PER_TENANT = 2
-MAX_DOCUMENT_BYTES = 4 << 20  # of the documents of one request together
 
 
 class UploadedImages:
-    """Reader of uploaded images in one gateway process."""
+    """Reader of uploaded images and documents in one gateway process."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -53,33 +55,34 @@ class UploadedImages:
                 found[file_id] = exc
         return found
 
-    async def read_documents(self, file_ids: Sequence[str], owner: Principal) -> dict[str, str]:
-        """Return the text of each file of the owner's project.
+    async def read_document_head(self, file_id: str, owner: Principal) -> UploadedFile:
+        """Return the size of a file of the owner's project, and its first bytes.
 
-        Raises BadRequest for a file that is not a document of plain text, or too large; NotFound, Gone, Unavailable.
+        Raises DocumentRefused for a file of another purpose; NotFound, Gone, Unavailable.
         """
-        found: dict[str, str] = {}
-        left = MAX_DOCUMENT_BYTES
-        for file_id in file_ids:
-            file = await self._files.get(owner.project_id, file_id)
-            if file.purpose not in IMAGE_PURPOSES:
-                raise _unread(file, f"has the purpose {file.purpose!r}; upload it as 'user_data'")
-            left -= file.num_bytes
-            if left < 0:
-                raise _unread(file, f"is too large: the documents of a request may have {MAX_DOCUMENT_BYTES:,} bytes")
-            await self._slots.acquire(owner.tenant_id, MAX_READS_PER_TENANT)
-            try:
-                content = await self._read(file)
-                found[file_id] = content.decode("utf-8-sig")
-            except CannotFetch as exc:
-                raise _unread(file, f"cannot be read: {exc}") from exc
-            except UnicodeDecodeError as exc:
-                raise _unread(file, "is not plain text in UTF-8; extract its text, and upload that") from exc
-            finally:
-                self._slots.release(owner.tenant_id)
-            if "\0" in found[file_id] or content.startswith(b"%PDF"):
-                raise _unread(file, "is not plain text; extract its text, and upload that")
-        return found
+        file = await self._documents_file(file_id, owner)
+        pieces = self._files.contents.read(file)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                return UploadedFile(file.num_bytes, piece)
+        raise _deleted(file)
+
+    async def read_document(self, file_id: str, owner: Principal) -> bytes:
+        """Return a file of the owner's project. Raises the errors of `read_document_head`."""
+        file = await self._documents_file(file_id, owner)
+        await self._slots.acquire(owner.tenant_id, MAX_READS_PER_TENANT)
+        try:
+            return await self._read(file)
+        except CannotFetch as exc:
+            raise _deleted(file) from exc
+        finally:
+            self._slots.release(owner.tenant_id)
+
+    async def _documents_file(self, file_id: str, owner: Principal) -> StoredFile:
+        file = await self._files.get(owner.project_id, file_id)
+        if file.purpose not in IMAGE_PURPOSES:
+            raise DocumentRefused(f"has the purpose {file.purpose!r}; upload it as 'user_data'")
+        return file
 
     async def _read(self, file: StoredFile) -> bytes:
         content = b"".join([piece async for piece in self._files.contents.read(file)])
@@ -88,8 +91,8 @@ class UploadedImages:
         return content
 
 
-def _unread(file: StoredFile, why: str) -> BadRequest:
-    return BadRequest(f"the document {file.id!r} {why}", code="invalid_document", param="file_id")
+def _deleted(file: StoredFile) -> Gone:
+    return Gone(f"the document {file.id!r} was deleted while it was read; upload it again")
 
 
 def _check_usable(file: StoredFile, max_bytes: int, max_bytes_left: int) -> None:

@@ -41,6 +41,17 @@ class PromptImage(msgspec.Struct, frozen=True):
     encoded: bytes = b""  # the file's data URL as JSON; b"" where it is not computed
 
 
+class PromptDocument(msgspec.Struct, frozen=True):
+    """Document of a conversation, whose text is not read yet: a file, or an uploaded file's id."""
+
+    data: bytes = b""
+    file_id: str = ""  # "" where `data` is known
+    title: str | None = None
+    context: str | None = None  # the client's text about the document
+    may_be_image: bool = False  # whether an uploaded image is accepted in its place
+    path: str = ""  # of its part in the request
+
+
 class Conversation(msgspec.Struct, frozen=True):
     """Messages for the model's chat template, each with `role` and text `content`.
 
@@ -48,7 +59,7 @@ class Conversation(msgspec.Struct, frozen=True):
     with `name` and `arguments` (an object). A tool's message has the `tool_call_id`.
 
     The answer begins with `prefill`, and only the rest of it is generated. It may call the tools in `tools`. `images`
-    are those of the messages, in their order.
+    are those of the messages, in their order. `documents` are those that are not read yet; none are left in a prompt.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -60,13 +71,17 @@ class Conversation(msgspec.Struct, frozen=True):
     thought_budget: int | None = None  # reasoning tokens, after which the engine ends the reasoning
     reasoning_fields: ReasoningFields = ReasoningFields()
     images: tuple[PromptImage, ...] = ()
+    documents: tuple[PromptDocument, ...] = ()
 
     def __post_init__(self) -> None:
         images: list[PromptImage] = []
+        documents: list[PromptDocument] = []
         for message in self.messages:
             if isinstance(content := message["content"], list):
                 images += [part["image"] for part in content if part["type"] == "image"]
+                documents += [part["document"] for part in content if part["type"] == "document"]
         msgspec.structs.force_setattr(self, "images", tuple(images))
+        msgspec.structs.force_setattr(self, "documents", tuple(documents))
 
     @property
     def has_reasoning_options(self) -> bool:

@@ -40,16 +40,13 @@ Limits = ImageRules | ImageAllowance
 Found = Mapping[str, bytes | CannotFetch]  # by link or file id
 ReadUploaded = Callable[[Sequence[str], Principal, Limits], Awaitable[Found]]  # contents of files by their ids
 
-ReadDocuments = Callable[[Sequence[str], Principal], Awaitable[Mapping[str, str]]]  # texts of files by their ids
-
 
 class ImagePreparation:
     """Preparation of images in one gateway process."""
 
-    def __init__(self, fetcher: ImageFetcher, read_uploaded: ReadUploaded, read_documents: ReadDocuments) -> None:
+    def __init__(self, fetcher: ImageFetcher, read_uploaded: ReadUploaded) -> None:
         self.fetcher = fetcher
         self._read_uploaded = read_uploaded
-        self.read_documents = read_documents  # raises BadRequest, NotFound, Gone and Unavailable
 
     async def prepare(self, generation: Generation, card: ModelCard, owner: Principal) -> tuple[Generation, list[str]]:
         """Return the generation with every image as a file, and the paths of images that are replaced by a text.

@@ -13,6 +13,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
@@ -32,6 +33,7 @@ class ModelServices:
     texts: ModelTexts
     bodies: BodyReader
     images: ImagePreparation
+    documents: DocumentPreparation
     adapters: AdapterCache | None = None
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:

@@ -341,6 +341,8 @@ class ModelText:
             raise BadRequest(
                 f"the model {self._model!r} has no chat template; use /v1/completions with a prompt", param="messages"
             )
+        if conversation.documents:
+            raise RuntimeError("a conversation's documents must be read before its prompt is made")
         if conversation.images and self.image_rules is None:
             raise images_not_supported(self._model)
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)

@@ -33,6 +33,7 @@ from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
 from moiety_platform.inference.context_editing import encode_edited
+from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
@@ -100,6 +101,7 @@ class PipelineServices:
     metrics: Metrics
     clock: Clock
     images: ImagePreparation
+    documents: DocumentPreparation
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -264,9 +266,9 @@ class RequestPipeline:
         return principal
 
     async def _classify(self, record: RequestRecord, generation: Generation) -> _Matched:
-        """Choose the model card and the service class, and check the request against them.
+        """Read the documents, choose the model card and the service class, and check the request against them.
 
-        Raises NotFound, BadRequest or Unavailable.
+        Raises NotFound, Gone, BadRequest, RateLimited or Unavailable.
         """
         services, principal, model = self.services, record.principal, generation.model
         record.generation, record.num_sequences = generation, len(generation.prompts) * generation.num_choices
@@ -276,6 +278,12 @@ class RequestPipeline:
             allowed = allowed_of(allowed, adapter)
         base = model if adapter is None else adapter.model
         prompt = generation.prompts[0]
+        if isinstance(prompt, Conversation) and prompt.documents:
+            card_of(states, base, allowed)  # for an unknown model nothing is read
+            record.served_model, record.base_model = model, base
+            generation, replaced = await services.documents.prepare(generation, principal)
+            record.generation, prompt = generation, generation.prompts[0]
+            record.ignored_fields += replaced
         has_images = isinstance(prompt, Conversation) and bool(prompt.images)
         try:
             card = card_of(states, base, allowed, has_images=has_images)

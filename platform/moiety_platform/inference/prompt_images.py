@@ -42,17 +42,22 @@ def image_part(image: PromptImage) -> dict[str, Any]:
     return {"type": "image", "image": image}
 
 
+def is_text(part: Mapping[str, Any]) -> bool:
+    """Return whether a part is a text."""
+    return bool(part["type"] == "text")
+
+
 def is_image(part: Mapping[str, Any]) -> bool:
     """Return whether a part is an image."""
     return bool(part["type"] == "image")
 
 
-def decode_base64(text: str) -> bytes:
-    """Return the image file. Raises ValueError."""
+def decode_base64(text: str, kind: str = "image") -> bytes:
+    """Return the file, of an image or another kind. Raises ValueError."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("the image is not valid base64; encode the file's bytes, without line breaks") from None
+        raise ValueError(f"the {kind} is not valid base64; encode the file's bytes, without line breaks") from None
 
 
 def data_url_as_json(data: bytes) -> bytes:
@@ -82,6 +87,11 @@ def image_of_link(url: str) -> PromptImage:
 def image_of_file(file_id: str) -> PromptImage:
     """Return the image of an uploaded file."""
     return PromptImage(source=file_id, is_uploaded=True)
+
+
+def only_text(parts: list[dict[str, Any]]) -> Any:
+    """Return the content of a message with these parts: their texts joined by line breaks, if they are only texts."""
+    return "\n".join(part["text"] for part in parts) if all(map(is_text, parts)) else parts
 
 
 def has_images(content: Any) -> bool:

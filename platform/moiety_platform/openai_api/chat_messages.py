@@ -17,12 +17,11 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import mapped, refused
-from moiety_platform.inference.prompt_images import INVALID_IMAGE
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.openai_api.content_parts import (
     ContentParts,
     ImagePart,
-    PartWithImage,
+    PartWithFile,
     template_parts,
     text_of_parts,
     why_unreadable,
@@ -33,7 +32,7 @@ from moiety_platform.openai_api.tools import CalledFunction, ChatCalls
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _RESULTS = ("tool", "function")  # roles whose content may be null, as an assistant's may
-_WITH_IMAGES = ("user", *_RESULTS)
+_WITH_FILES = ("user", *_RESULTS)
 _MAY_BE_EMPTY = ("assistant", *_RESULTS)
 _CALLS = {"type": "array", "minItems": 1}
 _RULES: dict[str, Any] = {
@@ -101,11 +100,12 @@ class ChatMessage(StrictBody):
             return value
         if (reason := why_unserved(value)) is not None:
             raise refuse(reason)
-        if (reason := why_unreadable(value)) is not None:
-            raise refuse(reason, INVALID_IMAGE)
-        if info.data.get("role", "user") not in _WITH_IMAGES and any(isinstance(part, PartWithImage) for part in value):
-            reason = "images are for the user's messages and results of tools only; send the image in one of them"
-            raise refuse(reason, INVALID_IMAGE)
+        if (unreadable := why_unreadable(value)) is not None:
+            raise refuse(*unreadable)
+        files = [part for part in value if isinstance(part, PartWithFile)]
+        if files and info.data.get("role", "user") not in _WITH_FILES:
+            reason = "images and files are for the user's messages and results of tools only; send them in one of those"
+            raise refuse(reason, files[0].error_code)
         return value
 
     @field_validator("tool_calls", "function_call")
@@ -146,9 +146,8 @@ class ChatMessage(StrictBody):
         Calls of the older form are left out: see `messages_of`.
         """
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        has_images = isinstance(self.content, list) and any(isinstance(part, PartWithImage) for part in self.content)
         content: Any = self.text
-        if has_images and isinstance(self.content, list):
+        if isinstance(self.content, list) and any(isinstance(part, PartWithFile) for part in self.content):
             content = template_parts(self.content, f"{path}.content")
         message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:

@@ -1,7 +1,7 @@
 """Parts of a chat message's content in OpenAI's fields.
 
-Text and images are served, images by models that see. Audio and other files are known, so that their refusal says what
-is not served.
+Text, images and documents are served, images by models that see. Audio is known, so that its refusal says what is not
+served.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, shows
 from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.generation import PromptImage
+from moiety_platform.inference.generation import PromptDocument, PromptImage
+from moiety_platform.inference.prompt_documents import (
+    FILE_DATA_PATTERN,
+    INVALID_DOCUMENT,
+    document_of_file_data,
+    document_part,
+)
 from moiety_platform.inference.prompt_images import (
     DATA_IMAGE,
     IMAGE_URL_PATTERN,
-    image_of_file,
+    INVALID_IMAGE,
     image_of_url,
     image_part,
     text_part,
@@ -59,8 +65,13 @@ class ImagePart(StrictBody):
     type: Literal["image_url"]
     image_url: ImageUrl
 
+    @property
+    def error_code(self) -> str:
+        """Code of an error about the part."""
+        return INVALID_IMAGE
+
     @cached_property
-    def image(self) -> PromptImage:
+    def content(self) -> PromptImage:
         """The image file or its link. Raises ValueError."""
         return image_of_url(self.image_url.url)
 
@@ -72,15 +83,15 @@ class AudioPart(StrictBody):
 
 
 class FileOfPart(StrictBody):
-    """A file by the id of its upload, or as a data URL. It must be an image."""
+    """A file by the id of its upload, or as a data URL or base64: an image, a PDF file or plain text."""
 
     file_id: str | None = None
-    file_data: Annotated[str, shows(pattern=f"^{DATA_IMAGE}[^,]*;base64,")] | None = None
-    filename: Annotated[str | None, ignored("The model does not receive file names.")] = None
+    file_data: Annotated[str, shows(pattern=FILE_DATA_PATTERN)] | None = None
+    filename: str | None = None  # the model reads it as the title of a document
 
 
 class FilePart(StrictBody):
-    """An image as a file."""
+    """An image or a document as a file. Of a PDF file the text is read, and images of its pages are not."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -91,19 +102,25 @@ class FilePart(StrictBody):
     type: Literal["file"]
     file: FileOfPart
 
+    @property
+    def error_code(self) -> str:
+        """Code of an error about the part."""
+        return INVALID_IMAGE if (self.file.file_data or "").startswith(DATA_IMAGE) else INVALID_DOCUMENT
+
     @cached_property
-    def image(self) -> PromptImage:
-        """The image file, or the id of its upload. Raises ValueError."""
-        if self.file.file_id is not None and self.file.file_data is None:
-            return image_of_file(self.file.file_id)
-        if self.file.file_id is None and (self.file.file_data or "").startswith(DATA_IMAGE):
-            return image_of_url(self.file.file_data or "")
-        raise ValueError(
-            "a file must be an image, by the 'file_id' of its upload or a data URL in 'file_data'; send others as text"
-        )
+    def content(self) -> PromptImage | PromptDocument:
+        """The image or the document, or the id of an upload, which may be both. Raises ValueError."""
+        file_id, data = self.file.file_id, self.file.file_data
+        if (file_id is None) == (data is None):
+            raise ValueError("it must have either the 'file_id' of its upload or its content in 'file_data'")
+        if data is None:
+            return PromptDocument(file_id=file_id or "", title=self.file.filename, may_be_image=True)
+        if data.startswith(DATA_IMAGE):
+            return image_of_url(data)
+        return msgspec.structs.replace(document_of_file_data(data), title=self.file.filename)
 
 
-PartWithImage = ImagePart | FilePart
+PartWithFile = ImagePart | FilePart
 
 
 class OtherPart(StrictBody):
@@ -141,29 +158,30 @@ def why_unserved(parts: Sequence[ContentPart]) -> str | None:
     return None
 
 
-def why_unreadable(parts: Sequence[ContentPart]) -> str | None:
-    """Return why an image among the parts cannot be read, or None."""
+def why_unreadable(parts: Sequence[ContentPart]) -> tuple[str, str] | None:
+    """Return why an image or a document among the parts cannot be read, with the error's code, or None."""
     for number, part in enumerate(parts):
-        if isinstance(part, PartWithImage):
+        if isinstance(part, PartWithFile):
             try:
-                _ = part.image
+                _ = part.content
             except ValueError as exc:
-                return f"part {number} is an image that cannot be read: {exc}"
+                kind = "an image" if part.error_code == INVALID_IMAGE else "a file"
+                return f"part {number} is {kind} that cannot be read: {exc}", part.error_code
     return None
 
 
 def template_parts(parts: Sequence[ContentPart], path: str) -> list[dict[str, Any]]:
-    """Return parts with images for the chat template. Consecutive texts are joined by line breaks.
+    """Return parts with files for the chat template. Consecutive texts are joined by line breaks.
 
     `path` is that of the parts in the request.
     """
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(enumerate(parts), lambda numbered: isinstance(numbered[1], PartWithImage)):
-        if is_image:
+    for are_files, run in groupby(enumerate(parts), lambda numbered: isinstance(numbered[1], PartWithFile)):
+        if are_files:
             for number, part in run:
-                if isinstance(part, PartWithImage):
-                    image = msgspec.structs.replace(part.image, path=f"{path}.{number}.{part.type}")
-                    found.append(image_part(image))
+                if isinstance(part, PartWithFile):
+                    content = msgspec.structs.replace(part.content, path=f"{path}.{number}.{part.type}")
+                    found.append(image_part(content) if isinstance(content, PromptImage) else document_part(content))
         else:
             found.append(text_part(text_of_parts([part for _, part in run])))
     return found

@@ -156,4 +156,7 @@ def _part(part: Any) -> Any:
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     if part.get("type") == "input_image" and isinstance(part.get("file_id"), str):
         return {"type": "file", "file": {"file_id": part["file_id"]}}
+    if part.get("type") == "input_file" and not part.get("file_url"):
+        names = ("file_id", "file_data", "filename")
+        return {"type": "file", "file": {name: part[name] for name in names if part.get(name) is not None}}
     return part

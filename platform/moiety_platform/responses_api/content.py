@@ -10,15 +10,21 @@ import msgspec
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
-from moiety_platform.inference.field_support import ignored
-from moiety_platform.inference.generation import PromptImage
+from moiety_platform.inference.field_support import ignored, refused
+from moiety_platform.inference.generation import PromptDocument
+from moiety_platform.inference.prompt_documents import (
+    FILE_DATA_PATTERN,
+    INVALID_DOCUMENT,
+    document_of_file_data,
+    document_part,
+)
 from moiety_platform.inference.prompt_images import (
     IMAGE_URL_PATTERN,
     INVALID_IMAGE,
-    has_images,
     image_of_file,
     image_of_url,
     image_part,
+    only_text,
     text_part,
 )
 from moiety_platform.inference.text_parts import RefusalContent, TextContent
@@ -27,9 +33,9 @@ from moiety_platform.inference.typed_values import named_type
 INPUT_TEXT = "input_text"
 OUTPUT_TEXT = "output_text"
 INPUT_IMAGE = "input_image"
+INPUT_FILE = "input_file"
 REFUSAL = "refusal"
 _OTHERS = {
-    "input_file": "files are not read by this endpoint; send their text as 'input_text'",
     "input_audio": "audio is not supported; send text",
     "computer_screenshot": "there is no computer tool; send the image as 'input_image'",
 }
@@ -79,10 +85,49 @@ class ImageContent(StrictBody):
         return {"type": INPUT_IMAGE, **source, "detail": self.detail or "auto"}
 
 
+class FileContent(StrictBody):
+    """A PDF file or plain text, by the id of its upload or its content. Of a PDF file only the text is read."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_only("file_data", "file_id"), _only("file_id", "file_data")]}
+    )
+
+    type: Literal["input_file"]
+    file_data: Annotated[str, shows(pattern=FILE_DATA_PATTERN)] | None = None
+    file_id: str | None = None
+    file_url: Annotated[str | None, refused("links to files are not followed; send 'file_data' or 'file_id'", [])] = (
+        None
+    )
+    filename: str | None = None  # the model reads it as the title of the document
+    detail: Annotated[str | None, ignored("The text of a document is read, and images of its pages are not.")] = None
+    prompt_cache_breakpoint: Annotated[Any, ignored("Every prefix is cached.")] = None
+
+    @field_validator("file_data")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                document_of_file_data(value)
+        except ValueError as exc:
+            raise refuse(f"it is a file that cannot be read: {exc}", INVALID_DOCUMENT) from exc
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.file_data is None) == (self.file_id is None):
+            raise refuse("a file has either 'file_data' or the 'file_id' of an uploaded file; send only one of the two")
+        return self
+
+    def stored(self) -> dict[str, Any]:
+        """Return the part as it is stored and listed."""
+        source = {"file_data": self.file_data} if self.file_id is None else {"file_id": self.file_id}
+        return {"type": INPUT_FILE, **source, **({"filename": self.filename} if self.filename else {})}
+
+
 class _OtherContent(StrictBody):
     """A part that no model reads here. Validation raises an error that names the type."""
 
-    type: Annotated[str, shows(enum=[INPUT_TEXT, INPUT_IMAGE, OUTPUT_TEXT, REFUSAL])]
+    type: Annotated[str, shows(enum=[INPUT_TEXT, INPUT_IMAGE, INPUT_FILE, OUTPUT_TEXT, REFUSAL])]
 
     @field_validator("type")
     @classmethod
@@ -91,13 +136,15 @@ class _OtherContent(StrictBody):
             raise refuse(f"parts of type {value!r} are not supported: {_OTHERS[value]}")
         raise refuse(
             f"parts of type {value[:64]!r} are not supported; send text as {INPUT_TEXT!r}, an image as "
-            f"{INPUT_IMAGE!r}, or an assistant's text as {OUTPUT_TEXT!r}"
+            f"{INPUT_IMAGE!r}, a document as {INPUT_FILE!r}, or an assistant's text as {OUTPUT_TEXT!r}"
         )
 
 
-ItemContent = TextContent | ImageContent | RefusalContent
+ItemContent = TextContent | ImageContent | FileContent | RefusalContent
+WithFile = ImageContent | FileContent
 _PARTS: dict[str, type[ItemContent]] = {
-    INPUT_TEXT: TextContent, INPUT_IMAGE: ImageContent, OUTPUT_TEXT: TextContent, REFUSAL: RefusalContent,
+    INPUT_TEXT: TextContent, INPUT_IMAGE: ImageContent, INPUT_FILE: FileContent,
+    OUTPUT_TEXT: TextContent, REFUSAL: RefusalContent,
 }  # fmt: skip
 
 
@@ -115,7 +162,7 @@ ContentParts = Annotated[
 
 def text_of(parts: Sequence[ItemContent]) -> str:
     """Return the text that the model reads."""
-    return "\n".join(part.readable for part in parts if not isinstance(part, ImageContent))
+    return "\n".join(part.readable for part in parts if not isinstance(part, WithFile))
 
 
 def has_detail(parts: Sequence[ItemContent]) -> bool:
@@ -126,14 +173,13 @@ def has_detail(parts: Sequence[ItemContent]) -> bool:
 def stored_parts(parts: Sequence[ItemContent]) -> list[dict[str, Any]]:
     """Return a client's parts as they are stored and listed."""
     return [
-        part.stored() if isinstance(part, ImageContent) else {"type": INPUT_TEXT, "text": part.readable}
-        for part in parts
+        part.stored() if isinstance(part, WithFile) else {"type": INPUT_TEXT, "text": part.readable} for part in parts
     ]
 
 
 def stored_output(parts: Sequence[ItemContent]) -> str | list[dict[str, Any]]:
-    """Return the output of a tool as it is stored and listed: a text, or parts if it has images."""
-    return stored_parts(parts) if any(isinstance(part, ImageContent) for part in parts) else text_of(parts)
+    """Return the output of a tool as it is stored and listed: a text, or parts if it has images or files."""
+    return stored_parts(parts) if any(isinstance(part, WithFile) for part in parts) else text_of(parts)
 
 
 def content_for_template(content: str | Sequence[Mapping[str, Any]], path: str) -> Any:
@@ -144,14 +190,19 @@ def content_for_template(content: str | Sequence[Mapping[str, Any]], path: str) 
     if isinstance(content, str):
         return content
     found: list[dict[str, Any]] = []
-    for is_image, run in groupby(content, lambda part: part["type"] == INPUT_IMAGE):
-        if is_image:
-            found += [image_part(msgspec.structs.replace(_image_of(part), path=path)) for part in run]
-        else:
+    for is_text, run in groupby(content, lambda part: part["type"] not in (INPUT_IMAGE, INPUT_FILE)):
+        if is_text:
             found.append(text_part("\n".join(part["text"] for part in run)))
-    return found if has_images(found) else "".join(part["text"] for part in found)
+        else:
+            found += [_file_part(part, f"{path}.{part['type']}") for part in run]
+    return only_text(found)
 
 
-def _image_of(part: Mapping[str, Any]) -> PromptImage:
+def _file_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the part of an image or a document for the chat template."""
     file_id = part.get("file_id")
-    return image_of_url(part["image_url"]) if file_id is None else image_of_file(file_id)
+    if part["type"] == INPUT_IMAGE:
+        image = image_of_url(part["image_url"]) if file_id is None else image_of_file(file_id)
+        return image_part(msgspec.structs.replace(image, path=path))
+    document = document_of_file_data(part["file_data"]) if file_id is None else PromptDocument(file_id=file_id)
+    return document_part(msgspec.structs.replace(document, title=part.get("filename"), path=path))

@@ -10,7 +10,7 @@ import msgspec
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.tool_fields import call_for_template
 from moiety_platform.responses_api.calls import call_for_model, name_for_model
-from moiety_platform.responses_api.content import INPUT_IMAGE, content_for_template
+from moiety_platform.responses_api.content import content_for_template
 from moiety_platform.responses_api.items import (
     ADDITIONAL_TOOLS,
     CALLS,
@@ -62,7 +62,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         kind = item["type"]
         if kind == MESSAGE:
             role = "system" if item["role"] == "developer" else item["role"]
-            content = content_for_template(item["content"], f"input.{MESSAGE}.{INPUT_IMAGE}")
+            content = content_for_template(item["content"], f"input.{MESSAGE}")
             messages.append({"role": role, "content": content, **thought})
             thought = {}
         elif kind == THOUGHT:
@@ -85,7 +85,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def content_of_result(item: Item) -> Any:
-    """Return the result of a call as the content of a tool's message: a text, or parts if it has images."""
+    """Return the result of a call as the content of a tool's message: a text, or parts if it has images or files."""
     match item["type"]:
         case kind if kind == PATCH_RESULT:
             return "\n".join(filter(None, (item["status"], item.get("output"))))
@@ -94,7 +94,7 @@ def content_of_result(item: Item) -> Any:
         case kind if kind == SEARCH_RESULT:
             return msgspec.json.encode({"tools": _names(item["tools"])}).decode()
         case _:
-            return content_for_template(item["output"], f"input.{item['type']}.{INPUT_IMAGE}")
+            return content_for_template(item["output"], f"input.{item['type']}")
 
 
 def _text_of_output(output: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from moiety_platform.inference.body_fields import (
 )
 from moiety_platform.responses_api.call_input import CALL_ITEMS, CallInput
 from moiety_platform.responses_api.content import (
+    INPUT_FILE,
     INPUT_IMAGE,
     INPUT_TEXT,
     OUTPUT_TEXT,
@@ -63,7 +64,7 @@ _ItemId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 _PARTS_OF = (
-    ("user", (INPUT_TEXT, INPUT_IMAGE)),
+    ("user", (INPUT_TEXT, INPUT_IMAGE, INPUT_FILE)),
     ("assistant", (INPUT_TEXT, OUTPUT_TEXT, REFUSAL)),
     ("system", (INPUT_TEXT,)),
     ("developer", (INPUT_TEXT,)),
@@ -94,8 +95,9 @@ class MessageItem(StrictBody):
         for place, part in enumerate(value):
             if role not in (None, "assistant") and part.type in (OUTPUT_TEXT, REFUSAL):
                 raise refuse(f"part {place} is of type {part.type!r}; those of role {role!r} are {INPUT_TEXT!r}")
-            if role not in (None, "user") and part.type == INPUT_IMAGE:
-                raise refuse(f"part {place} is an image; images are for the user and for results of tools only")
+            if role not in (None, "user") and part.type in (INPUT_IMAGE, INPUT_FILE):
+                kind = "an image" if part.type == INPUT_IMAGE else "a file"
+                raise refuse(f"part {place} is {kind}; images and files are for the user and for results of tools only")
         return value
 
     def checked(self) -> Item:

@@ -62,7 +62,7 @@ class ResponseTokensController(Controller):
         body, _ = await reader.resolve(given, whose)
         adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
-        asked = body.counted()
+        asked, _ = await models.documents.prepare_conversation(body.counted(), whose)
         allowed = allowed_of(whose.allowed_models, adapter)
         card = models.replicas.card(base, allowed, has_images=bool(asked.images))
         text = await models.texts.get(card)

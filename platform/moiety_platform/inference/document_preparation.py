@@ -1,0 +1,215 @@
+"""Preparation of a conversation's documents before its model is chosen: each becomes the text that the model reads.
+
+A document in a tool's result that cannot be read is replaced by a text that says why: the client's tool has made it,
+and the conversation can go on without it. Any other document that cannot be read ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.document_extraction.extractor import (
+    DocumentLimits,
+    DocumentRefused,
+    ExtractedText,
+    PdfExtractor,
+)
+from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
+from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
+from moiety_platform.inference.prompt_documents import (
+    INVALID_DOCUMENT,
+    is_document,
+    is_pdf,
+    shown_document,
+    text_of_file,
+)
+from moiety_platform.inference.prompt_images import image_of_file, image_part, is_text, only_text, text_part
+from moiety_platform.inference.tenant_slots import TenantSlots
+from moiety_wire.images import is_image_file
+
+TOO_MANY_DOCUMENTS = "too_many_documents"  # an error code
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedFile:
+    """Size of an uploaded file, and its first bytes."""
+
+    num_bytes: int
+    head: bytes
+
+
+class IsImage:
+    """An uploaded file that is an image, which is prepared as such."""
+
+
+Found = str | IsImage | PlatformError  # what a document is: its text, an image, or why it cannot be read
+ReadHead = Callable[[str, Principal], Awaitable[UploadedFile]]
+ReadFile = Callable[[str, Principal], Awaitable[bytes]]
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What the documents of one request may still have."""
+
+    limits: DocumentLimits
+
+    def take(self, **used: int) -> None:
+        self.limits = replace(self.limits, **{name: getattr(self.limits, name) - num for name, num in used.items()})
+
+
+class DocumentPreparation:
+    """Preparation of documents in one gateway process. `limits` can be changed. Closed by its owner."""
+
+    def __init__(self, extractor: PdfExtractor, num_processes: int, read_head: ReadHead, read_file: ReadFile) -> None:
+        """Create it. The functions read an uploaded file of a caller; they raise the errors of `prepare`."""
+        self.limits = DocumentLimits()
+        self._extractor = extractor
+        self._read_head, self._read_file = read_head, read_file
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="document")
+        self._slots = TenantSlots(num_processes)
+        self._num_requests: Counter[str] = Counter()  # by tenant
+
+    async def close(self) -> None:
+        """End all processes, and wait for the threads."""
+        await asyncio.to_thread(self._extractor.close)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def prepare(self, generation: Generation, owner: Principal) -> tuple[Generation, list[str]]:
+        """Return the generation with the text of each document, and the paths of documents that are not shown.
+
+        Raises BadRequest for documents that cannot be read, NotFound and Gone for uploaded files, RateLimited, and
+        Unavailable.
+        """
+        prompt = generation.prompts[0]  # a chat has only one
+        if not isinstance(prompt, Conversation) or not prompt.documents:
+            return generation, []
+        prepared, replaced = await self.prepare_conversation(prompt, owner)
+        return msgspec.structs.replace(generation, prompts=(prepared,)), replaced
+
+    async def prepare_conversation(
+        self, conversation: Conversation, owner: Principal
+    ) -> tuple[Conversation, list[str]]:
+        """Return the conversation with the text of each document, and the paths of documents that are not shown.
+
+        Raises the errors of `prepare`.
+        """
+        if not conversation.documents:
+            return conversation, []
+        found: dict[str | bytes, Found] = {}
+        with self._counted_request(owner.tenant_id):
+            budget = _Budget(self.limits)
+            for document in conversation.documents:
+                if (key := _key_of(document)) not in found:
+                    try:
+                        found[key] = await self._read(document, owner, budget)
+                    except (BadRequest, NotFound, Gone) as exc:
+                        found[key] = exc
+        replaced: list[str] = []
+        messages = tuple(_read_message(message, found, replaced) for message in conversation.messages)
+        return msgspec.structs.replace(conversation, messages=messages), replaced
+
+    @contextmanager
+    def _counted_request(self, tenant_id: str) -> Iterator[None]:
+        """Count a request of the tenant. Raises RateLimited where it has too many."""
+        most = self.limits.max_requests_per_tenant
+        if self._num_requests[tenant_id] >= most:
+            message = f"{most} requests whose documents are read are running; wait, or send text"
+            raise RateLimited(message, code=TOO_MANY_DOCUMENTS, retry_after_s=1)
+        self._num_requests[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._num_requests[tenant_id] -= 1
+            if not self._num_requests[tenant_id]:
+                del self._num_requests[tenant_id]
+
+    async def _read(self, document: PromptDocument, owner: Principal, budget: _Budget) -> str | IsImage:
+        """Return the text of a document, or that it is an image. Raises the errors of `prepare`."""
+        try:
+            return await self._read_within(document, owner, budget)
+        except DocumentRefused as exc:
+            name = f"{document.file_id[:64]!r} at {document.path}" if document.file_id else f"at {document.path}"
+            param = document.path.partition(".")[0]
+            raise BadRequest(f"the document {name} {exc}", code=INVALID_DOCUMENT, param=param) from exc
+
+    async def _read_within(self, document: PromptDocument, owner: Principal, budget: _Budget) -> str | IsImage:
+        """Return the text of a document within the budget, or that it is an image. Raises DocumentRefused."""
+        head, num_bytes = document.data, len(document.data)
+        if document.file_id:
+            uploaded = await self._read_head(document.file_id, owner)
+            head, num_bytes = uploaded.head, uploaded.num_bytes
+            if document.may_be_image and is_image_file(head):
+                return IsImage()
+        if num_bytes > budget.limits.max_bytes:
+            raise DocumentRefused(
+                f"is too large: the documents of a request may have {self.limits.max_bytes:,} bytes; send fewer"
+            )
+        budget.take(max_bytes=num_bytes)
+        if is_pdf(head):
+            extracted = await self._extract(document, owner, budget.limits)
+            budget.take(max_pages=extracted.num_pages)
+            text = extracted.text
+        else:
+            text = text_of_file(document.data or await self._read_file(document.file_id, owner))
+        if len(text) > budget.limits.max_characters:
+            most = self.limits.max_characters
+            raise DocumentRefused(f"is too large: the documents of a request may have {most:,} characters; send fewer")
+        budget.take(max_characters=len(text))
+        return text
+
+    async def _extract(self, document: PromptDocument, owner: Principal, limits: DocumentLimits) -> ExtractedText:
+        """Return the text of a PDF file. The tenant's slot is held until its process has ended."""
+        await self._slots.acquire(owner.tenant_id, self._threads._max_workers)
+        release = partial(self._slots.release, owner.tenant_id)
+        try:
+            data = document.data or await self._read_file(document.file_id, owner)
+            reading = asyncio.get_running_loop().run_in_executor(self._threads, self._extractor.extract, data, limits)
+        except BaseException:
+            release()
+            raise
+        reading.add_done_callback(lambda _: release())
+        return await asyncio.shield(reading)
+
+
+def _key_of(document: PromptDocument) -> str | bytes:
+    return document.file_id or document.data
+
+
+def _read_message(message: dict[str, Any], found: Mapping[str | bytes, Found], replaced: list[str]) -> dict[str, Any]:
+    """Return a message with its documents as text. Paths of those that are not shown are added to `replaced`."""
+    content = message["content"]
+    if not isinstance(content, list) or not any(map(is_document, content)):
+        return message
+    is_result = message["role"] == "tool"
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        read = _read_part(part["document"], found, is_result, replaced) if is_document(part) else part
+        if parts and is_text(parts[-1]) and is_text(read):
+            read = text_part(only_text([parts.pop(), read]))
+        parts.append(read)
+    return {**message, "content": only_text(parts)}
+
+
+def _read_part(
+    document: PromptDocument, found: Mapping[str | bytes, Found], is_result: bool, replaced: list[str]
+) -> dict[str, Any]:
+    """Return a part with the text of a document, or its image. Raises why it cannot be read, except in a result."""
+    text = found[_key_of(document)]
+    if isinstance(text, IsImage):
+        return image_part(msgspec.structs.replace(image_of_file(document.file_id), path=document.path))
+    if isinstance(text, PlatformError):
+        if is_result:
+            replaced.append(document.path)
+            return text_part(f"[This document is not shown: {text.message}.]")
+        raise text
+    return text_part(shown_document(text, document.title, document.context))

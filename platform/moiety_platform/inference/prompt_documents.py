@@ -1,0 +1,79 @@
+"""Documents in conversations: their parts in messages until they are read, and the text that the model reads of each.
+
+A message with a document that is not read yet has a list of parts as its content. Beside those with text and images,
+`{"type": "document", "document": PromptDocument}` stands for a document (see `document_preparation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from moiety_platform.document_extraction.extractor import DocumentRefused
+from moiety_platform.inference.generation import PromptDocument
+from moiety_platform.inference.prompt_images import decode_base64
+
+INVALID_DOCUMENT = "invalid_document"  # an error code
+FILE_DATA_PATTERN = "^(data:[^,]*;base64,)?[A-Za-z0-9+/]+=*$"  # for schemas
+_DATA_URL = "data:"
+_ENCODED = ";base64"
+_PDF_HEAD = b"%PDF-"
+_HEAD_BYTES = 1024  # in which a PDF file begins
+
+
+def document_part(document: PromptDocument) -> dict[str, Any]:
+    """Return a part with a document that is not read yet."""
+    return {"type": "document", "document": document}
+
+
+def is_document(part: Mapping[str, Any]) -> bool:
+    """Return whether a part is a document that is not read yet."""
+    return bool(part["type"] == "document")
+
+
+def is_pdf(head: bytes) -> bool:
+    """Return whether a file is a PDF file, by its first bytes."""
+    return _PDF_HEAD in head[:_HEAD_BYTES]
+
+
+def document_of_base64(text: str) -> PromptDocument:
+    """Return the document of a file in base64. Raises ValueError."""
+    data = decode_base64(text, "document")
+    if not data:
+        raise ValueError("the document is empty; send its file")
+    return PromptDocument(data)
+
+
+def document_of_file_data(text: str) -> PromptDocument:
+    """Return the document of a data URL, or of a file in base64 alone. Raises ValueError."""
+    if not text.startswith(_DATA_URL):
+        return document_of_base64(text)
+    head, _, data = text.partition(",")
+    if not head.endswith(_ENCODED):
+        raise ValueError("the data URL is not in base64; send data:application/pdf;base64,…")
+    return document_of_base64(data)
+
+
+def text_of_file(data: bytes) -> str:
+    """Return the text of a plain-text file in UTF-8. Raises DocumentRefused."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DocumentRefused(
+            "is neither a PDF file nor plain text in UTF-8; extract its text, and send that"
+        ) from None
+    if "\0" in text:
+        raise DocumentRefused("is neither a PDF file nor plain text; extract its text, and send that")
+    return text
+
+
+def tagged(tag: str, text: str, **attributes: str | None) -> str:
+    """Return the text in a tag with those attributes that have a value, as the model reads it."""
+    named = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items() if value)
+    return f"<{tag}{named}>\n{text}\n</{tag}>"
+
+
+def shown_document(text: str, title: str | None, context: str | None) -> str:
+    """Return what the model reads of a document's text."""
+    return tagged("document", "\n".join(part for part in (context, text) if part), title=title)

@@ -1,0 +1,329 @@
+# ruff: noqa: F811  fixtures are imported
+"""PDF files and texts as documents, through each API: their text is read within limits, or they are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tokenizers
+
+from moiety_platform.bootstrap.document_preparation import document_preparation_of
+from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused, PdfExtractor
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import Unavailable
+from moiety_platform.files.images import UploadedImages
+from moiety_platform.inference.prompt_documents import shown_document
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
+from moiety_wire.messages import ModelCard
+
+from .batch_requests import jsonl, results, submit, wait_for
+from .conftest import RunningGateway, StartGateway
+from .pdf_files import compressed_pdf, encrypted_pdf, endless_pdf, pdf, recursive_pdf
+from .test_images import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    RESULTS,
+    TOOL_TEMPLATE,
+    WIDE,
+    seeing,  # noqa: F401  a fixture
+)
+from .test_uploaded_images import COUNTS
+
+PATHS = (CHAT, MESSAGES, RESPONSES)
+PAGES = pdf("The sky is green.", "", "So is the sea.")
+READ = "[page 1]\nThe sky is green.\n\n[page 2 has no text]\n\n[page 3]\nSo is the sea."
+PLACES = {CHAT: "messages.0.content.0.file", MESSAGES: "messages.0.content.0", RESPONSES: "input.message.input_file"}
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def part_of(path: str, data: bytes) -> dict[str, Any]:
+    """Return a document in the fields of the API, with the title `a.pdf`."""
+    url = f"data:application/pdf;base64,{encoded(data)}"
+    source = {"type": "base64", "media_type": "application/pdf", "data": encoded(data)}
+    parts: dict[str, dict[str, Any]] = {
+        CHAT: {"type": "file", "file": {"filename": "a.pdf", "file_data": url}},
+        MESSAGES: {"type": "document", "title": "a.pdf", "source": source},
+        RESPONSES: {"type": "input_file", "filename": "a.pdf", "file_data": url},
+    }
+    return parts[path]
+
+
+def uploaded_part(path: str, file_id: str) -> dict[str, Any]:
+    parts: dict[str, dict[str, Any]] = {
+        CHAT: {"type": "file", "file": {"filename": "a.pdf", "file_id": file_id}},
+        MESSAGES: {"type": "document", "title": "a.pdf", "source": {"type": "file", "file_id": file_id}},
+        RESPONSES: {"type": "input_file", "filename": "a.pdf", "file_id": file_id},
+    }
+    return parts[path]
+
+
+def text_of(path: str, text: str) -> dict[str, Any]:
+    return {"type": "input_text" if path == RESPONSES else "text", "text": text}
+
+
+def asking(path: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": [*parts, text_of(path, "What colour?")]}]
+    if path == RESPONSES:
+        return {"model": "tiny", "input": messages, "max_output_tokens": 16}
+    return {"model": "tiny", "messages": messages, "max_tokens": 4}
+
+
+async def upload(gateway: RunningGateway, data: bytes, purpose: Any = "user_data") -> str:
+    return str((await gateway.client.files.create(file=("a.pdf", data), purpose=purpose)).id)
+
+
+async def refusal(gateway: RunningGateway, path: str, body: dict[str, Any]) -> str:
+    status, _, answer = await gateway.post(path, body)
+    error = json.loads(answer)["error"]
+    code = error["details"]["error_code"] if path == MESSAGES else error["code"]
+    assert (status, code) == (400, "invalid_document"), answer
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_pdf_file_is_read_as_the_text_of_its_pages(gateway: RunningGateway, path: str) -> None:
+    file_id = await upload(gateway, PAGES)
+    asked = asking(path, part_of(path, PAGES))
+    same = (
+        asked,
+        asking(path, uploaded_part(path, file_id)),
+        asking(path, text_of(path, shown_document(READ, "a.pdf", None))),
+    )
+    for body in same:
+        status, _, answer = await gateway.post(path, body)
+        assert status == 200, answer
+    prompts = [one.prompt_ids for one in gateway.engine.submits]
+    assert prompts[0] == prompts[1] == prompts[2]
+    rows = await gateway.rows.wait_for(3)
+    assert len({row.prompt_tokens for row in rows}) == 1
+    if path in COUNTS:
+        counted = {name: value for name, value in asked.items() if not name.startswith("max_")}
+        _, _, answer = await gateway.post(f"{path}/{COUNTS[path]}", counted)
+        assert json.loads(answer)["input_tokens"] == rows[0].prompt_tokens
+    else:
+        _, _, answer = await gateway.post("/tokenize", {"model": "tiny", "messages": asked["messages"]})
+        assert json.loads(answer)["tokens"] == prompts[0]
+
+
+async def test_a_chat_in_the_form_of_responses_has_documents_too(gateway: RunningGateway) -> None:
+    for path, body in (
+        (CHAT, asking(CHAT, part_of(CHAT, PAGES))),
+        (CHAT, asking(RESPONSES, part_of(RESPONSES, PAGES))),
+    ):
+        status, _, answer = await gateway.post(path, body)
+        assert status == 200, answer
+    first, second = gateway.engine.submits
+    assert first.prompt_ids == second.prompt_ids
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_plain_text_and_bare_base64_are_documents_and_images_by_id_stay_images(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        part = part_of(path, "é".encode())
+        if path != MESSAGES:
+            (part["file"] if path == CHAT else part)["file_data"] = encoded("é".encode())
+        for body in (asking(path, part), asking(path, text_of(path, shown_document("é", "a.pdf", None)))):
+            status, _, answer = await gateway.post(path, body)
+            assert status == 200, answer
+        first, second = gateway.engine.submits
+        assert first.prompt_ids == second.prompt_ids
+        if path == CHAT:
+            status, _, answer = await gateway.post(path, asking(path, uploaded_part(path, await upload(gateway, WIDE))))
+            assert status == 200, answer
+            assert [image.data for image in gateway.engine.submits[-1].images] == [WIDE]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_document_that_cannot_be_read_is_refused_with_its_place_and_reason(
+    start_gateway: StartGateway, card: ModelCard, path: str
+) -> None:
+    limits = {"max_document_pages": 3, "max_document_characters": 200, "max_document_bytes": 400_000}
+    cases: tuple[tuple[bytes, str], ...] = (
+        (pdf("", ""), "has no text, as a scan"),
+        (encrypted_pdf("secret", "password"), "is encrypted"),
+        (b"%PDF-1.7 text", "cannot be read (PdfStreamError)"),
+        (recursive_pdf(), "cannot be read"),
+        (pdf(*"abcd"), "has 4 pages, of which 3 are allowed"),
+        (pdf("a" * 300), "has more than the 200 characters"),
+        (b"a" * 300, "may have 200 characters"),
+        (PAGES + b" " * 400_000, "may have 400,000 bytes"),
+        (compressed_pdf(b" " * (80 << 20)), "too large when it is decompressed"),
+        (b"\xff\xfe", "is neither a PDF file nor plain text"),
+    )
+    async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
+        for data, words in cases:
+            message = await refusal(gateway, path, asking(path, part_of(path, data)))
+            assert words in message and f"at {PLACES[path]} " in message, message
+        file_id = await upload(gateway, cases[0][0])
+        message = await refusal(gateway, path, asking(path, uploaded_part(path, file_id)))
+        assert cases[0][1] in message and f"{file_id!r} at {PLACES[path]}" in message
+        many = [part_of(path, pdf("a", str(number))) for number in range(2)]
+        assert "has 2 pages, of which 1 are allowed" in await refusal(gateway, path, asking(path, *many))
+        assert not gateway.engine.submits
+        status, _, answer = await gateway.post(path, asking(path, many[0], many[0], many[0]))  # read once
+        assert status == 200, answer
+
+
+async def test_a_pdf_file_that_only_restricts_its_use_is_read(gateway: RunningGateway) -> None:
+    status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, encrypted_pdf("The sky.", ""))))
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_links_and_wrong_base64_are_refused(gateway: RunningGateway, path: str) -> None:
+    part = part_of(path, PAGES)
+    holder, name = {CHAT: (part.get("file"), "file_data"), MESSAGES: (part.get("source"), "data")}.get(
+        path, (part, "file_data")
+    )
+    assert holder is not None
+    holder[name] = "?"
+    assert "not valid base64" in await refusal(gateway, path, asking(path, part))
+    if path == CHAT:
+        return
+    linked: dict[str, Any] = {"type": "input_file", "file_url": "https://example.com/a.pdf"}
+    if path == MESSAGES:
+        linked = {"type": "document", "source": {"type": "url", "url": "https://example.com/a.pdf"}}
+    status, _, answer = await gateway.post(path, asking(path, linked))
+    assert status == 400 and "links" in json.loads(answer)["error"]["message"] + str(json.loads(answer)), answer
+    assert not gateway.engine.submits
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_document_of_a_tool_is_read_and_becomes_a_text_if_it_cannot_be(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        for data, words in ((PAGES, shown_document(READ, "a.pdf", None)), (pdf(""), "[This document is not shown: ")):
+            body = RESULTS[path](WIDE)
+            last = body["input" if path == RESPONSES else "messages"][2]
+            if path == MESSAGES:
+                (last,) = last["content"]
+            last["output" if path == RESPONSES else "content"][1] = part_of(path, data)
+            status, headers, answer = await gateway.post(path, body)
+            assert status == 200, answer
+            (*_, one) = gateway.engine.submits
+            prompt = tokenizers.Tokenizer.from_str(card.tokenizer_json).decode(one.prompt_ids)
+            assert f"seen\n{words}" in prompt, prompt
+            assert ("x-moiety-ignored-fields" in headers) == (data != PAGES)
+    place = {CHAT: "messages.2.content.1.file", MESSAGES: "messages.2.content.0.content.1"}
+    assert headers["x-moiety-ignored-fields"] == place.get(path, "input.function_call_output.input_file")
+
+
+async def test_a_stored_response_goes_on_with_its_document(gateway: RunningGateway) -> None:
+    status, _, answer = await gateway.post(RESPONSES, {**asking(RESPONSES, part_of(RESPONSES, PAGES)), "store": True})
+    assert status == 200, answer
+    response_id = json.loads(answer)["id"]
+    (item,) = (await gateway.client.responses.input_items.list(response_id)).data
+    assert item.content[0].filename == "a.pdf" and item.content[0].file_data.endswith(encoded(PAGES))
+    more = {**asking(RESPONSES), "previous_response_id": response_id}
+    status, _, answer = await gateway.post(RESPONSES, more)
+    assert status == 200, answer
+    first, second = gateway.engine.submits
+    assert len(second.prompt_ids) > len(first.prompt_ids) > len(READ) // 4
+
+
+async def test_lines_of_batches_have_documents_and_fail_alone(start_gateway: StartGateway, card: ModelCard) -> None:
+    async with start_gateway([engine := FakeEngineClient(card)], stores_usage=True) as gateway:
+        for path in PATHS:
+            lines = [
+                {"custom_id": name, "method": "POST", "url": path, "body": asking(path, part_of(path, data))}
+                for name, data in (("read", PAGES), ("scan", pdf("")))
+            ]
+            batch = await wait_for(gateway, await submit(gateway, jsonl(lines), endpoint=path), "completed")
+            (read,) = await results(gateway, batch.output_file_id)
+            (scan,) = await results(gateway, batch.error_file_id)
+            assert (read["custom_id"], read["response"]["status_code"]) == ("read", 200)
+            assert scan["custom_id"] == "scan" and "has no text" in json.dumps(scan)
+        prompts = [one.prompt_ids for one in engine.submits]
+        assert len(prompts) == 3 and all(len(prompt) == len(prompts[0]) for prompt in prompts)
+
+
+async def test_a_hostile_file_costs_only_its_own_request(
+    start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
+) -> None:
+    limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_document_requests_per_tenant": 1}
+    async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
+        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
+        waiting = gateway.assembled.services.documents._num_requests
+        await until(lambda: waiting.total() == 1)
+        status, _, answer = await gateway.post(CHAT, asking(CHAT))
+        assert status == 200, answer
+        status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
+        assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_documents") and headers["retry-after"]
+        assert not hostile.done()
+        status, _, answer = await hostile
+        assert status == 400 and "takes more than 3 s of processor time" in json.loads(answer)["error"]["message"]
+        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
+        assert status == 200, answer
+
+
+@pytest.fixture
+def extractor() -> Any:
+    made = PdfExtractor()
+    yield made
+    made.close()
+
+
+def test_the_memory_of_a_process_is_bounded(extractor: PdfExtractor) -> None:
+    with pytest.raises(DocumentRefused, match="takes more than 64 MiB of memory"):
+        extractor.extract(endless_pdf(), DocumentLimits(memory_bytes=64 << 20))
+    assert extractor.extract(PAGES, DocumentLimits()).text == READ
+
+
+def test_a_process_that_takes_too_long_is_not_the_fault_of_its_file(extractor: PdfExtractor) -> None:
+    with pytest.raises(Unavailable, match=r"took more than 0\.3 s"):
+        extractor.extract(endless_pdf(), DocumentLimits(wall_s=0.3))
+    assert extractor.extract(PAGES, DocumentLimits()).num_pages == 3
+
+
+def test_processes_have_no_secrets_of_the_gateway(extractor: PdfExtractor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOIETY_KEY_PEPPER", "a secret")
+    extractor.extract(PAGES, DocumentLimits())
+    template = extractor._template
+    assert template is not None
+    environment = Path(f"/proc/{template.pid}/environ").read_bytes()
+    assert b"PATH=" in environment and b"a secret" not in environment
+
+
+def test_a_killed_template_is_started_again_and_a_closed_extractor_reads_nothing(extractor: PdfExtractor) -> None:
+    extractor.extract(PAGES, DocumentLimits())
+    template = extractor._template
+    assert template is not None
+    os.kill(template.pid, signal.SIGKILL)
+    assert extractor.extract(PAGES, DocumentLimits()).text == READ
+    assert template.restarts_total == 1
+    extractor.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        extractor.extract(PAGES, DocumentLimits())
+
+
+async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGateway) -> None:
+    live = LiveSettings(GatewaySettings(data_dir=tmp_path))
+    prepared = document_preparation_of(live.now, live, UploadedImages(gateway.assembled.services.batches.files))
+    assert prepared.limits == DocumentLimits()
+    await live.change(
+        GatewaySettings(
+            data_dir=tmp_path, document_memory_bytes=100 << 20, document_cpu_s=2, document_wall_s=3,
+            max_document_bytes=2048, max_document_pages=4, max_document_characters=5,
+            max_document_requests_per_tenant=6,
+        )
+    )  # fmt: skip
+    assert prepared.limits == DocumentLimits(2048, 4, 5, 2, 3, 100 << 20, 6)
+    await prepared.close()
