@@ -29,6 +29,7 @@ schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE,
 # that it names.
 EXCUSED_CODES = {
     "invalid_image": "an image is a file of some format, and has a size",
+    "invalid_document": "a document is a PDF file or plain text",
     "images_not_supported": "the model reads text only",
     "text_count_mismatch": "two lists must have the same length",
     "unknown_token_id": "which there are depends on the model",
@@ -175,6 +176,9 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
                 case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
     if case.operation.label in ("POST /admin/v1/classes", "POST /admin/v1/webhooks"):
         WORLD.make_room()
+    is_upload = case.operation.label == "POST /v1/files" and isinstance(case.body, dict)
+    if is_upload and "purpose" not in case.body and not is_bad(case, ParameterLocation.BODY):
+        case.headers["anthropic-version"] = "2023-06-01"  # in OpenAI's API the purpose is required
     if is_bad(case, ParameterLocation.BODY):
         case.headers.pop("If-Match", None)  # it is looked at before the body
     if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):

@@ -48,16 +48,26 @@ _EXPIRES = {
 
 UPLOAD_FORM: dict[str, Any] = {
     "type": "object",
-    "required": ["purpose", "file"],
+    "required": ["file"],
     "properties": {
-        "purpose": {"enum": list(PURPOSES)},
+        "purpose": {
+            "enum": list(PURPOSES),
+            "description": "OpenAI's field. It is required without the header `anthropic-version`; with it, a form "
+            "without a purpose gets `user_data`.",
+        },
         "file": {
             "type": "string",
             "contentMediaType": "application/octet-stream",
             "minLength": 1,
-            "description": "Requests in JSON, one per line, or an image (PNG, JPEG or WebP).",
+            "description": "Requests in JSON, one per line, an image (PNG, JPEG or WebP), a PDF file or plain text.",
         },
         **_EXPIRES,
+        "expires_in_seconds": {
+            "type": "integer",
+            "minimum": MIN_EXPIRY_S,
+            "maximum": MAX_EXPIRY_S,
+            "description": "Anthropic's field, in place of `expires_after`.",
+        },
     },
     "dependentRequired": {one: [other for other in _EXPIRES if other != one] for one in _EXPIRES},
 }
