@@ -256,18 +256,23 @@ async def run_gateway(
     beside: RunningGateway | None = None,
     now: Now | None = None,
     breaker_clock: Clock | None = None,
+    migrated_url: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway of these engines.
 
     With `stores_usage` usage rows go to the store, as they do outside of tests; else they stay in a list. With
-    `beside`, on the database of that gateway. `now` is the database's clock, `breaker_clock` that of the engines'
-    circuit breakers. Spans of requests that `sampling` keeps go to the `sender`.
+    `beside`, on the database of that gateway; with `migrated_url`, on that empty, migrated database. `now` is the
+    database's clock, `breaker_clock` that of the engines' circuit breakers. Spans of requests that `sampling` keeps
+    go to the `sender`.
     """
     clock, rows, store_clock = SystemClock(), RowList(), StoreClock()
-    url = f"sqlite:///{tmp_path / 'store.db'}"
-    keys = beside.keys if beside else await keys_of(tmp_path / "store.db", clock)
+    url = migrated_url or f"sqlite:///{tmp_path / 'store.db'}"
     database = Database.open(url)
+    if migrated_url is None:
+        keys = beside.keys if beside else await keys_of(tmp_path / "store.db", clock)
+    else:
+        keys = await make_store(database, clock)
     chosen = GatewaySettings(
         **{
             **{"data_dir": tmp_path, "database_url": url, "traces_database_url": url, "key_pepper": PEPPER.decode()},

@@ -1,20 +1,25 @@
-"""Anthropic's Files API under `/v1/files` with the real `anthropic` package."""
+"""Anthropic's Files API under `/v1/files` with the real `anthropic` package, on both databases."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import jsonschema
 import openai
 import pytest
+from tests.gateway.anthropic_clients import client, open_client
+from tests.gateway.cards import make_card
+from tests.gateway.conftest import RunningGateway, run_gateway
 
 from moiety_platform.anthropic_api.schemas import MessagesBody
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.files.schemas import UPLOAD_FORM
 from moiety_platform.inference.model_texts import ModelText
 from moiety_wire.messages import ModelCard
-
-from .anthropic_clients import client, open_client
-from .conftest import RunningGateway
 
 __all__ = ["client", "open_client"]  # fixtures
 BETA: Any = ["files-api-2025-04-14"]
@@ -79,6 +84,31 @@ async def test_an_upload_may_expire(client: anthropic.AsyncAnthropic) -> None:
     for seconds in (0, HOUR_S - 1, 10**9):
         with pytest.raises(anthropic.BadRequestError, match="expires_in_seconds"):
             await client.beta.files.upload(file=("a.txt", b"text"), expires_in_seconds=seconds, betas=BETA)
+
+
+@pytest.fixture
+def card() -> ModelCard:
+    return make_card()
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, database_url: str, card: ModelCard) -> AsyncIterator[RunningGateway]:
+    """A gateway on the database of the test."""
+    async with run_gateway(tmp_path, [FakeEngineClient(card)], migrated_url=database_url) as running:
+        yield running
+
+
+def test_the_form_of_an_upload_is_described_with_the_fields_of_both_apis() -> None:
+    valid = jsonschema.Draft202012Validator(UPLOAD_FORM).is_valid
+    file, after = {"file": "a"}, {"expires_after[anchor]": "created_at", "expires_after[seconds]": HOUR_S}
+    assert all(map(valid, (file, file | {"expires_in_seconds": HOUR_S}, file | {"purpose": "batch"} | after)))
+    wrong: tuple[dict[str, Any], ...] = (
+        {"purpose": "x"},
+        {"expires_in_seconds": 1},
+        {"expires_after[anchor]": "created_at"},
+    )
+    assert not any(valid(file | one) for one in wrong)
+    assert not valid({"purpose": "batch"})
 
 
 async def test_both_apis_show_the_same_files_and_only_those_of_the_project(
