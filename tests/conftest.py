@@ -39,6 +39,7 @@ FAST = bool(os.environ.get("MOIETY_TEST_FAST"))  # test functions that are short
 MEASURED = bool(os.environ.get("MOIETY_TEST_MEASURED"))  # all tests that the lists of durations leave out, too
 TESTS = Path(__file__).parent
 HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest", "selection"))]
+SHARING = ("tests/system/", "tests/engine/test_parallel", "tests/engine/test_layout_support")  # servers, or ranks
 EXAMPLES = 100 if THOROUGH else 25  # for properties whose test sets no number
 
 # an assertion that fails in a helper module shows its values, too
@@ -69,17 +70,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give workers a file at a time, and all files of tests/system, which share one server, to one worker: each worker
-    that gets one of them starts that server, for 15 s of processor time."""
+    """Give workers a file at a time, and all files that share processes to one worker: each worker that gets one of
+    them starts these processes, for 15 s of processor time."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    class SystemTestsTogether(LoadFileScheduling):  # type: ignore[misc]
+    class SharedProcessesTogether(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/system" if nodeid.startswith("tests/system/") else super()._split_scope(nodeid)
+            return next((prefix for prefix in SHARING if nodeid.startswith(prefix)), super()._split_scope(nodeid))
 
-    return SystemTestsTogether(config, log)
+    return SharedProcessesTogether(config, log)
 
 
 class _InOrderOfPaths:

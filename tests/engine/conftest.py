@@ -19,6 +19,10 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 
+from .rank_processes import alone, folders, processes
+
+__all__ = ["alone", "folders", "processes"]  # fixtures
+
 # of every model: one vocabulary, so that one can draft for another
 SMALL: dict[str, Any] = {
     **{"vocab_size": 320, "max_position_embeddings": 512, "initializer_range": 0.2},

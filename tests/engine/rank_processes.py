@@ -120,7 +120,7 @@ class Checkpoints(dict[str, Path]):
         return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Checkpoints(tmp_path_factory)
 
@@ -230,7 +230,7 @@ def read_all(file: IO[bytes]) -> str:
         return file.read().decode()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[RankProcesses]:
     started = RankProcesses(4, silence_s=120)  # on a busy machine compiling alone can hold the interpreter for seconds
     yield started
@@ -315,7 +315,7 @@ class Alone:
         return self.known[name]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(processes: RankProcesses, folders: dict[str, Path]) -> Alone:
     return Alone(processes, folders, {})
 

@@ -22,9 +22,7 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Sampling
 
-from .rank_processes import RankProcesses, assert_same, processes, ranks_of
-
-__all__ = ["processes"]  # a fixture
+from .rank_processes import RankProcesses, assert_same, ranks_of
 
 TESTS = Path(__file__).parent.parent
 ELSEWHERE = {  # where a combination that is available is run

@@ -19,21 +19,7 @@ from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_wire.messages import Sampling
 
-from .rank_processes import (
-    FAMILIES,
-    Alone,
-    RankProcesses,
-    alone,
-    assert_same,
-    folders,
-    processes,
-    ranks_of,
-    requests,
-    settings_of,
-    thorough,
-)
-
-__all__ = ["alone", "folders", "processes"]  # fixtures
+from .rank_processes import FAMILIES, Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
 CUT_BY = {  # layouts, and the family that shows each of them, if no other test does
     ("tp", 2): "deepseek_v3",

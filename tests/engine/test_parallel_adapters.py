@@ -12,9 +12,7 @@ from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.messages import Sampling
 
-from .rank_processes import RankProcesses, assert_same, folders, processes, ranks_of, requests, settings_of, thorough
-
-__all__ = ["folders", "processes"]  # fixtures
+from .rank_processes import RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 MODULES = {"qwen3_moe": EXPERTS, "mixtral": ("w1", "w2", "w3"), "qwen3_next": EXPERTS}

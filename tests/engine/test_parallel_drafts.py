@@ -21,9 +21,7 @@ from .mtp_checkpoints import (
     write_one_that_reads_tokens,
     write_one_that_reads_what_was_made,
 )
-from .rank_processes import RankProcesses, assert_same, folders, processes, ranks_of, thorough
-
-__all__ = ["folders", "processes"]  # fixtures
+from .rank_processes import RankProcesses, assert_same, ranks_of, thorough
 
 STEP_S = 0.01  # by the loop's clock, so that drafts pay
 

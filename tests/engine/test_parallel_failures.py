@@ -18,20 +18,7 @@ from tests.conftest import wait_for
 
 from moiety_engine.distribution.rank_heartbeat import LOST_RANK
 
-from .rank_processes import (
-    Alone,
-    RankProcesses,
-    alone,
-    assert_same,
-    folders,
-    processes,
-    ranks_of,
-    requests,
-    settings_of,
-    thorough,
-)
-
-__all__ = ["alone", "folders", "processes"]  # fixtures
+from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
 
 @pytest.mark.parametrize(

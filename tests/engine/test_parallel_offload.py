@@ -14,9 +14,7 @@ from moiety_engine.model.families import read_spec
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
 
-from .rank_processes import RankProcesses, folders, processes, ranks_of, requests, settings_of, thorough
-
-__all__ = ["folders", "processes"]  # fixtures
+from .rank_processes import RankProcesses, ranks_of, requests, settings_of, thorough
 
 LAYOUTS: list[Any] = [
     ("qwen3_moe", {"tp": 2}),
