@@ -130,6 +130,23 @@ async def test_a_chat_in_the_form_of_responses_has_documents_too(gateway: Runnin
     assert first.prompt_ids == second.prompt_ids
 
 
+async def test_the_vendors_clients_send_documents(gateway: RunningGateway) -> None:
+    url = f"data:application/pdf;base64,{encoded(PAGES)}"
+    inline: Any = [{"type": "input_file", "filename": "a.pdf", "file_data": url}, {"type": "input_text", "text": "a"}]
+    await gateway.client.responses.create(model="tiny", input=[{"role": "user", "content": inline}])
+    part: Any = {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
+    asked: Any = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
+    await gateway.client.chat.completions.create(model="tiny", messages=asked, max_tokens=2)
+    async with gateway.anthropic as client:
+        file = await client.beta.files.upload(file=("a.pdf", PAGES, "application/pdf"))
+        assert file.mime_type == "application/pdf"
+        block: Any = {"type": "document", "title": "a.pdf", "source": {"type": "file", "file_id": file.id}}
+        said: Any = [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}]
+        await client.beta.messages.create(model="tiny", messages=said, max_tokens=2)
+    prompts = [one.prompt_ids for one in gateway.engine.submits]
+    assert len(prompts) == 3 and prompts[0] == prompts[1] == prompts[2]
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_plain_text_and_bare_base64_are_documents_and_images_by_id_stay_images(
     start_gateway: StartGateway, seeing: ModelCard, path: str

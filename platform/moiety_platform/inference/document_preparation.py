@@ -58,7 +58,7 @@ ReadFile = Callable[[str, Principal], Awaitable[bytes]]
 
 
 @dataclass(slots=True)
-class _Budget:
+class _DocumentBudget:
     """What the documents of one request may still have."""
 
     limits: DocumentLimits
@@ -107,7 +107,7 @@ class DocumentPreparation:
             return conversation, []
         found: dict[str | bytes, Found] = {}
         with self._counted_request(owner.tenant_id):
-            budget = _Budget(self.limits)
+            budget = _DocumentBudget(self.limits)
             for document in conversation.documents:
                 if (key := _key_of(document)) not in found:
                     try:
@@ -133,7 +133,7 @@ class DocumentPreparation:
             if not self._num_requests[tenant_id]:
                 del self._num_requests[tenant_id]
 
-    async def _read(self, document: PromptDocument, owner: Principal, budget: _Budget) -> str | IsImage:
+    async def _read(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
         """Return the text of a document, or that it is an image. Raises the errors of `prepare`."""
         try:
             return await self._read_within(document, owner, budget)
@@ -142,7 +142,7 @@ class DocumentPreparation:
             param = document.path.partition(".")[0]
             raise BadRequest(f"the document {name} {exc}", code=INVALID_DOCUMENT, param=param) from exc
 
-    async def _read_within(self, document: PromptDocument, owner: Principal, budget: _Budget) -> str | IsImage:
+    async def _read_within(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
         """Return the text of a document within the budget, or that it is an image. Raises DocumentRefused."""
         head, num_bytes = document.data, len(document.data)
         if document.file_id:
