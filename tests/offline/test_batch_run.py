@@ -80,16 +80,17 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
         line("other", model="gpt", messages=[{"role": "user", "content": "hello"}]),
         line("nowhere", "/v1/nowhere"),
         chat("long", "a b " * 5000, max_tokens=4),
+        line("file", messages=[{"role": "user", "content": [{"type": "file", "file": {"file_data": "JVBERi0="}}]}]),
     ]
     file, output = write(tmp_path / "asked.jsonl", sums + others), tmp_path / "out.jsonl"
     done, drawn = run_on_terminal(command(file, "--output", output, "--json"))
     assert done.returncode == 0, drawn
-    assert "20/20" in drawn
+    assert "21/21" in drawn
     report = json.loads(done.stdout)
-    assert (report["lines"], report["answered"], report["failed"]) == (20, 15, 5)
+    assert (report["lines"], report["answered"], report["failed"]) == (21, 15, 6)
     answers = {one["custom_id"]: one["response"] for one in read(output)}
     bodies = {name: response["body"] for name, response in answers.items()}
-    assert len(answers) == 20
+    assert len(answers) == 21
     told = [bodies[f"sum-{a}"]["choices"][0]["message"]["content"] for a in range(12)]
     assert told == [str(2 * a + 7) for a in range(12)]
     assert [choice["index"] for choice in bodies["text"]["choices"]] == [0, 1, 2, 3]
@@ -108,6 +109,7 @@ def test_lines_of_every_endpoint_are_answered_in_openais_shape_with_a_bar_on_a_t
         "nowhere": (400, "mismatched_endpoint"),
         "message": (400, "mismatched_endpoint"),
         "long": (400, "context_length_exceeded"),
+        "file": (400, "invalid_document"),
     }
     used = sum(body["usage"].get("completion_tokens", 0) for body in bodies.values() if "usage" in body)
     assert report["output_tokens"] == used

@@ -21,8 +21,15 @@ from moiety_platform.errors import BadRequest, NotFound, PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
-from moiety_platform.inference.generation import Generation, PoolingTask, with_sampling_defaults, with_single_texts
+from moiety_platform.inference.generation import (
+    Conversation,
+    Generation,
+    PoolingTask,
+    with_sampling_defaults,
+    with_single_texts,
+)
 from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.prompt_documents import INVALID_DOCUMENT
 from moiety_platform.inference.run import Usage
 from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 from moiety_platform.openai_api.answers import AnswerHead, answer_of
@@ -149,6 +156,8 @@ async def ask(work: Work, data: bytes, card: ModelCard, text: ModelText) -> Offl
             generation = with_single_texts(generation)
         generation = with_sampling_defaults(generation, card.sampling_defaults)
         check_limits(generation, len(generation.prompts) * generation.num_choices, card, MAX_SEQUENCES)
+        if isinstance(generation.prompts[0], Conversation) and generation.prompts[0].documents:
+            raise BadRequest("this command reads no files; send their text", param="messages", code=INVALID_DOCUMENT)
         prompts = await text.encode_prompts(generation)
         longest = [most_output_tokens(generation, card, len(prompt_ids)) for prompt_ids in prompts]
     except PlatformError as exc:
