@@ -291,6 +291,21 @@ async def test_a_hostile_file_costs_only_its_own_request(
         assert status == 200, answer
 
 
+async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
+    start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
+) -> None:
+    async with start_gateway([FakeEngineClient(card)], document_processes=1, document_cpu_s=1.0) as gateway:
+        requests = gateway.assembled.services.documents._num_requests
+        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
+        await until(lambda: requests.total() == 1)
+        hostile.cancel()
+        await until(lambda: not requests)
+        (row,) = await gateway.rows.wait_for(1)
+        assert (row.outcome, row.prompt_tokens) == ("disconnected", 0)
+        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
+        assert status == 200, answer
+
+
 @pytest.fixture
 def extractor() -> Any:
     made = PdfExtractor()

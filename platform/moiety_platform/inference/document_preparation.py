@@ -75,6 +75,7 @@ class DocumentPreparation:
         self.limits = DocumentLimits()
         self._extractor = extractor
         self._read_head, self._read_file = read_head, read_file
+        self._num_processes = num_processes
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="document")
         self._slots = TenantSlots(num_processes)
         self._num_requests: Counter[str] = Counter()  # by tenant
@@ -169,15 +170,21 @@ class DocumentPreparation:
 
     async def _extract(self, document: PromptDocument, owner: Principal, limits: DocumentLimits) -> ExtractedText:
         """Return the text of a PDF file. The tenant's slot is held until its process has ended."""
-        await self._slots.acquire(owner.tenant_id, self._threads._max_workers)
+        await self._slots.acquire(owner.tenant_id, self._num_processes)
         release = partial(self._slots.release, owner.tenant_id)
+
+        def end(reading: asyncio.Future[ExtractedText]) -> None:
+            release()
+            if not reading.cancelled():
+                reading.exception()  # looked at, where nobody waits for it any more
+
         try:
             data = document.data or await self._read_file(document.file_id, owner)
             reading = asyncio.get_running_loop().run_in_executor(self._threads, self._extractor.extract, data, limits)
         except BaseException:
             release()
             raise
-        reading.add_done_callback(lambda _: release())
+        reading.add_done_callback(end)
         return await asyncio.shield(reading)
 
 
