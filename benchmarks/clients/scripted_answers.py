@@ -51,6 +51,7 @@ KNOWN_VALUES: dict[str, Any] = {
 }
 _TOOLS = re.compile(r"<tools>(.*?)</tools>\n", re.DOTALL)
 _ASKED_CALL = re.compile(r"^Call (\S+) with (\{.*?\})(?=\n|<\||$)", re.MULTILINE)
+ANY_OBJECT = {"type": "object"}
 _NO_TOOLS = "Use no tools"
 _RESULT_CHARS = 400
 
@@ -125,16 +126,18 @@ def call_of(name: str, arguments: Any) -> str:
 
 
 def offered_tools(prompt: str, submit: Submit) -> dict[str, Any]:
-    """Return the schemas of the tools by name: those of the grammar, which a choice may narrow, else the prompt's."""
-    grammar = _unreasoned(submit.grammar)
-    if grammar is not None and grammar.kind is GrammarKind.CALLS:
-        return {
-            tool.name: json.loads(tool.preferred_schema or tool.schema) for tool in _calls_grammar(grammar.text).tools
-        }
+    """Return the schemas of the tools by name: those of the prompt, or of the grammar, which a choice may narrow.
+
+    A tool that is not strict accepts any object in the grammar, and the prompt has its schema.
+    """
     found = _TOOLS.search(prompt)
-    tools = json.loads(found[1]) if found else []
-    functions = [tool.get("function", tool) for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+    functions = [tool.get("function", tool) for tool in (json.loads(found[1]) if found else [])]
+    told = {function["name"]: function.get("parameters") or {} for function in functions}
+    grammar = _unreasoned(submit.grammar)
+    if grammar is None or grammar.kind is not GrammarKind.CALLS:
+        return told
+    held = {tool.name: json.loads(tool.preferred_schema or tool.schema) for tool in _calls_grammar(grammar.text).tools}
+    return {name: told.get(name, schema) if schema == ANY_OBJECT else schema for name, schema in held.items()}
 
 
 def instance_of(schema: Any, name: str = "", root: Any = None) -> Any:

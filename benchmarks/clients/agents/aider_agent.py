@@ -45,7 +45,12 @@ def long_prompt(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({"chat": chat, "stream": stream, "thoughts": thoughts, "long prompt": long_prompt}, {
-        "tools": "it reads edits from the text of answers", "structured output": "it asks for none",
-        "images": "it sends them only to models that its own list says can see", "cancel": tasks.NO_CANCEL
-    })  # fmt: skip
+    tasks.main(
+        globals(),
+        {
+            "tools": "it reads edits from the text of answers",
+            "structured output": "it asks for none",
+            "images": "it sends them only to models that its own list says can see",
+            "cancel": tasks.NO_CANCEL,
+        },
+    )

@@ -36,9 +36,15 @@ def tools(server: Server) -> None:
 
 def stream(server: Server) -> None:
     made = ask(
-        server, "Run echo moiety", "--allowedTools", "Bash", "--output-format", "stream-json", "--verbose",
+        server,
+        "Run echo moiety",
+        "--allowedTools",
+        "Bash",
+        "--output-format",
+        "stream-json",
+        "--verbose",
         "--include-partial-messages",
-    )  # fmt: skip
+    )
     kinds = [json.loads(line)["type"] for line in made.stdout.splitlines()]
     expect("stream_event" in kinds and kinds[-1] == "result", (kinds, made.stderr))
 
@@ -77,7 +83,4 @@ def long_prompt(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
-        "images": images, "long prompt": long_prompt
-    }, {"cancel": tasks.NO_CANCEL})  # fmt: skip
+    tasks.main(globals(), {"cancel": tasks.NO_CANCEL})

@@ -87,7 +87,4 @@ def thoughts(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": stream, "tools": tools, "structured output": structured_output, "thoughts": thoughts,
-        "images": images, "long prompt": long_prompt
-    }, {"cancel": tasks.NO_CANCEL})  # fmt: skip
+    tasks.main(globals(), {"cancel": tasks.NO_CANCEL})

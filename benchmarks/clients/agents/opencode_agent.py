@@ -71,6 +71,4 @@ def long_prompt(server: Server) -> None:
 
 
 if __name__ == "__main__":
-    tasks.main({
-        "chat": chat, "stream": chat, "tools": tools, "thoughts": thoughts, "images": images, "long prompt": long_prompt
-    }, {"structured output": "it asks for none", "cancel": tasks.NO_CANCEL})  # fmt: skip
+    tasks.main({**globals(), "stream": chat}, {"structured output": "it asks for none", "cancel": tasks.NO_CANCEL})
