@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
@@ -56,7 +57,7 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
         "not all of them can replay tokens when a draft is rejected: leave out --speculate": (
             config.speculate is not Speculate.OFF and not can_undo_drafts(model.spec)
         ),
-        "compressed entries are not sent between engines: leave out --role and --kv-listen": (
+        "entries of layers with states are not sent between engines: leave out --role and --kv-listen": (
             (transfer.role is not EngineRole.BOTH or bool(transfer.listen)) and not can_send_kv(model.spec)
         ),
         "their bits on a GPU depend on how prompts are cut: leave out --batch-invariant": (
@@ -92,7 +93,7 @@ def _require_block_size(spec: ModelSpec, block_size: int) -> None:
 
 def can_send_kv(spec: ModelSpec) -> bool:
     """Return whether all layers' keys and values, or states, can be sent to another engine."""
-    return not any(isinstance(layer.attention, CompressedAttentionSpec) for layer in spec.layers)
+    return not any(isinstance(layer.attention, PagedStateSpec) for layer in spec.layers)
 
 
 def can_undo_drafts(spec: ModelSpec) -> bool:

@@ -26,8 +26,8 @@ from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.cache_groups import cache_groups
-from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.quantize.writing import write_quantized
@@ -85,6 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 256}
     | {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
     "jetmoe": {"num_key_value_heads": 4, "kv_channels": 16, "num_local_experts": 8, "intermediate_size": 64},
+    "zaya": {"num_experts": 8, "moe_intermediate_size": 64, "router_hidden_size": 32, "head_dim": 16}
+    | {"tie_word_embeddings": False, "pad_token_id": None},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
     | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
@@ -139,7 +141,7 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
                 value.copy_(torch.rand(len(value), config.n_routed_experts).argsort(dim=1)[:, : value.shape[1]])
             elif name.endswith("e_score_correction_bias"):
                 value.zero_()[:2] = 50.0
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "biases", "sinks", "temp")):
                 value.normal_(std=0.2)
     model.save_pretrained(folder)
     return folder
@@ -251,7 +253,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     state_bytes = 4 * config.max_running * sum(math.prod(part.shape) for part in states)
     kept = [one for one in attentions if not isinstance(one, RecurrentSpec)]
     cached = sum(one.cached_values + getattr(one, "index_key_width", 0) for one in kept)
-    entries = sum(one.block_values(BLOCK_SIZE) for one in attentions if isinstance(one, CompressedAttentionSpec))
+    entries = sum(one.block_values(BLOCK_SIZE) for one in attentions if isinstance(one, PagedStateSpec))
     kv_bytes = 4 * num_blocks * (BLOCK_SIZE * cached + entries)
     if states:  # states may take half of the memory
         kv_bytes = (4 if config.speculate is Speculate.NGRAM else 2) * state_bytes + kv_bytes

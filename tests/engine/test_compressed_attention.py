@@ -182,7 +182,7 @@ def test_the_table_of_features_says_what_is_missing(model: Transformer) -> None:
     features = features_of(model.spec)
     assert (features.tensor_parallel, features.expert_parallel, features.pipeline_parallel) == ("yes",) * 3
     assert features.speculation == "yes"
-    assert features.roles == "no: compressed entries are not sent between engines"
+    assert features.roles == "no: entries of layers with states are not sent between engines"
     assert (features.lora, features.mtp) == ("feed-forward only", "yes")
 
 

@@ -35,8 +35,9 @@ ALSO_SHOWN = {
     ("jetmoe", ("tp", 2, "ep", 2)),  # a rank has a part of the query heads of each expert of attention
 }
 OF_TWO_HEADS = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
-RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba")
-REFUSED = {(family, ("tp", 4, "ep", 4)) for family in OF_TWO_HEADS}
+RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba", "zaya")
+REFUSED: set[tuple[str, tuple[str | int, ...]]] = {(family, ("tp", 4, "ep", 4)) for family in OF_TWO_HEADS}
+REFUSED |= {("zaya", cuts) for cuts in CUT_BY}  # neither its values nor its routers can be divided so
 CUT = [
     (pytest.param if family == shown_by or (family, cuts) in ALSO_SHOWN else thorough)(
         family, dict(zip(cuts[::2], cuts[1::2], strict=True))
@@ -118,6 +119,7 @@ IN_GROUPS = [
     thorough("jamba", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("jetmoe", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("jetmoe", {"dp_attention": 2, "ep": 2}),
+    ("zaya", {"dp_attention": 2, "ep": 2}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),

@@ -65,7 +65,13 @@ def write_checkpoint(
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
-            elif name.endswith(("layer_scalar", "router.scale", "expert_scale")):
+            elif name.endswith("balancing_biases"):
+                parameter.normal_(std=0.01)  # near the differences of scores, so that tokens choose different experts
+                if dtype is not torch.float32:
+                    parameter[-1] = -1.0  # as transformers sets it where it reads a file
+            elif ".gate.router_mlp." in name:
+                parameter.mul_(3)  # as initialized, the scores of all experts are nearly the same
+            elif name.endswith(("layer_scalar", "router.scale", "expert_scale", "states_scale", "residual_scale")):
                 parameter.uniform_(0.5, 1.5)
             elif "conv1d" in name:
                 parameter.normal_(std=0.5)  # as initialized, its output is nearly zero, and inexact

@@ -318,6 +318,12 @@ RECENT_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "sarvam_moe",
         _SIGMOID | {"n_routed_experts": 8, "n_shared_experts": 2},
     ),
+    "zaya": (
+        "zaya",
+        {"num_hidden_layers": 3, "num_experts": 6, "moe_intermediate_size": 48, "router_hidden_size": 32}
+        | {"head_dim": 32, "sliding_window": 40, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]}
+        | {"lm_head_bias": True, "pad_token_id": None, "tie_word_embeddings": False},
+    ),
     "solar_open": (
         "solar_open",
         _SIGMOID | {"n_routed_experts": 8, "attention_bias": True, "rope_parameters": _DEEPSEEK_YARN},

@@ -17,8 +17,8 @@ from .variants import CLASS_OF, LINEAR_ROPE, LLAMA3_ROPE, SMALL, VARIANTS, WITHO
 DERIVED = {"rope_theta", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"}
 DERIVED |= {"sliding_window", "moe_layer_end_index", "mamba_d_head", "mamba_dt_rank"}
 # families that were never released with other rotary parameters than one set for each kind of layer
-BY_KIND = {"deepseek_v4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash"}
-KINDS = ({"full_attention", "sliding_attention"}, {"main", "compress"})
+BY_KIND = {"deepseek_v4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "zaya"}
+KINDS = ({"full_attention", "sliding_attention"}, {"main", "compress"}, {"hybrid", "hybrid_sliding"})
 WITHOUT_POSITIONS = {"jamba", "kimi_linear", "nemotron_h"}
 BASED = {"cohere2_moe"}  # families whose class takes no rotary parameters without a base
 BY_LAYER = {"gemma4_text": {"head_dim"}}  # keys that a class gives for each layer alone

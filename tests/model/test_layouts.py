@@ -195,7 +195,6 @@ def test_a_deepseek_as_first_released_means_the_same(make_checkpoint: Any) -> No
         ("glm_moe_dsa", {"q_lora_rank": None}, "sparse attention needs a q_lora_rank"),
         ("glm_moe_dsa", {"layer_types": ["full_attention"] * 3}, "'full_attention' .* known: indexed_attention"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave False .* known: True"),
-        ("glm_moe_dsa", {"model_type": "zaya"}, "it needs convolutions of queries and keys before attention"),
         ("glm_moe_dsa", {"model_type": "hy_v4"}, "it needs several residual streams .* behind the gateway"),
         ("deepseek_v4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' .* deepseek_v4; known: sqrtsoftplus"),
         ("deepseek_v4", {"n_shared_experts": 2}, "n_shared_experts 2 is not supported in deepseek_v4"),

@@ -53,6 +53,7 @@ RECENT = [  # with what older families do not have, such as output gates, layers
     "mistral4",
     "nemotron_h",
     "nemotron_h, latent experts",
+    "zaya",
 ]
 CHOOSING_NEARLY_TIED = {"kolibri1"}  # among its three prompts, rounding exchanges two experts of one token
 ROUTED_OTHERWISE = [

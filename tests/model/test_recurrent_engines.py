@@ -22,7 +22,7 @@ from moiety_wire.trace_events import Reason
 
 from .test_parity import TOLERANCE, tokens
 
-VARIANTS = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts"]
+VARIANTS = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts", "zaya"]
 KINDS = ["jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"]  # one of each kind of recurrent layer
 FURTHER = ["bailing_hybrid", "falcon_h1", "granitemoehybrid", "nemotron_h, dense"]
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12

@@ -29,6 +29,7 @@ REFUSED = {
     "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
+    "zaya": "1 groups of heads that share the values of a token and of the token before cannot be divided by --tp 2",
     "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
 }
 DIVIDED = [name for name in RECENT_VARIANTS if name not in REFUSED]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_engine.cache.table_layout import CHUNK_TOKENS
-from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import LatentAttentionSpec
 
@@ -93,7 +93,7 @@ def cache_groups(spec: ModelSpec, *, keep_everything: bool = False, one_shape: b
 
 def _kind(spec: ModelSpec, layer: int) -> _Kind:
     attention = spec.layers[layer].attention
-    if isinstance(attention, CompressedAttentionSpec):
+    if isinstance(attention, PagedStateSpec):
         return _Kind(None, False, sum(attention.entry_widths), attention.entry_widths)
     assert not isinstance(attention, RecurrentSpec), "other recurrent layers are in no group"
     window: int | None = getattr(attention, "window", None)

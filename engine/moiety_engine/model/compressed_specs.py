@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moiety_engine.model.recurrent_specs import RecurrentSpec, StatePart
-from moiety_engine.model.rope_spec import RopeSpec
+from moiety_engine.model.paged_state_spec import PagedStateSpec
+from moiety_engine.model.recurrent_specs import StatePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PoolSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedAttentionSpec(RecurrentSpec):
+class CompressedAttentionSpec(PagedStateSpec):
     """Attention to a sliding window of uncompressed rows and to compressed entries (DeepSeek-V4).
 
     A row or an entry of width `head_dim` is key and value of all heads, and its last entries are rotated; the output is
@@ -66,7 +66,6 @@ class CompressedAttentionSpec(RecurrentSpec):
     num_heads: int
     head_dim: int
     query_rank: int
-    rope: RopeSpec
     scale: float
     window: int
     output_groups: int
@@ -125,10 +124,6 @@ class CompressedAttentionSpec(RecurrentSpec):
         """Return the places for entries, or for rows, in a block of `block_size` tokens."""
         return block_size if self.pool is None else self.pool.entries_of(block_size)
 
-    def block_values(self, block_size: int) -> int:
-        """Return the values that a block of `block_size` tokens has of this layer."""
-        return self.entries_of(block_size) * sum(self.entry_widths)
-
 
 @dataclass(frozen=True, slots=True)
 class StreamsSpec:
@@ -149,5 +144,5 @@ class StreamsSpec:
 
 
 def has_entries(spec: object) -> bool:
-    """Return whether a layer's attention, given by its spec, keeps compressed entries, or rows, in blocks."""
-    return isinstance(spec, CompressedAttentionSpec) and bool(spec.entry_widths)
+    """Return whether a layer with a state, given by its attention's spec, keeps entries or rows in blocks, too."""
+    return isinstance(spec, PagedStateSpec) and bool(spec.entry_widths)

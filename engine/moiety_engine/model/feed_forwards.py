@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.model.continued_mixture import ContinuedMixture
 from moiety_engine.model.expert_setup import expert_dispatch
 from moiety_engine.model.layers import DenseFeedForward, MixtureOfExperts, MoeContext
 from moiety_engine.model.normed_mixture import NormedMixture
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.adapter_stacks import LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.layers import FeedForward
+    from moiety_engine.model.router_mlp import RouterInputs
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
 
@@ -36,12 +38,14 @@ def feed_forward(
     *,
     norm_eps: float,
     ranks: Ranks,
+    router_inputs: RouterInputs,
     defers: bool = False,
 ) -> FeedForward | None:
     """Return the feed-forward that the spec describes, if any; an MoE layer appends its choices to `chosen`.
 
     `slots`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers. `norm_eps`: see
-    NormedMixture. `ranks`: the ranks that share the layer, or have its experts. `defers`: see LayerSpec.
+    NormedMixture. `ranks`: the ranks that share the layer, or have its experts. `router_inputs`: those of the
+    model's routers. `defers`: see LayerSpec.
     """
     if spec is None:
         return None
@@ -51,10 +55,27 @@ def feed_forward(
             return RemoteExperts(spec, weights, MoeContext(chosen, arithmetic, adapters, slots), ranks)
         own = next(cached) if cached else None
         context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks), own)
-        if defers:
-            return ShortcutMixture(spec, weights, context, group=ranks.tensor)
-        if spec.normed:
-            return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=ranks.tensor)
-        return MixtureOfExperts(spec, weights, context)
+        return _mixture(
+            spec, weights, context, norm_eps=norm_eps, ranks=ranks, router_inputs=router_inputs, defers=defers
+        )
     assert isinstance(weights, DenseWeights)
     return DenseFeedForward(spec, weights, arithmetic, adapters)
+
+
+def _mixture(
+    spec: MoeSpec,
+    weights: MoeWeights,
+    context: MoeContext,
+    *,
+    norm_eps: float,
+    ranks: Ranks,
+    router_inputs: RouterInputs,
+    defers: bool,
+) -> MixtureOfExperts:
+    if spec.router_mlp is not None:
+        return ContinuedMixture(spec, weights, context, router_inputs)
+    if defers:
+        return ShortcutMixture(spec, weights, context, group=ranks.tensor)
+    if spec.normed:
+        return NormedMixture(spec, weights, context, norm_eps=norm_eps, group=ranks.tensor)
+    return MixtureOfExperts(spec, weights, context)

@@ -13,7 +13,7 @@ import torch
 
 from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.model.batch import Cache, CompressedCache, KvCache, RecurrentStateCache
-from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec, kv_layer_of
 from moiety_engine.model.tensor_shards import own_spec
@@ -93,7 +93,7 @@ class KvAllocation:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
         if self._hidden_width is not None:
             num_bytes += self._hidden_width * self._activation_dtype.itemsize
-        compressed = (one for one in self._place_of_layer if isinstance(one, CompressedAttentionSpec))
+        compressed = (one for one in self._place_of_layer if isinstance(one, PagedStateSpec))
         entries = sum(one.block_values(block_size) for one in compressed)
         return num_bytes * block_size + entries * self._dtype.itemsize
 
@@ -161,7 +161,7 @@ class KvAllocation:
                 tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts),
                 tuple(map(record, widths)),
             )
-            if not isinstance(one, CompressedAttentionSpec) or not one.entry_widths:
+            if not isinstance(one, PagedStateSpec) or not one.entry_widths:
                 return state
             places = num_blocks, one.entries_of(block_size)
             entries, *index_keys = (empty(*places, width) for width in one.entry_widths)

@@ -14,6 +14,7 @@ import torch
 from moiety_engine.model.adapter_stacks import LayerFactors, Product
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.compressed_attention import CompressedAttention
+from moiety_engine.model.conv_attention import ConvAttention
 from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.latent_attention import LatentAttention
 from moiety_engine.model.recurrent_layers import recurrent_layer
@@ -378,4 +379,8 @@ def attention(
 
 def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLayer]:
     """Return the layers that can replay tokens, by index."""
-    return {i: one for i, one in enumerate(attentions) if isinstance(one, RecurrentMixer | CompressedAttention)}
+    return {
+        i: one
+        for i, one in enumerate(attentions)
+        if isinstance(one, RecurrentMixer | CompressedAttention | ConvAttention)
+    }

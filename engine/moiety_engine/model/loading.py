@@ -303,7 +303,7 @@ def _on_device(
     """
     if spec.needs_cpu and where.type != "cpu":
         raise UnsupportedModelError(
-            f"a {spec.family} model is served on a CPU only, since no GPU kernel reads compressed entries: use "
+            f"a {spec.family} model is served on a CPU only, since no GPU kernel computes its attention: use "
             "--device cpu, or serve the model with another engine behind the gateway"
         )
     if form is None:

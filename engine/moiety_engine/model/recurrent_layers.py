@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 from moiety_engine.model.compressed_attention import CompressedAttention
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.compressed_weights import CompressedAttentionWeights
+from moiety_engine.model.conv_attention import ConvAttention
+from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
+from moiety_engine.model.conv_attention_weights import ConvAttentionWeights
 from moiety_engine.model.gated_delta_net import GatedDeltaNet
 from moiety_engine.model.kimi_delta_attention import KimiDeltaAttention
 from moiety_engine.model.lightning_attention import LightningAttention
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.rope_spec import RopeSpec
     from moiety_engine.model.rotary import RotaryTable
 
-RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention
+RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention | ConvAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
@@ -56,6 +59,9 @@ def recurrent_layer(
     if isinstance(spec, CompressedAttentionSpec):
         assert isinstance(weights, CompressedAttentionWeights)
         return CompressedAttention(spec, weights, rotaries[spec.rope], arithmetic)
+    if isinstance(spec, ConvAttentionSpec):
+        assert isinstance(weights, ConvAttentionWeights)
+        return ConvAttention(spec, weights, rotaries[spec.rope], arithmetic)
     if isinstance(spec, MambaSpec):
         assert isinstance(weights, MambaWeights)
         return Mamba(spec, weights, arithmetic, group=group)

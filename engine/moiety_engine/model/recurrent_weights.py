@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.compressed_weights import CompressedAttentionWeights, allocate_compressed
+from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
+from moiety_engine.model.conv_attention_weights import ConvAttentionWeights, allocate_conv_attention
 from moiety_engine.model.recurrent_specs import (
     GatedDeltaSpec,
     KimiDeltaSpec,
@@ -111,6 +113,7 @@ RecurrentWeights = (
     | LightningWeights
     | ShortConvWeights
     | CompressedAttentionWeights
+    | ConvAttentionWeights
 )
 RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     GatedDeltaWeights: ("input_CD", "output_DC"),
@@ -119,6 +122,7 @@ RECURRENT_PRODUCTS: dict[type, tuple[str, ...]] = {
     KimiDeltaWeights: ("input_CD", "output_DC"),
     LightningWeights: ("input_CD", "gate_CD", "output_DC"),
     CompressedAttentionWeights: ("input_CD", "query_up_CR", "output_DC"),
+    ConvAttentionWeights: ("input_CD", "output_DC"),
     ShortConvWeights: ("input_CD", "output_DC"),
 }
 
@@ -224,5 +228,6 @@ _ALLOCATORS: dict[type, Callable[[RecurrentSpec, int, TensorAllocator], Recurren
     KimiDeltaSpec: _kimi_delta,
     LightningSpec: _lightning,
     CompressedAttentionSpec: allocate_compressed,
+    ConvAttentionSpec: allocate_conv_attention,
     ShortConvSpec: _short_conv,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.model.residual_specs import NormedResidual
 from moiety_kernels.scaled_sum import scaled_sum
 
 if TYPE_CHECKING:
@@ -11,22 +12,25 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.norms import Norm
     from moiety_engine.model.spec import LayerSpec
+    from moiety_engine.model.weights import LayerWeights
 
 
 class ResidualConnections:
     """Residual connections of one layer.
 
-    `multiplier`: factor of both outputs. `scale_1`: learned factor of the layer's output, if the layer has one.
+    `multiplier`: factor of both outputs. `weights`: those of the layer, which can have factors of its terms or output.
     `input_is_shared`: the next layer reads the input of this one.
     """
 
     def __init__(
-        self, spec: LayerSpec, multiplier: float, scale_1: Tensor | None, *, input_is_shared: bool = False
+        self, spec: LayerSpec, multiplier: float, weights: LayerWeights, *, input_is_shared: bool = False
     ) -> None:
-        self._other, self._parallel, self._defers = spec.residual, spec.parallel, spec.defers_experts
+        self._other = spec.residual if isinstance(spec.residual, NormedResidual) else None
+        self._attention_scales, self._ffn_scales = weights.attention_scales, weights.ffn_scales
+        self._parallel, self._defers = spec.parallel, spec.defers_experts
         self._multiplier, self._input_is_shared = multiplier, input_is_shared
         # a layer with an embedding is scaled after that is added
-        self._scale = 1.0 if scale_1 is None or spec.embedded else float(scale_1)
+        self._scale = 1.0 if weights.scale_1 is None or spec.embedded else float(weights.scale_1)
 
     def add_attention(
         self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm
@@ -45,6 +49,8 @@ class ResidualConnections:
         if self._other is not None:
             x_TD = times(self._other.attention_alpha, normed_TD)
             attended_TD = times(self._other.attention_beta, attended_TD)
+        if self._attention_scales is not None:
+            return self._attention_scales.of(x_TD, attended_TD)
         return x_TD, times(self._multiplier, attended_TD)
 
     def scale_ffn(
@@ -61,6 +67,8 @@ class ResidualConnections:
             fed_TD = fed_TD + deferred_TD
         if self._other is not None:
             x_TD, fed_TD = times(self._other.ffn_alpha, normed_TD), times(self._other.ffn_beta, fed_TD)
+        if self._ffn_scales is not None:
+            x_TD, fed_TD = self._ffn_scales.of(x_TD, fed_TD)
         return times(self._scale, x_TD), times(self._scale, times(self._multiplier, fed_TD)), later_TD
 
     def end(self, x_TD: Tensor, normed_TD: Tensor, fed_TD: Tensor, next_norm: Norm) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,14 @@ E experts, D model width, Q width of an expert's queries, which is that of all k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moiety_engine.model.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from moiety_engine.model.tensor_allocator import TensorAllocator
     from moiety_kernels.quantization import Weight
     from moiety_kernels.route.spec import RoutingSpec
 
@@ -51,15 +51,7 @@ class RoutedAttentionWeights:
 ROUTED_PRODUCTS: dict[type, tuple[str, ...]] = {RoutedAttentionWeights: ("query_EQD", "kv_CD", "output_EDQ")}
 
 
-class Allocator(Protocol):
-    """Allocator of tensors by their role; see `weights`."""
-
-    def product(self, *shape: int) -> torch.Tensor: ...
-    def matrix(self, *shape: int) -> torch.Tensor: ...
-    def vector(self, *shape: int) -> torch.Tensor: ...
-
-
-def allocate_routed(spec: RoutedAttentionSpec, size: int, new: Allocator) -> RoutedAttentionWeights:
+def allocate_routed(spec: RoutedAttentionSpec, size: int, new: TensorAllocator) -> RoutedAttentionWeights:
     """Return uninitialized weights of the attention in a model of width `size`."""
     experts = spec.routing.num_experts
     return RoutedAttentionWeights(

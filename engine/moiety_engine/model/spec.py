@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moiety_engine.model.attention_options import DividedNormSpec, IndexerSpec, OutputGateSpec, QueryGrowth
-from moiety_engine.model.compressed_specs import CompressedAttentionSpec, StreamsSpec, has_entries
+from moiety_engine.model.compressed_specs import StreamsSpec, has_entries
 from moiety_engine.model.layer_embedding_spec import LayerEmbeddingSpec
 from moiety_engine.model.mtp_names import MtpNames
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
-from moiety_engine.model.residual_specs import NormedResidual
+from moiety_engine.model.residual_specs import NormedResidual, ScaledResidual
 from moiety_engine.model.rope_spec import LongRopeScaling, RopeSpec
+from moiety_engine.model.router_mlp_spec import RouterMlpSpec
 from moiety_engine.model.vision_spec import VisionSpec
 from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import WeightFormat
@@ -221,7 +223,8 @@ class MoeSpec:
     float32. `hashed_tokens`: number of tokens in a table that chooses the experts of each token, which the router only
     weighs then (DeepSeek-V4); 0: there is no table. `latent_width`: width of experts' input and output, if it is not
     the model's; all experts of a layer share a projection into it and one out of it (Nemotron 3 Super). `zero_experts`:
-    number of the router's last experts, which return their input (LongCat-Flash). `held`: the expert of each slot on
+    number of the router's last experts, which return their input (LongCat-Flash), or
+    nothing after a `router_mlp`, hidden layers of the router (ZAYA1). `held`: the expert of each slot on
     this rank, if the other experts are on other ranks.
     """
 
@@ -239,6 +242,7 @@ class MoeSpec:
     shared: SharedSpec | None = None
     latent_width: int | None = None
     zero_experts: int = 0
+    router_mlp: RouterMlpSpec | None = None
     held: tuple[int, ...] | None = None
 
     @property
@@ -301,7 +305,7 @@ class LayerSpec:
     shares_input: bool = False
     attention_gate_rank: int = 0
     ffn_gate_rank: int = 0
-    residual: NormedResidual | None = None
+    residual: NormedResidual | ScaledResidual | None = None
     defers_experts: bool = False
     only_experts: bool = False
 
@@ -363,7 +367,7 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Rotary embeddings of the attention layers, each once."""
         attentions = [layer.attention for layer in self.layers]
-        rotating = (a for a in attentions if isinstance(a, CompressedAttentionSpec) or not isinstance(a, RecurrentSpec))
+        rotating = (a for a in attentions if isinstance(a, PagedStateSpec) or not isinstance(a, RecurrentSpec))
         return tuple(dict.fromkeys(attention.rope for attention in rotating))
 
     @property
@@ -381,7 +385,7 @@ class ModelSpec:
     @property
     def needs_cpu(self) -> bool:
         """Return whether some layer has attention that no GPU kernel computes."""
-        return any(isinstance(layer.attention, CompressedAttentionSpec) for layer in self.layers)
+        return any(isinstance(layer.attention, PagedStateSpec) for layer in self.layers)
 
     @property
     def num_stored_layers(self) -> int:

@@ -31,8 +31,10 @@ from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.recorded_pass import record_programs
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
+from moiety_engine.model.residual_weights import scale_term
 from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
+from moiety_engine.model.router_mlp import RouterInputs
 from moiety_engine.model.shortcut_mixture import ShortcutMixture
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -123,7 +125,7 @@ class Transformer:
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
-        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks)
+        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=RouterInputs())
         parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
         feeds = [
             feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, cached, defers=one.defers_experts)
@@ -137,7 +139,7 @@ class Transformer:
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
         self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
         self._residuals = [
-            ResidualConnections(one, spec.residual_multiplier, w.scale_1, input_is_shared=further.shares_input)
+            ResidualConnections(one, spec.residual_multiplier, w, input_is_shared=further.shares_input)
             for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
         ]
 
@@ -260,6 +262,8 @@ class Transformer:
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = times(self.spec.embedding_multiplier, x_TD)
+            if self._weights.input_scale is not None:
+                x_TD = scale_term(x_TD, self._weights.input_scale)
             if batch.images is not None:
                 x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
             if self._mtp_input is not None and len(x_TD):  # a group may have no tokens

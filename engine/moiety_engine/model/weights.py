@@ -24,12 +24,15 @@ from moiety_engine.model.layer_embedding_weights import (
 from moiety_engine.model.norm_weights import NormGateWeights, NormWeights
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.recurrent_weights import RECURRENT_PRODUCTS, RecurrentWeights, allocate_recurrent
+from moiety_engine.model.residual_specs import ScaledResidual
+from moiety_engine.model.residual_weights import ResidualScales, TermScale, allocate_scales, allocate_term
 from moiety_engine.model.routed_attention_spec import (
     ROUTED_PRODUCTS,
     RoutedAttentionSpec,
     RoutedAttentionWeights,
     allocate_routed,
 )
+from moiety_engine.model.router_mlp import RouterMlpWeights, allocate_router_mlp
 from moiety_engine.model.spec import (
     AttentionSpec,
     DenseSpec,
@@ -132,6 +135,7 @@ class MoeWeights:
     norms: MixtureNorms | None = None
     expert_of_token_VK: Tensor | None = None  # int32, if a table has the experts of each token
     latent: LatentProjections | None = None
+    router_mlp: RouterMlpWeights | None = None  # before the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,8 @@ class LayerWeights:
     attention_streams: StreamsWeights | None = None  # of the mixtures that attention and the feed-forward read
     ffn_streams: StreamsWeights | None = None
     embedding: AddedEmbeddingWeights | None = None
+    attention_scales: ResidualScales | None = None
+    ffn_scales: ResidualScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,7 @@ class ModelWeights:
     vision: VisionWeights | None = None
     streams: StreamsWeights | None = None  # of the mixture that the head reads
     layer_embeddings: LayerEmbeddingWeights | None = None
+    input_scale: TermScale | None = None  # of the first layer's input
 
 
 def allocate(
@@ -200,6 +207,7 @@ def allocate(
         vision=None if spec.vision is None else new.vision(spec.vision),
         streams=new.streams(head=True),
         layer_embeddings=allocate_table(spec, new),
+        input_scale=allocate_term(spec.hidden_size, new) if _scales_terms(spec.layers[0]) else None,
     )
 
 
@@ -227,6 +235,10 @@ def products_of(part: Any, *, experts_only: bool = False) -> Iterator[Tensor]:
                 yield value
             else:
                 yield from products_of(value, experts_only=experts_only)
+
+
+def _scales_terms(layer: LayerSpec) -> bool:
+    return isinstance(layer.residual, ScaledResidual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +324,8 @@ class _Allocator:
             attention_streams=self.streams(),
             ffn_streams=self.streams(),
             embedding=allocate_added(self.spec, self) if one.embedded else None,
+            attention_scales=allocate_scales(self.spec.hidden_size, self) if _scales_terms(one) else None,
+            ffn_scales=allocate_scales(self.spec.hidden_size, self) if _scales_terms(one) else None,
         )
 
     def streams(self, *, head: bool = False) -> StreamsWeights | None:
@@ -396,10 +410,11 @@ class _Allocator:
         width, latent = f.input_width(size), None
         if f.latent_width is not None:
             latent = LatentProjections(self.product(width, size), self.product(size, width))
+        router = size if f.router_mlp is None else f.router_mlp.width
         all_rows = replace(self, rows=None)
         table = self._empty((f.hashed_tokens, f.routing.top_k), torch.int32) if f.hashed_tokens else None
         return MoeWeights(
-            router_ED=self.vector(experts, size) if f.exact_router else self.matrix(experts, size),
+            router_ED=self.vector(experts, router) if f.exact_router else self.matrix(experts, router),
             gate_up_E2FD=all_rows.expert_product(held, f.up_width, width),
             down_EDF=all_rows.expert_product(held, width, f.width),
             router_bias_E=self.vector(experts) if f.router_bias else None,
@@ -410,4 +425,5 @@ class _Allocator:
             norms=self.mixture_norms(experts) if f.normed else None,
             expert_of_token_VK=table,
             latent=latent,
+            router_mlp=None if f.router_mlp is None else allocate_router_mlp(f.router_mlp, size, self),
         )

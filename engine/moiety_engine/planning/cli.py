@@ -100,7 +100,7 @@ def plan_command(
         served = find_model(model, weights, kv_dtype)
         if served.spec.needs_cpu:
             raise InvalidConfig(
-                f"a {served.spec.family} model is served on a CPU only, since no GPU kernel reads compressed entries: "
+                f"a {served.spec.family} model is served on a CPU only, since no GPU kernel computes its attention: "
                 "give another model to plan GPUs for"
             )
         if input_tokens + output_tokens > served.spec.max_context_tokens:

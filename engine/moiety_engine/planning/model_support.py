@@ -15,11 +15,11 @@ from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.encoder.config import is_encoder
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import check_tensor_names
-from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.errors import ModelError
 from moiety_engine.model.families import ignored_keys, spec_from_config
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp_spec import require_mtp
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
@@ -75,7 +75,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
     latent = any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers)
     grouped = [one.attention for one in spec.layers if isinstance(one.attention, AttentionSpec)]
     shares_rows = any(one.keys_are_values for one in grouped)
-    compressed = any(isinstance(one.attention, CompressedAttentionSpec) for one in spec.layers)
+    compressed = any(isinstance(one.attention, PagedStateSpec) for one in spec.layers)
     routed = any(isinstance(one, RoutedAttentionSpec) for one in grouped)
     lora = "feed-forward only" if latent or compressed or routed else "not q, k, v" if shares_rows else YES
     if any(one.ffn is not None and not one.ffn.activation.gated for one in spec.layers):
@@ -85,7 +85,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
         pipeline_parallel=_divides(spec, Layout(pp=2)),
         speculation=YES if can_undo_drafts(spec) else f"{NO}: not all recurrent layers can replay tokens",
-        roles=YES if can_send_kv(spec) else f"{NO}: compressed entries are not sent between engines",
+        roles=YES if can_send_kv(spec) else f"{NO}: entries of layers with states are not sent between engines",
         lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,

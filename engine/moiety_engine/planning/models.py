@@ -18,6 +18,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.families import read_spec, spec_from_config
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import KV_SCALE_BYTES, LatentAttentionSpec
 from moiety_engine.model.weight_offload import weight_bytes
@@ -190,8 +191,9 @@ class Served:
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
         """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer without entries."""
-        if isinstance(attention, CompressedAttentionSpec):
-            rate = 1 if attention.pool is None else attention.pool.rate
+        if isinstance(attention, PagedStateSpec):
+            pool = attention.pool if isinstance(attention, CompressedAttentionSpec) else None
+            rate = 1 if pool is None else pool.rate
             return math.ceil(attention.block_values(rate) * self.kv_itemsize / rate)
         if isinstance(attention, RecurrentSpec):
             return 0

@@ -75,6 +75,7 @@ from moiety_engine.model.families.qwen_next import qwen3_5, qwen3_5_moe, qwen3_n
 from moiety_engine.model.families.qwen_vl import qwen3_vl_moe, qwen3_vl_moe_features, qwen3_vl_moe_text_config
 from moiety_engine.model.families.unsupported import UNSUPPORTED
 from moiety_engine.model.families.wrapped import WRAPPERS, around_text, wrapped_text_config
+from moiety_engine.model.families.zaya import zaya, zaya_features
 from moiety_engine.model.quantization_formats import modelopt_settings
 from moiety_engine.model.spec import LayerSpec, ModelSpec, NormSpec
 
@@ -150,6 +151,7 @@ FAMILIES: dict[str, Callable[[Config, int], LayerSpec]] = {
     "sarvam_mla": sarvam_mla,
     "sarvam_moe": glm4_moe,
     "solar_open": solar_open,
+    "zaya": zaya,
 }
 # Families whose only special features outside the layers are those of multi-token prediction.
 _WITH_MTP = (
@@ -201,6 +203,7 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "qwen3_5_text": qwen3_next_features,
     "qwen3_next": qwen3_next_features,
     "qwen3_vl_moe": qwen3_vl_moe_features,
+    "zaya": zaya_features,
     **{family: partial(read_mtp, read_layer=FAMILIES[family]) for family in _WITH_MTP},
 }
 MAX_LAYERS = 10_000  # that a configuration may say; the deepest models have a few hundred

@@ -320,4 +320,15 @@ RECENT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "topk_group": 1, "vocab_size": 196_608,
         "rope_theta": 1_000_000.0,
     },
+    "zaya": {
+        "attention_bias": False, "cca_time0": 2, "cca_time1": 2, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "lm_head_bias": False, "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 2048, "num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 1,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "router_hidden_size": 256,
+        "sliding_window": None, "tie_word_embeddings": True, "vocab_size": 262_272,
+        "rope_parameters": {
+            "hybrid": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
+            "hybrid_sliding": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        },
+    },
 }  # fmt: skip

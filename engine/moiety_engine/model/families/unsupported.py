@@ -10,8 +10,4 @@ UNSUPPORTED: dict[str, str] = {
     "minimax_m3_vl": "attention to selected blocks of keys, by key-value head",
     "mistral_large4": "layers that share another layer's latent cache, and learned rotary frequencies",
     "mistral_large4_text": "layers that share another layer's latent cache, and learned rotary frequencies",
-    "zaya": (
-        "convolutions of queries and keys before attention, so that a layer has a state beside its keys and values, "
-        "and routers that continue the router of the layer before"
-    ),
 }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.model.names.tensor_mapping import Named
     from moiety_engine.model.norm_weights import NormWeights
+    from moiety_engine.model.residual_weights import TermScale
     from moiety_engine.model.spec import LayerSpec, ModelSpec
     from moiety_engine.model.weights import LayerWeights, ModelWeights, MtpInputWeights
 
@@ -158,6 +159,8 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
         yield f"{root}embed_tokens_per_layer.weight", whole(weights.layer_embeddings.table_VA)
         yield f"{root}per_layer_model_projection.weight", whole(weights.layer_embeddings.projection_AD)
         yield f"{root}per_layer_projection_norm.weight", whole(weights.layer_embeddings.norm_P)
+    if weights.input_scale is not None:
+        yield from _term(f"{root}input_hidden_states_", weights.input_scale)
     if weights.head_bias_V is not None:
         yield f"{outside}lm_head.bias", whole(weights.head_bias_V)
 
@@ -194,6 +197,7 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     for prefix, streams in (("hc_attn_", layer.attention_streams), ("hc_ffn_", layer.ffn_streams)):
         if streams is not None:
             yield from stream_places(prefix, streams)
+    yield from _scales(layer)
     if layer.scale_1 is not None:
         yield "layer_scalar", whole(layer.scale_1)
     if layer.embedding is not None:
@@ -205,6 +209,19 @@ def _layer(spec: LayerSpec, layer: LayerWeights, present: set[str]) -> Iterator[
     yield from attention_places(spec.attention, layer.attention, present)
     if spec.ffn is not None and layer.ffn is not None:
         yield from feed_forward_places(spec.ffn, layer.ffn, present)
+
+
+def _scales(layer: LayerWeights) -> Iterator[Named]:
+    """Yield the names and mappings of the factors and biases of residual connections, if the layer has them."""
+    for half, scales in (("attention", layer.attention_scales), ("mlp", layer.ffn_scales)):
+        if scales is not None:
+            yield from _term(f"post_{half}_residual_scale.residual_", scales.input)
+            yield from _term(f"post_{half}_residual_scale.hidden_states_", scales.output)
+
+
+def _term(prefix: str, weights: TermScale) -> Iterator[Named]:
+    yield f"{prefix}scale", whole(weights.factor_D)
+    yield f"{prefix}bias", whole(weights.bias_D)
 
 
 def _raised(name: str, place: TensorMapping | Shares, offset: float) -> TensorMapping | Shares:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.names.tensor_mapping import Named
+    from moiety_engine.model.router_mlp import RouterMlpWeights
     from moiety_engine.model.spec import DenseSpec, MoeSpec
     from moiety_engine.model.weights import DenseWeights, MixtureNorms, SharedWeights
 
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "ffn.")
+_ROUTER_OF_ZAYA = "gate.router_mlp.out_proj.weight"
 _ROUTERS = (
     "gate.weight",
     "router.weight",
@@ -30,6 +32,7 @@ _ROUTERS = (
     "router.gate.weight",
     "gate.wg.weight",
     "router.classifier.weight",
+    _ROUTER_OF_ZAYA,
 )
 _FUSED_SHARED = "shared_mlp.input_linear.weight"  # Granite's, beside the block of the routed experts
 _SHARED = ("shared_experts.", "shared_expert.", "shared_mlp.")
@@ -48,6 +51,7 @@ _SELECTION_BIASES = (
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
     "gate.expert_bias",
+    "gate.balancing_biases",
     "experts.e_score_correction_bias",
     "router.expert_bias",
     "router.e_score_correction_bias",
@@ -141,6 +145,8 @@ def _dense(
 def _mixture(weights: MoeWeights, present: set[str], *, gated: bool) -> Iterator[Named]:
     router = _which(_ROUTERS, present)
     yield router, whole(weights.router_ED)
+    if weights.router_mlp is not None:
+        yield from _router_mlp(weights.router_mlp)
     if weights.router_bias_E is not None:
         yield router.replace("weight", "bias"), whole(weights.router_bias_E)
     if weights.selection_bias_E is not None:
@@ -153,6 +159,19 @@ def _mixture(weights: MoeWeights, present: set[str], *, gated: bool) -> Iterator
         yield "fc1_latent_proj.weight", whole(plain(weights.latent.down_LD))
         yield "fc2_latent_proj.weight", whole(plain(weights.latent.up_DL))
     yield from _experts(weights, present, gated=gated)
+
+
+def _router_mlp(weights: RouterMlpWeights) -> Iterator[Named]:
+    """Yield the names and mappings of ZAYA1's router before its last product."""
+    yield "gate.down_proj.weight", whole(weights.down_WD)
+    yield "gate.down_proj.bias", whole(weights.down_bias_W)
+    yield "gate.router_mlp.norm.weight", whole(weights.norm_W)
+    yield "gate.router_mlp.fc1.weight", whole(weights.first_WW)
+    yield "gate.router_mlp.fc1.bias", whole(weights.first_bias_W)
+    yield "gate.router_mlp.fc2.weight", whole(weights.second_WW)
+    yield "gate.router_mlp.fc2.bias", whole(weights.second_bias_W)
+    if weights.scale_W is not None:
+        yield "gate.router_states_scale", whole(weights.scale_W)
 
 
 def _experts(weights: MoeWeights, present: set[str], *, gated: bool = True) -> Iterator[Named]:

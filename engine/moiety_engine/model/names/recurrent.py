@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
+from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
 from moiety_engine.model.names.compressed import compressed_places
+from moiety_engine.model.names.conv_attention import conv_attention_places
 from moiety_engine.model.names.gated_delta import gated_delta_places
 from moiety_engine.model.names.kimi_delta import kimi_delta_places
 from moiety_engine.model.names.lightning import lightning_places
@@ -35,6 +37,7 @@ _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
     KimiDeltaSpec: kimi_delta_places,
     LightningSpec: lightning_places,
     CompressedAttentionSpec: compressed_places,
+    ConvAttentionSpec: conv_attention_places,
     ShortConvSpec: short_conv_places,
 }
 

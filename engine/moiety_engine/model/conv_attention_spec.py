@@ -1,0 +1,72 @@
+"""Specification of compressed convolutional attention (ZAYA1), independent of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moiety_engine.model.paged_state_spec import PagedStateSpec
+from moiety_engine.model.recurrent_specs import StatePart
+
+CONV_TAPS = 2  # tokens that each of the two convolutions sees
+
+
+@dataclass(frozen=True, slots=True)
+class ConvAttentionSpec(PagedStateSpec):
+    """Compressed convolutional attention (Figliolia et al. 2025, arXiv 2510.04476).
+
+    Queries and keys pass through a convolution of each channel and one of each head, both over two tokens, and half of
+    all values are those of the token before. Keys and values are in blocks; the last rows before the convolutions, and
+    the last token's half of values, are a state. `num_groups`: number of groups of heads among which the values of a
+    token and those of the token before can be divided.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    num_groups: int = 1
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of all queries and keys."""
+        return (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def delayed_width(self) -> int:
+        """Width of the values of the token before."""
+        return self.num_kv_heads * self.head_dim // 2
+
+    @property
+    def output_width(self) -> int:
+        """Width of the output of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Widths of the rows that the layer computes with."""
+        return self.head_dim, self.delayed_width
+
+    @property
+    def divided_heads(self) -> tuple[tuple[str, str], ...]:
+        """Fields that tensor parallelism divides: none, as the single group has no divisor."""
+        return (("num_groups", "groups of heads that share the values of a token and of the token before"),)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The last rows of queries and keys, and the last token's half of values."""
+        rows = 2 * (CONV_TAPS - 1), self.conv_channels
+        return StatePart(rows, exact=False), StatePart((1, self.delayed_width), exact=False)
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        """The rows of queries and keys, and the half of values that the next token gets."""
+        return self.conv_channels, self.delayed_width
+
+    @property
+    def entry_widths(self) -> tuple[int, ...]:
+        """Width of a key or a value of one head."""
+        return (self.head_dim,)
+
+    def entries_of(self, block_size: int) -> int:
+        """Return the number of keys and values of a block: the keys of each head, then the values of each."""
+        return 2 * self.num_kv_heads * block_size

@@ -1,0 +1,95 @@
+"""Routers that are a small feed-forward, and continue the router of the layer before (ZAYA1).
+
+T tokens, D model width, W router width, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moiety_kernels.linear import linear
+from moiety_kernels.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from torch import Tensor
+
+    from moiety_engine.model.arithmetic import Arithmetic
+    from moiety_engine.model.router_mlp_spec import RouterMlpSpec
+    from moiety_engine.model.tensor_allocator import TensorAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class RouterMlpWeights:
+    """Weights before the router's last product, all float32."""
+
+    down_WD: Tensor
+    down_bias_W: Tensor
+    norm_W: Tensor
+    first_WW: Tensor
+    first_bias_W: Tensor
+    second_WW: Tensor
+    second_bias_W: Tensor
+    scale_W: Tensor | None  # of the router of the layer before
+
+
+def allocate_router_mlp(spec: RouterMlpSpec, size: int, new: TensorAllocator) -> RouterMlpWeights:
+    """Return uninitialized weights of a router in a model of width `size`."""
+    width = spec.width
+    return RouterMlpWeights(
+        down_WD=new.vector(width, size),
+        down_bias_W=new.vector(width),
+        norm_W=new.vector(width),
+        first_WW=new.vector(width, width),
+        first_bias_W=new.vector(width),
+        second_WW=new.vector(width, width),
+        second_bias_W=new.vector(width),
+        scale_W=new.vector(width) if spec.continues else None,
+    )
+
+
+class RouterInputs:
+    """Inputs of the newest router of each batch that is being computed, by the batch's tokens."""
+
+    def __init__(self) -> None:
+        self._of_tokens: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def keep(self, token_ids_T: Tensor, input_TW: Tensor) -> None:
+        """Keep a router's input for the next layer."""
+        self._of_tokens[token_ids_T] = input_TW
+
+    def of(self, token_ids_T: Tensor) -> Tensor:
+        """Return the input of the router of the layer before."""
+        return self._of_tokens[token_ids_T]
+
+
+class RouterMlp:
+    """Hidden layers of one layer's router."""
+
+    def __init__(
+        self, spec: RouterMlpSpec, weights: RouterMlpWeights, arithmetic: Arithmetic, inputs: RouterInputs
+    ) -> None:
+        self._spec, self._weights, self._inputs = spec, weights, inputs
+        self._linear = partial(linear, invariant=arithmetic.invariant)
+
+    def __call__(self, x_TD: Tensor, token_ids_T: Tensor) -> Tensor:
+        """Return the input of the router's last product, [T, W], float32."""
+        weights = self._weights
+        input_TW = self._linear(x_TD.float(), weights.down_WD, weights.down_bias_W)
+        if weights.scale_W is not None:
+            input_TW = input_TW + self._inputs.of(token_ids_T) * weights.scale_W
+        self._inputs.keep(token_ids_T, input_TW)
+        inner_TW = rms_norm(input_TW, weights.norm_W, self._spec.norm_eps)
+        inner_TW = _gelu(self._linear(inner_TW, weights.first_WW, weights.first_bias_W))
+        return _gelu(self._linear(inner_TW, weights.second_WW, weights.second_bias_W))
+
+
+def _gelu(x_TW: Tensor) -> Tensor:
+    """Return the exact GELU. In 64 bits, since torch's 32 bits depend on where in the tensor a value is."""
+    return functional.gelu(x_TW.double()).to(x_TW.dtype) if x_TW.is_cpu else functional.gelu(x_TW)
