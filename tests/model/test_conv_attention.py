@@ -64,6 +64,7 @@ def test_layouts_that_divide_what_belongs_together_are_refused(
             {"layer_types": ["hybrid", "hybrid_sliding"]},
             "layer_types has hybrid_sliding, but sliding_window is not set",
         ),
+        ({"num_query_groups": 2}, r"config.json has num_query_groups, as the first releases of ZAYA1 do"),
         ({"cca_time0": 3}, "cca_time0 3 is not supported in zaya; known: 2"),
         ({"attention_bias": True}, "attention_bias True is not supported in zaya"),
         ({"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not supported in zaya"),

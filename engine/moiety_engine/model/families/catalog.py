@@ -292,7 +292,7 @@ CATALOG: dict[str, FamilyEntry] = {
     "sarvam_moe": FamilyEntry("Sarvam-30B", "norms of heads", _AS_DEEPSEEK),
     "solar_open": FamilyEntry("Solar Open 100B", "grouped", "as DeepSeek-V3"),
     "zaya": FamilyEntry(
-        "ZAYA1-8B, ZAYA1-base",
+        "ZAYA1-8B, 74B-preview",
         "convolutions of queries and keys; half of the values are those of the token before",
         "softmax with a selection bias, one expert or none; routers continue those of the layers before",
     ),

@@ -18,6 +18,8 @@ from moiety_engine.model.router_mlp_spec import RouterMlpSpec
 from moiety_engine.model.spec import LayerSpec, MoeSpec
 
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"
+# Keys of the first releases, whose layers and tensors have other names (sgl-project/sglang, pull request 32517).
+_OF_FIRST_RELEASES = ("num_query_groups", "norm_epsilon", "zaya_mlp_expansion")
 
 
 def zaya(config: Config, index: int) -> LayerSpec:
@@ -26,7 +28,13 @@ def zaya(config: Config, index: int) -> LayerSpec:
 
 
 def zaya_features(config: Config) -> Features:
-    """Return whether the head has a bias."""
+    """Return whether the head has a bias. Raises UnsupportedModelError for the first releases' files."""
+    for key in _OF_FIRST_RELEASES:
+        if key in config:
+            raise UnsupportedModelError(
+                f"config.json has {key}, as the first releases of ZAYA1 do (ZAYA1-base, ZAYA1-8B-legacy), whose "
+                "tensors are not read: use a release for transformers 5.13 or newer, such as Zyphra/ZAYA1-8B"
+            )
     return {"head_bias": bool(config["lm_head_bias"])}
 
 
