@@ -74,3 +74,14 @@ def test_layouts_that_divide_what_belongs_together_are_refused(
 def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ModelError, match=match):
         spec_from_config({"model_type": "zaya", "num_hidden_layers": 2} | changes)
+
+
+def test_rotary_parameters_are_read_as_published() -> None:
+    """The released config.json has a rope_type beside those of the kinds of layers."""
+    by_kind = {
+        "hybrid": {"rope_type": "default", "rope_theta": 5_000_000, "partial_rotary_factor": 0.5},
+        "hybrid_sliding": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
+    }
+    plain = spec_from_config({"model_type": "zaya"})
+    assert spec_from_config({"model_type": "zaya", "rope_parameters": by_kind | {"rope_type": "default"}}) == plain
+    assert [rope.rotary_width for rope in plain.ropes] == [64]
