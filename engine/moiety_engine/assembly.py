@@ -121,6 +121,8 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
         share = _load(config, rendezvous, rank_group.ranks, None)
         follower = _follower(share, rank_group, config)
         rank_group.heartbeat.send(Loaded())
+        if share.options.expert_cache is not None:
+            rank_group.heartbeat.report_figures(share.options.expert_cache.figures)
         try:
             with explaining():
                 follower.run()

@@ -11,7 +11,6 @@ from moiety_engine.messages import CoreLoad
 if TYPE_CHECKING:
     from moiety_engine.disk.tier import DiskTier
     from moiety_engine.kv_transfer.connector import KvConnector
-    from moiety_engine.offload.cache import ExpertCache
     from moiety_engine.runner.rebalancing import Rebalancing
     from moiety_engine.scheduling.scheduler import Scheduler
 
@@ -24,7 +23,7 @@ def load_of(
     scheduler: Scheduler,
     kv_connector: KvConnector,
     disk: DiskTier | None,
-    experts: ExpertCache | None,
+    expert_cache: dict[str, int],
     rebalancing: Rebalancing | None,
     steps_total: int,
     requests_total: int,
@@ -35,9 +34,10 @@ def load_of(
 ) -> CoreLoad:
     """Collect the load figures of a replica. Totals count since its start.
 
-    `experts` is the cache of offloaded experts. `waited_s` holds the seconds that attention waited for the experts and
-    the experts for attention. `excluded_ranks` is the number of excluded ranks. `tenant_blocks` is the last reading of
-    `TenantBlocks`. `further` holds the figures of grammar compilation and of images.
+    `expert_cache` has the figures of the caches of offloaded experts on all ranks. `waited_s` holds the seconds that
+    attention waited for the experts and the experts for attention. `excluded_ranks` is the number of excluded ranks.
+    `tenant_blocks` is the last reading of `TenantBlocks`. `further` holds the figures of grammar compilation and of
+    images.
     """
     load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks)
     if further:
@@ -49,7 +49,7 @@ def load_of(
         load = _with_disk(load, disk)
     if rebalancing is not None:
         load = msgspec.structs.replace(load, **rebalancing.metrics())
-    return load if experts is None else _with_experts(load, experts)
+    return msgspec.structs.replace(load, **expert_cache) if expert_cache else load
 
 
 def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
@@ -69,19 +69,6 @@ def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
         disk_waited_requests_total=restorer.waited_requests_total,
         disk_passed_over_requests_total=restorer.passed_over_total,
         disk_lost_files_total=restorer.lost_files_total,
-    )
-
-
-def _with_experts(load: CoreLoad, experts: ExpertCache) -> CoreLoad:
-    traffic = experts.traffic
-    return msgspec.structs.replace(
-        load,
-        expert_slots=experts.num_slots,
-        expert_hits_total=traffic.hits_total,
-        expert_misses_total=traffic.misses_total,
-        prefetched_experts_total=traffic.prefetched_total,
-        prefetched_expert_hits_total=traffic.prefetch_hits_total,
-        expert_loaded_bytes_total=traffic.loaded_bytes_total,
     )
 
 

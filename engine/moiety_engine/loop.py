@@ -252,7 +252,7 @@ class EngineLoop:
             self.scheduler,
             intake.kv_connector,
             intake.disk,
-            executor.model.expert_cache,
+            executor.expert_cache_figures(),
             self.experts.rebalancing,
             self.steps_total,
             intake.requests_total,

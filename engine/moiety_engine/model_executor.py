@@ -78,6 +78,11 @@ class ModelExecutor:
         features = None if self.device_state is None else self.device_state.runner.features
         return features is not None and not features.lacks(key)
 
+    def expert_cache_figures(self) -> dict[str, int]:
+        """Return fields of `CoreLoad` about the caches of offloaded experts on all ranks; none without offloading."""
+        own = self.model.expert_cache
+        return self.controls.sum_figures({} if own is None else own.figures())
+
     def image_metrics(self) -> dict[str, float]:
         """Return fields of `LoadMetrics` about the vision encoder; none for a model without one, or while it sleeps."""
         features = None if self.device_state is None else self.device_state.runner.features

@@ -29,7 +29,7 @@ from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
-from moiety_engine.messages import CoreFinish, CoreSubmit
+from moiety_engine.messages import CoreFinish, CoreLoad, CoreSubmit
 from moiety_engine.model import remote_experts as apart
 from moiety_engine.model import weight_offload
 from moiety_engine.model.adapter_stacks import AdapterStacks
@@ -56,6 +56,7 @@ class Work(msgspec.Struct):
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
+    offloaded: tuple[int, int, int] = (0, 0, 0)  # slots, hits and misses of experts, which ranks report with a delay
     turns: str = ""  # a folder in which each rank with attention notes what it sends; experts wait for the next note
 
 
@@ -82,8 +83,9 @@ class Answer(msgspec.Struct):
     num_excluded: int = 0  # ranks
     num_evictions: int = 0  # of adapters
     num_slots: int = 0  # of adapters
-    num_expert_misses: int = 0  # on rank 0, of offloaded experts
+    num_expert_misses: int = 0  # on all ranks, of offloaded experts
     num_expert_hits: int = 0
+    num_expert_slots: int = 0
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -228,6 +230,18 @@ def waited_s(loop: EngineLoop) -> list[float]:
     return [load.attention_waited_seconds_total, load.experts_waited_seconds_total]
 
 
+def load_with_experts(loop: EngineLoop, least: tuple[int, int, int]) -> CoreLoad:
+    """Return the load once the ranks have reported so many slots, hits and misses of offloaded experts."""
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        load = loop.load()
+        figures = load.expert_slots, load.expert_hits_total, load.expert_misses_total
+        if all(figure >= wanted for figure, wanted in zip(figures, least, strict=True)):
+            break
+        time.sleep(0.05)
+    return load
+
+
 def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> None:
     """Run steps until all requests have ended, some of them with a failure."""
     for submit in wave:
@@ -279,7 +293,9 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.num_swapped = load.swapped_in_blocks_total
     answer.num_accepted = load.accepted_tokens_total
     answer.num_excluded = load.excluded_ranks
+    load = load_with_experts(loop, work.offloaded)
     answer.num_expert_misses, answer.num_expert_hits = load.expert_misses_total, load.expert_hits_total
+    answer.num_expert_slots = load.expert_slots
     answer.num_evictions = loop.intake.adapters.evictions_total
     answer.num_slots = len(loop.intake.adapters.slots)
     answer.moves = {

@@ -5,6 +5,7 @@ It owns the resources that are released at the end.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,13 @@ class RankGroup:
         """
         of_experts = sum(self.heartbeat.waited_s.values())  # the other ranks report 0
         return self.ranks.waited.seconds, of_experts / max(1, self.ranks.rank_position.layout.ffn_ranks)
+
+    def sum_figures(self, own: dict[str, int]) -> dict[str, int]:
+        """Return rank 0's load figures with those of the other ranks, which are up to half a second old, added."""
+        total = Counter(own)
+        for figures in list(self.heartbeat.figures.values()):
+            total.update(figures)
+        return dict(total)
 
     def abandon(self, reason: str, *, own: bool = False) -> None:
         """Leave the group because this rank cannot continue, and send the others the reason.

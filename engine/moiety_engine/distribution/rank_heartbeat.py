@@ -57,9 +57,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Heartbeat. `waited_s`: total time that the rank has waited for the ranks with the other half of each layer."""
+    """Heartbeat. `waited_s`: total time that the rank has waited for the ranks with the other half of each layer.
+
+    `figures`: load figures of the rank, which rank 0 adds to its own.
+    """
 
     waited_s: float = 0.0
+    figures: dict[str, int] = {}
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -152,7 +156,9 @@ class RankHeartbeat:
         self.rank = rank
         self._lines = dict(lines)
         self.waited_s: dict[int, float] = {}  # as last reported by the others
+        self.figures: dict[int, dict[str, int]] = {}  # as last reported by the others
         self._waited = Waited()
+        self._own_figures: Callable[[], dict[str, int]] = dict
         self._loaded: set[int] = set()
         self._reason: str | None = None
         self._note = note
@@ -175,6 +181,10 @@ class RankHeartbeat:
     def report_waited(self, waited: Waited) -> None:
         """Report this waiting time to the others from now on."""
         self._waited = waited
+
+    def report_figures(self, read: Callable[[], dict[str, int]]) -> None:
+        """Report these load figures to the others from now on. `read` is called in the heartbeat's thread."""
+        self._own_figures = read
 
     def wait_loaded(self) -> None:
         """Wait until all other ranks have loaded their shares. Raises RanksError."""
@@ -230,7 +240,7 @@ class RankHeartbeat:
                     silence.record(key.data)
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
-                    self.send(Beat(self._waited.seconds))
+                    self.send(Beat(self._waited.seconds, self._own_figures()))
                 if silent := silence.too_long():
                     reason = (
                         f"rank {silent[0]} sent no heartbeat for {SILENCE_S:g} s: its process hangs, or its "
@@ -248,7 +258,7 @@ class RankHeartbeat:
             return
         for word in words:
             if isinstance(word, Beat):
-                self.waited_s[rank] = word.waited_s
+                self.waited_s[rank], self.figures[rank] = word.waited_s, word.figures
             elif isinstance(word, Loaded):
                 with self._changed:
                     self._loaded.add(rank)

@@ -116,7 +116,7 @@ class ExpertServer:
         activation_dtype = torch.float32 if self.device.type == "cpu" else dtype
         self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, activation_dtype)
         self._weight_offload = WeightOffload(weights)
-        self._expert_cache = expert_cache
+        self.expert_cache = expert_cache
         cached = iter(() if expert_cache is None else expert_cache.layers)
         self._layers: list[_Answering] = []
         self._movable: dict[int, tuple[MoeWeights, ExpertSlots]] = {}
@@ -177,8 +177,8 @@ class ExpertServer:
 
     def offload_weights(self, on_progress: Callable[[], None]) -> int:
         """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
-        if self._expert_cache is not None:
-            self._expert_cache.settle()
+        if self.expert_cache is not None:
+            self.expert_cache.settle()
         return self._weight_offload.offload_weights(on_progress)
 
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
@@ -187,8 +187,8 @@ class ExpertServer:
 
     def close(self) -> None:
         """Close files and threads of the expert cache; nothing may be computed afterwards."""
-        if self._expert_cache is not None:
-            self._expert_cache.close()
+        if self.expert_cache is not None:
+            self.expert_cache.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,18 @@ class ExpertCache:
         """Device memory of all slots, in bytes."""
         return sum(part.nbytes for layer in self.slots for part in layer.values())
 
+    def figures(self) -> dict[str, int]:
+        """Return the cache's fields of CoreLoad. Callable from any thread."""
+        traffic = self.traffic
+        return {
+            "expert_slots": self.num_slots,
+            "expert_hits_total": traffic.hits_total,
+            "expert_misses_total": traffic.misses_total,
+            "prefetched_experts_total": traffic.prefetched_total,
+            "prefetched_expert_hits_total": traffic.prefetch_hits_total,
+            "expert_loaded_bytes_total": traffic.loaded_bytes_total,
+        }
+
     def settle(self) -> None:
         """Wait until no load is in flight."""
         for layer in self.layers:

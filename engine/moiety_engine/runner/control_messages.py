@@ -394,6 +394,10 @@ class ControlSender:
         """Return the seconds that attention waited for experts, and experts for attention; see RankGroup."""
         return (0.0, 0.0) if self._rank_group is None else self._rank_group.waited_s()
 
+    def sum_figures(self, own: dict[str, int]) -> dict[str, int]:
+        """Return load figures of this rank with those of the other ranks added."""
+        return own if self._rank_group is None else self._rank_group.sum_figures(own)
+
     def explaining(self) -> AbstractContextManager[None]:
         """Return a context for work of all ranks, which reports the cause if a rank is lost."""
         return nullcontext() if self._rank_group is None else explaining()
