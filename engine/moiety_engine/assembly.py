@@ -21,6 +21,7 @@ import torch
 from moiety_engine.cache_setup import why_windows_are_kept
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import Speculate
+from moiety_engine.disk.rank_disk import RankDiskCache
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.distribution.layout import Layout, layout_of, leaving
 from moiety_engine.distribution.rank_failure_log import RankFailureLog
@@ -123,11 +124,8 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
         rank_group.heartbeat.send(Loaded())
         if share.options.expert_cache is not None:
             rank_group.heartbeat.report_figures(share.options.expert_cache.figures)
-        try:
-            with explaining():
-                follower.run()
-        finally:
-            follower.close()
+        with contextlib.closing(follower), explaining():
+            follower.run()
     rank_group.close()
 
 
@@ -136,7 +134,9 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
         experts = share.experts()
         return ExpertWorker(experts, rank_group, overlaps=steps_overlap(experts, config))
     model = share.transformer()
-    return Worker(model, rank_group, load_drafter(config, model), overlaps=steps_overlap(model, config))
+    disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
+    drafter = load_drafter(config, model)
+    return Worker(model, rank_group, drafter, overlaps=steps_overlap(model, config), disk=disk)
 
 
 @contextlib.contextmanager

@@ -310,11 +310,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.prefix_caching:
             raise InvalidConfig("--disk-cache needs prefix caching: leave out --no-prefix-caching or --disk-cache")
-        if self.num_ranks > 1:
-            raise InvalidConfig(
-                "the disk cache is available for engines of one rank only: leave --tp, --dp-attention "
-                "and --pp at 1 and --ffn-ranks at 0, or leave out --disk-cache"
-            )
         if self.disk_cache_bytes < 1 or self.disk_cache_ttl_s <= 0:
             raise InvalidConfig(
                 f"disk_cache_bytes and disk_cache_ttl_s must be more than 0, not {self.disk_cache_bytes} "

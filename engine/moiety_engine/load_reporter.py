@@ -53,22 +53,23 @@ def load_of(
 
 
 def _with_disk(load: CoreLoad, disk: DiskTier) -> CoreLoad:
-    saver, restorer = disk.saver, disk.restorer
+    indexes = [group.index for group in disk.groups]
+    savers, restorers = [group.saver for group in disk.groups], [group.restorer for group in disk.groups]
     return msgspec.structs.replace(
         load,
-        num_waiting=load.num_waiting + restorer.num_waiting,
-        disk_bytes_total=disk.index.max_bytes,
-        disk_bytes_used=disk.index.num_bytes,
-        disk_blocks_cached=disk.index.num_blocks,
-        disk_written_blocks_total=saver.written_blocks_total,
-        disk_written_bytes_total=saver.written_bytes_total,
-        disk_dropped_blocks_total=saver.dropped_blocks_total,
-        disk_failed_writes_total=saver.failed_writes_total,
-        disk_restored_blocks_total=restorer.restored_blocks_total,
-        disk_restored_bytes_total=restorer.restored_bytes_total,
-        disk_waited_requests_total=restorer.waited_requests_total,
-        disk_passed_over_requests_total=restorer.passed_over_total,
-        disk_lost_files_total=restorer.lost_files_total,
+        num_waiting=load.num_waiting + disk.num_waiting,
+        disk_bytes_total=sum(one.max_bytes for one in indexes),
+        disk_bytes_used=sum(one.num_bytes for one in indexes),
+        disk_blocks_cached=sum(one.num_blocks for one in indexes),
+        disk_written_blocks_total=sum(one.written_blocks_total for one in savers),
+        disk_written_bytes_total=sum(one.written_bytes_total for one in savers),
+        disk_dropped_blocks_total=sum(one.dropped_blocks_total for one in savers),
+        disk_failed_writes_total=sum(one.failed_writes_total for one in savers),
+        disk_restored_blocks_total=sum(one.restored_blocks_total for one in restorers),
+        disk_restored_bytes_total=sum(one.restored_bytes_total for one in restorers),
+        disk_waited_requests_total=sum(one.waited_requests_total for one in restorers),
+        disk_passed_over_requests_total=sum(one.passed_over_total for one in restorers),
+        disk_lost_files_total=sum(one.lost_files_total for one in restorers),
     )
 
 

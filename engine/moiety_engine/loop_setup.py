@@ -74,7 +74,7 @@ def build_loop(
     experts = _monitor_experts(model, config, controls, tenants, clock_ns)
     scheduler = build_scheduler(config, model, sizes, draft)
     scheduler.encoder_work.is_encoded = executor.is_image_encoded
-    disk = DiskTier(config, model, scheduler, executor.awake().kv) if config.disk_cache else None
+    disk = DiskTier(config, model, scheduler, executor.awake().kv, controls) if config.disk_cache else None
     reporter = StepReporter(StepTracer(config.traced_steps_per_s), kv_connector, adapters)
     intake = RequestIntake(
         scheduler,

@@ -65,7 +65,7 @@ class PendingRequests:
     ) -> None:
         self._arrivals, self._adapters, self._compile_queue, self._disk = arrivals, adapters, compile_queue, disk
         self._images = PendingImages()
-        stages = (arrivals, self._images, adapters, compile_queue, None if disk is None else disk.restorer)
+        stages = (arrivals, self._images, adapters, compile_queue, disk)
         self._stages: list[_PendingStage] = [stage for stage in stages if stage is not None]
         self._waits: dict[int, _Wait] = {}  # of all pending requests, by key
         self._clock_ns = clock_ns

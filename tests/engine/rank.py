@@ -6,6 +6,7 @@ silent for SILENCE_S. An input line is (configuration, rendezvous, requests). Ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 import os
@@ -23,6 +24,7 @@ import numpy as np
 from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
+from moiety_engine.disk import folder
 from moiety_engine.distribution import rank_heartbeat as heartbeat
 from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
@@ -51,8 +53,8 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
     fails: str = ""  # rank 0 raises this error
-    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`;
-    # or `itself`: a rank other than the first ends when it allocates slots of adapters
+    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`,
+    # `disk`; or `itself`: a rank other than the first ends when it allocates slots of adapters
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
@@ -86,6 +88,8 @@ class Answer(msgspec.Struct):
     num_expert_misses: int = 0  # on all ranks, of offloaded experts
     num_expert_hits: int = 0
     num_expert_slots: int = 0
+    num_restored: int = 0  # blocks, from the disk
+    disk: dict[str, int] = {}  # files lost and failed writes
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -134,9 +138,14 @@ def lacking(what: str) -> Iterator[None]:
             raise RuntimeError("there is no room")
         return prepared(self, *layout)
 
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
+        if what == "disk":
+            stack.enter_context(patch.object(folder, "write_file", full))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what in ("slots", "itself"):
@@ -242,6 +251,14 @@ def load_with_experts(loop: EngineLoop, least: tuple[int, int, int]) -> CoreLoad
     return load
 
 
+def settle_disk(loop: EngineLoop) -> None:
+    """Run steps until everything is on disk."""
+    end_s = time.monotonic() + 120
+    while loop.waits_for_others:
+        loop.step()
+        assert time.monotonic() < end_s, "something is on its way for ever"
+
+
 def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> None:
     """Run steps until all requests have ended, some of them with a failure."""
     for submit in wave:
@@ -262,8 +279,8 @@ def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> No
 def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer = Answer()
     loop.warm_up()
-    for name, folder in work.adapters.items():
-        loop.intake.adapters.learn(name, Path(folder))
+    for name, path in work.adapters.items():
+        loop.intake.adapters.learn(name, Path(path))
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     shuffle = shuffler(loop) if work.shuffles else None
@@ -287,6 +304,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
             answer.refusals.append(nap(loop, work.lacks))
     if work.turns:
         answer.waited_s = waited_s(loop)
+    settle_disk(loop)
     if work.fails:
         raise EngineError(work.fails)
     load = loop.load()
@@ -298,6 +316,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.num_expert_slots = load.expert_slots
     answer.num_evictions = loop.intake.adapters.evictions_total
     answer.num_slots = len(loop.intake.adapters.slots)
+    answer.num_restored = load.disk_restored_blocks_total
+    answer.disk = {"lost": load.disk_lost_files_total, "failed": load.disk_failed_writes_total}
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,

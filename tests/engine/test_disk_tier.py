@@ -171,15 +171,15 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make()
-    goes_on, write = threading.Event(), loop.intake.disk.folder.write
+    goes_on, write = threading.Event(), loop.intake.disk.first.folder.write
 
     def waits(*args: Any) -> Any:
         assert goes_on.wait(60.0)
         return write(*args)
 
-    monkeypatch.setattr(loop.intake.disk.folder, "write", waits)
+    monkeypatch.setattr(loop.intake.disk.first.folder, "write", waits)
     loop.submit(make_submit(1))
-    while not (loop.intake.disk.saver.is_writing and loop.scheduler.idle):
+    while not (loop.intake.disk.first.saver.is_writing and loop.scheduler.idle):
         loop.step()
     cache = weakref.ref(loop.executor.device_state.kv.layers[0].k_NGPd)
     loop.sleep()
@@ -190,14 +190,14 @@ def test_an_engine_that_sleeps_holds_no_cache_for_what_is_still_being_written(
     while not loop.intake.disk.is_quiet:
         assert time.monotonic() < end
         loop.run_maintenance()
-    assert loop.intake.disk.saver.written_blocks_total
+    assert loop.intake.disk.first.saver.written_blocks_total
     loop.wake()  # the model is others', too
 
 
 def test_a_disk_that_stands_still_holds_nobody_up(make: Make) -> None:
     loop = make()
     goes_on = threading.Event()
-    loop.intake.disk.saver._writer.submit(goes_on.wait, LIMIT_S)
+    loop.intake.disk.first.saver._writer.submit(goes_on.wait, LIMIT_S)
     for key in range(20):
         assert run_all(loop, [make_submit(key)])[key].finish is not None
     assert loop.load().disk_written_blocks_total == 0
@@ -233,7 +233,7 @@ def test_requests_do_not_wait_for_the_disk_when_computing_is_faster(make: Make) 
     loop = make()
     run(loop, make_submit(1))
     evict(loop)
-    loop.intake.disk.restorer.rate.observe(1, 1e9)
+    loop.intake.disk.first.restorer.rate.observe(1, 1e9)
     assert num_cached(run(loop, make_submit(1))) == 0
     assert loop.load().disk_passed_over_requests_total == 1
 
@@ -263,12 +263,12 @@ def test_a_sleeping_engine_has_written_all_blocks_and_finds_them_after_waking(ch
     assert again.token_ids == first.token_ids
 
 
-def test_two_engines_do_not_share_a_folder_and_several_ranks_have_none(make: Make, loops: Any, tmp_path: Path) -> None:
+def test_two_engines_do_not_share_a_folder_and_the_tier_needs_prefix_caching(
+    make: Make, loops: Any, tmp_path: Path
+) -> None:
     make()
     with pytest.raises(InvalidConfig, match="another engine of this model uses this folder"):
         loops.make(disk_cache=str(tmp_path / "kv"), block_size=BLOCK_SIZE)
-    with pytest.raises(InvalidConfig, match="leave out --disk-cache"):
-        EngineConfig(model="", name="", disk_cache="kv", tp=2)
     with pytest.raises(InvalidConfig, match="--no-prefix-caching"):
         EngineConfig(model="", name="", disk_cache="kv", prefix_caching=False)
 

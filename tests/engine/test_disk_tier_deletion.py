@@ -66,7 +66,7 @@ def test_a_file_with_an_unreadable_retention_mark_is_usable_and_not_retained(mak
     (torn,) = files(tmp_path)
     flip(torn, -1)
     loop = restart(make)
-    assert loop.intake.disk is not None and loop.intake.disk.index.num_kept == 0
+    assert loop.intake.disk is not None and loop.intake.disk.first.index.num_kept == 0
     assert num_cached(run(loop, make_submit(1))) == 40
 
 

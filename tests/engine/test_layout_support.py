@@ -31,7 +31,7 @@ ELSEWHERE = {  # where a combination that is available is run
     "Disaggregated prefill and decode": "engine/test_kv_transfer.py",
     "KV transfer from other engines": "engine/test_kv_transfer.py",
     "LoRA adapters": "engine/test_parallel_adapters.py",
-    "Disk cache": "engine/test_disk_tier.py",
+    "Disk cache": "engine/test_parallel_disk.py",
     "Expert offloading": "engine/test_parallel_offload.py",
     "CUDA graphs": "engine/test_graphs.py",
     "Recorded decode steps on a CPU": "model/test_head.py",

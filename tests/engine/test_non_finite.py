@@ -185,18 +185,21 @@ def test_blocks_of_a_non_finite_request_are_not_kept_on_host_or_disk(
     loop.take_outputs()
     hashes = loop.scheduler.kv.completed_hashes(_probe(begun), 36)
     end_s = time.monotonic() + LIMIT_S
-    while loop.intake.disk.index.num_blocks < len(hashes):
+    index, pool = loop.intake.disk.first.index, loop.scheduler.kv.pool
+    while index.num_blocks < len(hashes):
         assert time.monotonic() < end_s
         loop.step()
-    assert all(loop.intake.disk.index.find(one) and loop.scheduler.kv.pool.find(one) is not None for one in hashes)
+    assert all(
+        loop.intake.disk.first.index.find(one) and loop.scheduler.kv.pool.find(one) is not None for one in hashes
+    )
     tokens, failed = step_through(loop, [submit(2, prompt_ids=begun)])
     assert (tokens, list(failed)) == ({2: []}, [2])
-    assert all(loop.intake.disk.index.find(one) is None and loop.scheduler.kv.pool.find(one) is None for one in hashes)
+    assert all(loop.intake.disk.first.index.find(one) is None and pool.find(one) is None for one in hashes)
     assert not any(loop.scheduler.kv.is_on_host(one) for one in hashes)
     while not loop.intake.disk.is_quiet:
         assert time.monotonic() < end_s
         loop.step()
-    assert not any(loop.intake.disk.index.find(one) for one in hashes)
+    assert not any(index.find(one) for one in hashes)
     loop.close()
 
 

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import structlog
 
@@ -42,6 +43,29 @@ _IDENTITY = re.compile(r"(?:[0-9a-f]{2})+")
 log = structlog.get_logger()
 
 
+class Folder(Protocol):
+    """Files of the tier, of one rank or of all ranks of a group. A block is a row of `Rows`, as `view` returns it."""
+
+    identity: bytes
+    block_bytes: int
+    path: Path
+
+    def scan(self) -> Iterator[Stored]: ...
+    def write(self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Any], kept: Kept | None = None) -> Stored:
+        """Write a new file. Raises OSError, and then leaves nothing behind."""
+        ...
+
+    def read(self, name: str, wanted: Sequence[tuple[bytes, Any]]) -> bool:
+        """Fill each row with the block of its hash. Returns False if the file is gone or was bad."""
+        ...
+
+    def remove_of(self, tenant_ids: Collection[str]) -> int: ...
+    def touch(self, name: str) -> None: ...
+    def keep(self, name: str, kept: Kept) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def close(self) -> None: ...
+
+
 class DiskFolder:
     """Folder of the tier, locked until it is closed. Raises InvalidConfig where the lock is not available."""
 
@@ -64,24 +88,32 @@ class DiskFolder:
                 f"--disk-cache {parent}: another engine of this model uses this folder; give each engine its own folder"
             ) from exc
 
-    def scan(self) -> Iterator[Stored]:
-        """Yield the existing files in the order of their last use; remove torn ones and those of other tiers."""
+    def scan(self, *, is_old_only: bool = False) -> Iterator[Stored]:
+        """Yield the existing files in the order of their last use; remove torn ones and those of other tiers.
+
+        `is_old_only` leaves out the files that were written or used since the folder was opened.
+        """
         with os.scandir(self.path) as entries:
             found = [(entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries if entry.is_file()]
         for used_s, name in sorted(found):
             if name.endswith(_UNFINISHED):
                 if used_s < self._opened_s:  # otherwise it is being written now
                     self.remove(name)
-            elif name.endswith(SUFFIX):
+            elif name.endswith(SUFFIX) and not (is_old_only and used_s >= self._opened_s):
                 stored = self._read_entry(name, used_s)
                 if stored is not None:
                     yield stored
 
     def write(
-        self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[Buffer], kept: Kept | None = None
+        self,
+        owner: bytes,
+        hashes: Sequence[bytes],
+        blocks: Sequence[Buffer],
+        kept: Kept | None = None,
+        name: str = "",
     ) -> Stored:
-        """Write a new file. Raises OSError, and then leaves nothing behind."""
-        name = secrets.token_hex(16) + SUFFIX
+        """Write a new file, under a random name unless one is given. Raises OSError, and then leaves nothing behind."""
+        name = name or new_name()
         unfinished = self.path / (name + _UNFINISHED)
         try:
             with open(unfinished, "xb", opener=_for_us_alone) as file:
@@ -165,6 +197,11 @@ class DiskFolder:
             return None
         num_bytes = start + len(header.hashes) * header.block_bytes + KEPT_BYTES
         return Stored(name, num_bytes, tuple(header.hashes), header.owner, used_s, kept)
+
+
+def new_name() -> str:
+    """Return a random name for a file."""
+    return secrets.token_hex(16) + SUFFIX
 
 
 def _for_us_alone(path: str, flags: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -17,27 +17,38 @@ import torch
 
 from moiety_engine.checkpoint import weight_files
 from moiety_engine.config import EngineConfig
+from moiety_engine.disk.records import RANK_BYTES
 from moiety_wire.engine_choices import LoadFormat
 
 if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
 
-FORM = 2  # increment where files or KV arithmetic change in a way that the parts below do not show
+FORM = 3  # increment where files or KV arithmetic change in a way that the parts below do not show
 IDENTITY_BYTES = 32
 _KNOWN = "contents.json"
 
 log = structlog.get_logger()
 
 
-def identity_of(model: Transformer, config: EngineConfig, kv: KvCache, parent: Path) -> bytes:
-    """Return the identity of a model's KV. `parent`: the cache's folder, where digests of large files are cached."""
+def identity_of(digests: Sequence[bytes], rank: int) -> bytes:
+    """Return the identity of a rank's KV, from the digests of all ranks with layers (`digest_of_rank`)."""
+    common = hashlib.blake2b(b"".join(digests), digest_size=IDENTITY_BYTES - RANK_BYTES).digest()
+    return common + rank.to_bytes(RANK_BYTES, "big")
+
+
+def digest_of_rank(model: Transformer, config: EngineConfig, kv: KvCache, parent: Path) -> bytes:
+    """Return the digest of what this rank's KV depends on, including the layout of the ranks.
+
+    `parent`: the cache's folder, where digests of large files are cached.
+    """
     device = model.device
     folder = Path(config.model)
     whole = config.load_format is not LoadFormat.DUMMY
     files = [folder / "config.json", *(weight_files(folder) if whole else [])]
     said = {
         "form": [FORM, version("moiety"), str(torch.__version__)],
+        "ranks": [model.ranks.rank_position.rank, str(model.ranks.rank_position.layout)],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "contents": [(path.name, digest) for path, digest in zip(files, digests_of(files, parent), strict=True)],
         "weights": [config.load_format, config.quantization, str(model.dtype)],

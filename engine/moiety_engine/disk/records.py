@@ -22,6 +22,7 @@ _LENGTH_BYTES = 4
 _KEPT = struct.Struct("<dd")
 KEPT_BYTES = _KEPT.size + DIGEST_BYTES
 _MAX_HEADER_BYTES = 1 << 20
+RANK_BYTES = 2  # at the end of an identity: the rank; the rest is the same on all ranks
 
 Buffer = memoryview
 
@@ -46,8 +47,9 @@ class RecordHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def owner_tag(tenant_id: str, identity: bytes) -> bytes:
-    """Return the tag that finds a tenant's files without revealing the tenant's name."""
-    return blake2b(tenant_id.encode(), digest_size=DIGEST_BYTES, key=identity, person=b"moiety-owner").digest()
+    """Return the tag that finds a tenant's files without revealing the tenant's name. It is the same on all ranks."""
+    key = identity[:-RANK_BYTES]
+    return blake2b(tenant_id.encode(), digest_size=DIGEST_BYTES, key=key, person=b"moiety-owner").digest()
 
 
 def digest_of(block: Buffer, block_hash: bytes, identity: bytes) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moiety_engine.disk.folder import DiskFolder
+    from moiety_engine.disk.folder import Folder
     from moiety_engine.disk.index import DiskIndex, Stored
     from moiety_engine.disk.rows import Rows
     from moiety_engine.messages import CoreSubmit
@@ -73,7 +73,7 @@ class Restorer:
     """Restorer of blocks, used by the step loop's thread except for its readers."""
 
     def __init__(
-        self, folder: DiskFolder, index: DiskIndex, num_readers: int, *, clock: Callable[[], float] = time.monotonic
+        self, folder: Folder, index: DiskIndex, num_readers: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder, self._index, self._clock = folder, index, clock
         self._pending: dict[int, _PendingRestore] = {}
@@ -133,7 +133,7 @@ class Restorer:
 
     def read(self, rows: Rows) -> None:
         """Start reads for the waiting requests, one portion each in turn, as long as rows are free."""
-        most = max(1, min(PORTION_BYTES // rows.host.block_bytes, rows.count // 2))
+        most = max(1, min(PORTION_BYTES // rows.block_bytes, rows.count // 2))
         waiting = [pending for pending in self._pending.values() if pending.wanted]
         while waiting and rows.num_free:
             waiting = [pending for pending in waiting if rows.num_free and self._read_for(pending, rows, most)]

@@ -22,7 +22,7 @@ import structlog
 from moiety_engine.disk.records import owner_tag
 
 if TYPE_CHECKING:
-    from moiety_engine.disk.folder import DiskFolder
+    from moiety_engine.disk.folder import Folder
     from moiety_engine.disk.index import DiskIndex, Stored
     from moiety_engine.disk.records import Kept
     from moiety_engine.disk.rows import Rows
@@ -60,7 +60,7 @@ class Saver:
     """Writer of released blocks, used by the step loop's thread except for its writer thread."""
 
     def __init__(
-        self, folder: DiskFolder, index: DiskIndex, most_waiting: int, *, clock: Callable[[], float] = time.time
+        self, folder: Folder, index: DiskIndex, most_waiting: int, *, clock: Callable[[], float] = time.time
     ) -> None:
         """Create the saver. Beyond `most_waiting` blocks that wait for a write, the oldest are dropped."""
         self._folder, self._index, self._most_waiting, self._clock = folder, index, most_waiting, clock
@@ -115,8 +115,8 @@ class Saver:
 
     def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
         """Copy out offered blocks, as far as rows and bytes allow, and start their writes."""
-        left = most_bytes // rows.host.block_bytes or 1
-        in_a_file = max(1, min(MAX_IN_A_FILE, FILE_BYTES // rows.host.block_bytes))
+        left = most_bytes // rows.block_bytes or 1
+        in_a_file = max(1, min(MAX_IN_A_FILE, FILE_BYTES // rows.block_bytes))
         while self._offers and left > 0 and (count := min(rows.num_free, left, in_a_file)):
             offer = self._offers[0]
             part, offer.hashes = offer.hashes[:count], offer.hashes[count:]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
-from moiety_engine.disk.folder import DiskFolder
-from moiety_engine.disk.identity import digest_of_folder, identity_of
-from moiety_engine.disk.index import DiskIndex, Stored
-from moiety_engine.disk.records import Kept
-from moiety_engine.disk.restoring import Restorer
-from moiety_engine.disk.rows import Rows
-from moiety_engine.disk.saving import TURN_BYTES, Saver
+from moiety_engine.disk.folder import DiskFolder, Folder
+from moiety_engine.disk.group_cache import SCAN_WAIT_S, GroupCache
+from moiety_engine.disk.identity import digest_of_folder, digest_of_rank, identity_of
+from moiety_engine.disk.rank_disk import identities
+from moiety_engine.disk.rank_files import GroupFolder
+from moiety_engine.disk.rows import RankRows, Rows, host_rows, num_rows
+from moiety_engine.disk.saving import TURN_BYTES
+from moiety_engine.distribution.rank_requests import RankRequests
 from moiety_engine.errors import InvalidConfig, OutOfMemory
+from moiety_engine.runner.control_messages import CopyDiskRows, OpenDiskRows
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
@@ -32,85 +30,153 @@ if TYPE_CHECKING:
     from moiety_engine.messages import CoreSubmit
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.control_messages import ControlSender
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.structured_outputs.stepping import GrammarHandle
 
 ROW_BYTES = {"cuda": 128 << 20, "cpu": 32 << 20}  # of host memory, in each direction
-SCAN_WAIT_S = 2.0  # time that a start waits for the scan; later finds are added while serving
 FLUSH_S = 5.0  # time that a shutdown waits for unfinished writes
 EXPIRY_INTERVAL_S = 10.0
 KNOWN_STEPS = 16  # observed steps after which predictions are more than a guess
 
-log = structlog.get_logger()
-
 
 class DiskTier:
-    """Disk tier, used by the step loop's thread. Raises InvalidConfig where the folder is not available."""
+    """Disk tier, used by the step loop's thread. Raises InvalidConfig where the folder is not available.
 
-    def __init__(self, config: EngineConfig, model: Transformer, scheduler: Scheduler, kv: KvCache) -> None:
-        self._scheduler, self._ledger = scheduler, scheduler.kv
+    Each rank group has its own files. With several ranks, `disk_cache_bytes` is the limit of each rank.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Transformer, scheduler: Scheduler, kv: KvCache, controls: ControlSender
+    ) -> None:
+        self._scheduler, self._controls = scheduler, controls
         self._ttl_s = config.disk_cache_ttl_s
-        parent, block_bytes = Path(config.disk_cache), HostKv.bytes_of_a_block(kv)
-        if config.disk_cache_bytes < 2 * block_bytes:
+        self._parent, self._block_bytes = Path(config.disk_cache), HostKv.bytes_of_a_block(kv)
+        if config.disk_cache_bytes < 2 * self._block_bytes:
             raise InvalidConfig(
-                f"disk_cache_bytes ({config.disk_cache_bytes}) must be at least two blocks of {block_bytes} bytes"
+                f"disk_cache_bytes ({config.disk_cache_bytes}) must be at least two blocks of {self._block_bytes} bytes"
             )
         self._kind = model.device.type
         self._adapters = {
-            name: digest_of_folder(Path(folder), parent) for name, folder in sorted(config.adapters.items())
+            name: digest_of_folder(Path(folder), self._parent) for name, folder in sorted(config.adapters.items())
         }
-        self.folder = DiskFolder(parent, identity_of(model, config, kv, parent), block_bytes)
-        self.index = DiskIndex(config.disk_cache_bytes)
-        self.saver = Saver(self.folder, self.index, self._ledger.pool.num_blocks)
-        self.restorer = Restorer(self.folder, self.index, max(4, min(8, (os.cpu_count() or 1) // 2)))
-        self._out: Rows | None = None
-        self._in: Rows | None = None
+        self._num_opened_rows = 0
+        self._requests: RankRequests | None = None
+        self._identity = b""
+        self._rows = self._open_rows(kv, lambda: self._identify(config, model, kv))
+        self.groups = [
+            GroupCache(folder, ledger, config.disk_cache_bytes)
+            for folder, ledger in zip(self._open_folders(), scheduler.groups, strict=True)
+        ]
         self._expires_s = 0.0
-        self._found: deque[Stored] = deque()
-        self._scanning = threading.Thread(target=self._scan, name="disk-scan", daemon=True)
-        self._scanning.start()
-        self._scanning.join(SCAN_WAIT_S)
-        self._take_found()
-        self._ledger.on_release = self._released
-        self.serve(kv)
+        until_s = time.monotonic() + SCAN_WAIT_S
+        for group in self.groups:
+            group.wait_for_scan(max(0.0, until_s - time.monotonic()))
+        self._attach()
+
+    @property
+    def first(self) -> GroupCache:
+        """Cache of the first rank group."""
+        return self.groups[0]
 
     @property
     def is_quiet(self) -> bool:
         """Return whether no read or write is in progress."""
-        return self.saver.is_quiet and self.restorer.is_quiet
+        return all(group.is_quiet for group in self.groups)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for blocks."""
+        return sum(group.restorer.num_waiting for group in self.groups)
+
+    def remove_request(self, key: int) -> CoreSubmit | None:
+        """Remove a waiting request; None if there is none. Its reads are still restored."""
+        removed = (group.restorer.remove_request(key) for group in self.groups)
+        return next((submit for submit in removed if submit is not None), None)
 
     def serve(self, kv: KvCache) -> None:
-        """Attach the tier to this cache."""
+        """Attach the tier to this cache. Raises OutOfMemory."""
+        self._rows = self._open_rows(kv, lambda: None)
+        self._attach()
+
+    def _identify(self, config: EngineConfig, model: Transformer, kv: KvCache) -> None:
+        rank_group = self._controls.rank_group
+        if rank_group is None:
+            self._identity = identity_of([digest_of_rank(model, config, kv, self._parent)], 0)
+        else:
+            self._identity = identities(config, model, rank_group, kv)
+            self._requests = RankRequests(rank_group.store)
+
+    def _open_folders(self) -> list[Folder]:
+        """Open this rank's folder, and return the folder of each rank group."""
+        own = DiskFolder(self._parent, self._identity, self._block_bytes)
+        rank_group, requests = self._controls.rank_group, self._requests
+        if rank_group is None or requests is None:
+            return [own]
+        found: list[Folder] = []
+        for members in rank_group.ranks.rank_position.layout.groups:
+            others = [rank for rank in members if rank]
+            given = own if len(others) < len(members) else None
+            found.append(GroupFolder(given, self._parent, self._identity, self._block_bytes, others, requests))
+        return found
+
+    def _open_rows(self, kv: KvCache, identify: Callable[[], None]) -> list[tuple[Rows, Rows]]:
+        """Allocate rows on all ranks, out of each group's cache and into it. Raises OutOfMemory."""
         num_bytes = ROW_BYTES[self._kind]
+        count = num_rows(self._block_bytes, num_bytes)
+        ids = self._num_opened_rows, self._num_opened_rows + 1
+        self._num_opened_rows += len(ids)
         try:
-            self._out, self._in = Rows(kv, num_bytes), Rows(kv, num_bytes)
+            with self._controls.run_on_all_ranks(OpenDiskRows(ids, count)):
+                identify()
+                hosts = [host_rows(kv, count) for _ in ids]
         except RuntimeError as exc:  # the type that torch raises
             raise OutOfMemory(
                 f"the host has too little memory for the disk cache's buffers of 2 × {num_bytes >> 20} MiB"
             ) from exc
+        rank_group = self._controls.rank_group
+        if rank_group is None:
+            out, into = (Rows(host, count, self._block_bytes) for host in hosts)
+            return [(out, into)]
+        found: list[tuple[Rows, Rows]] = []
+        for group, members in enumerate(rank_group.ranks.rank_position.layout.groups):
+            send = partial(self._send_copies, group)
+            owns = [host if 0 in members else None for host in hosts]
+            pair = [RankRows(own, count, self._block_bytes, one, send) for own, one in zip(owns, ids, strict=True)]
+            found.append((pair[0], pair[1]))
+        return found
+
+    def _send_copies(self, group: int, rows_id: int, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:
+        self._controls.send(CopyDiskRows(group, rows_id, outs, ins))
+
+    def _attach(self) -> None:
+        for group, (out, into) in zip(self.groups, self._rows, strict=True):
+            group.rows_out, group.rows_in = out, into
 
     def detach(self, copy: Callable[[Copies], None]) -> None:
         """Write blocks for a few seconds at most, then detach the cache. Only while no request is open."""
         self._flush(copy)
-        self.saver.forget()
-        self.saver.release_rows()
-        self.restorer.forget()
-        self._out = self._in = None
+        self._rows = []
+        for group in self.groups:
+            group.detach()
 
     def _flush(self, copy: Callable[[Copies], None]) -> None:
         until_s = time.monotonic() + FLUSH_S
-        while not self.saver.is_quiet and (left_s := until_s - time.monotonic()) > 0:
+        while (left_s := until_s - time.monotonic()) > 0:
+            writing = [group for group in self.groups if not group.saver.is_quiet]
+            if not writing:
+                break
             self.run_copies(copy, most_bytes=ROW_BYTES[self._kind])
-            self.saver.wait(left_s)
+            writing[0].saver.wait(left_s)
 
     def close(self, copy: Callable[[Copies], None] | None) -> None:
         """Close the tier. `copy`: None while there is no cache."""
         if copy is not None:
             self._flush(copy)
-        self._ledger.on_release = None
-        self.saver.close()
-        self.restorer.close()
-        self.folder.close()
+        if self._requests is not None:
+            self._requests.close()
+        for group in self.groups:
+            group.close()
 
     def salted(self, submit: CoreSubmit) -> bytes:
         """Return the request's salt, with the digest of an operator's adapter.
@@ -124,108 +190,65 @@ class DiskTier:
 
         `copy` runs copies between device and host memory.
         """
-        if self._out is None or self._in is None:
+        if not self._rows:
             return
         self.run_maintenance()
-        if not self.restorer.is_quiet:
-            for portion in self.restorer.take_read():
-                self._restore_blocks(portion.hashes, portion.rows, portion.taken, copy)
-            self.restorer.read(self._in)
-        if not self.saver.is_quiet:
-            self.saver.save(self._ledger, self._out, most_bytes or TURN_BYTES[self._kind])
+        for group in self.groups:
+            if not group.restorer.is_quiet:
+                group.restore(lambda: copy(self._scheduler.groups.take_copies()))
+            if not group.saver.is_quiet and group.rows_out is not None:
+                group.saver.save(group.ledger, group.rows_out, most_bytes or TURN_BYTES[self._kind])
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> int:
         """Delete the tenants' files, now and whenever more are found; return the number of known files."""
-        return self.saver.forget_tenants(tenant_ids)
+        return sum(group.saver.forget_tenants(tenant_ids) for group in self.groups)
 
     def invalidate(self, hashes: Collection[bytes]) -> None:
         """Prevent blocks with these hashes from being restored or written."""
-        self.saver.invalidate(hashes)
+        for group in self.groups:
+            group.saver.invalidate(hashes)
 
     def run_maintenance(self) -> None:
         """Do the work that continues during sleep: add found files, finish writes, delete expired files."""
-        self._take_found()
-        self._expire()
-        self.saver.take_written()
+        now_s = time.time()
+        expires = now_s >= self._expires_s
+        if expires:
+            self._expires_s = now_s + EXPIRY_INTERVAL_S
+        for group in self.groups:
+            group.take_found()
+            if expires:
+                group.saver.remove(group.index.take_unused_since(now_s - self._ttl_s))
+            group.saver.take_written()
 
     # ── who waits for it ──
 
     def must_wait(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> bool:
         """Return whether the request waits here for the beginning of its prompt."""
-        if not self.index.num_blocks or submit.transfer_id:
+        if submit.transfer_id or not any(group.index.num_blocks for group in self.groups):
             return False
-        ledger = self._ledger
-        probe = Sequence(submit, order=0, seed=0, answer_apart=ledger.answers_apart)
-        hits = ledger.find_prefix(probe)
-        first = end = len(hits)
-        while (block_hash := ledger.next_hash(probe, end)) is not None:
-            if not ledger.holds(block_hash) and self.index.find(block_hash) is None:
-                break
-            end += 1
-        if end == first:
+        found = [(group.find_prefix(self._probe(submit)), group) for group in self.groups]
+        prefix, group = max(found, key=lambda one: one[0].num_blocks)
+        first = max(len(one.hits) for one, _ in found)
+        if prefix.num_blocks <= first or not prefix.num_restorable:
             return False
-        # includes blocks in host memory: restored blocks may evict them there
-        wanted = [probe.block_hashes.at(place, ledger.block_size) for place in range(end)]
-        wanted = [one for one in wanted if ledger.pool.find(one) is None and self.index.find(one) is not None]
-        size, empty = ledger.block_size, StepShape()
-        shape = empty.with_prefill((end - first) * size, first * size)
+        size, empty = group.ledger.block_size, StepShape()
+        shape = empty.with_prefill((prefix.num_blocks - first) * size, first * size)
         step_time = self._scheduler.step_time
         compute_s = step_time.predict_s(shape) - step_time.predict_s(empty)
         is_known = step_time.num_observed >= KNOWN_STEPS
-        block_bytes = self.folder.block_bytes
-        if not self.restorer.add_request(submit, grammar, wanted, compute_s, block_bytes, is_known=is_known):
-            return False
-        ledger.refresh(hits)
-        return True
+        waits = group.restorer.add_request(
+            submit, grammar, prefix.wanted, compute_s, group.folder.block_bytes, is_known=is_known
+        )
+        if waits:
+            group.ledger.refresh(prefix.hits)
+        return waits
 
     def take_ready(self) -> Iterator[tuple[CoreSubmit, GrammarHandle | None]]:
         """Yield the requests that need not wait any longer, with their grammars."""
-        for submit, grammar in self.restorer.take_ready():
-            probe = Sequence(submit, order=0, seed=0, answer_apart=self._ledger.answers_apart)
-            self._ledger.refresh(self._ledger.find_prefix(probe))
-            yield submit, grammar
+        for group in self.groups:
+            for submit, grammar in group.restorer.take_ready():
+                group.ledger.refresh(group.ledger.find_prefix(self._probe(submit)))
+                yield submit, grammar
 
-    # ── within ──
-
-    def _released(self, sequence: Sequence) -> None:
-        hashes = sequence.block_hashes.between(0, sequence.kv.num_sealed, self._ledger.block_size)
-        submit = sequence.request.submit
-        kept = Kept(time.time() + submit.keep_s, submit.tenant_weight) if submit.keep_s > 0 else None
-        self.saver.offer(submit.tenant_id, hashes, kept)
-
-    def _restore_blocks(
-        self, hashes: list[bytes], rows: Rows, taken: list[int], copy: Callable[[Copies], None]
-    ) -> None:
-        """Copy read rows into free blocks, after the blocks' old contents have been copied elsewhere."""
-        adopted = self._ledger.adopt(hashes)
-        copy(self._ledger.take_copies())
-        pairs = [(row, adopted[one]) for one, row in zip(hashes, taken, strict=True) if one in adopted]
-        rows.copy_in(pairs, taken)
-        self._ledger.adopted(adopted)
-        self.restorer.record_restored(len(pairs), len(pairs) * self.folder.block_bytes)
-
-    def _scan(self) -> None:
-        begin_s, num_files = time.monotonic(), 0
-        try:
-            for stored in self.folder.scan():
-                self._found.append(stored)
-                num_files += 1
-        except OSError as exc:
-            log.warning(
-                "disk_cache_unreadable",
-                reason=exc.strerror,
-                advice="check the permissions of the folder of --disk-cache; requests are served without it",
-            )
-        log.info("disk_cache_scanned", num_files=num_files, duration_s=round(time.monotonic() - begin_s, 3))
-
-    def _take_found(self) -> None:
-        while self._found:
-            stored = self._found.popleft()
-            self.saver.remove(self.index.add(stored))
-            self.index.keep(stored, stored.kept, time.time())
-
-    def _expire(self) -> None:
-        now_s = time.time()
-        if now_s >= self._expires_s:
-            self._expires_s = now_s + EXPIRY_INTERVAL_S
-            self.saver.remove(self.index.take_unused_since(now_s - self._ttl_s))
+    def _probe(self, submit: CoreSubmit) -> Sequence:
+        return Sequence(submit, order=0, seed=0, answer_apart=self._scheduler.kv.answers_apart)

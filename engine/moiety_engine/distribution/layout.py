@@ -64,6 +64,15 @@ class Layout:
         """Ranks with layers and a KV cache: all but the expert ranks."""
         return self.pp * self.stage_size
 
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Ranks with layers of each group of --dp-attention, in all stages. Rank 0 is in the first group."""
+        firsts = range(0, self.attention_ranks, self.stage_size)
+        return [
+            tuple(first + group * self.tp + place for first in firsts for place in range(self.tp))
+            for group in range(self.dp)
+        ]
+
     def stage_of(self, layer: int, num_layers: int) -> int:
         """Return the stage of a layer in a model of `num_layers` layers."""
         return layer * self.pp // num_layers

@@ -45,7 +45,7 @@ class RankGroup:
     ranks: Ranks
     channel: Channel
     heartbeat: RankHeartbeat
-    store: Store  # rank 0's store serves the others
+    store: Store  # rank 0's store serves the others; its keys are those of this attempt
     excluded: tuple[int, ...] = ()  # excluded ranks, by their original numbers
     children: RankProcesses | None = field(default=None)
 
@@ -129,6 +129,7 @@ def _rank_group_of(
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
+    own_keys = PrefixStore(f"ranks/{rendezvous.attempt}", store)
     layout, rank = without(layout, excluded), rendezvous.rank - sum(one < rendezvous.rank for one in excluded)
     dist.init_process_group(
         BACKENDS[device_type],
@@ -149,7 +150,7 @@ def _rank_group_of(
     if rank_position.expert_rank is not None:
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
         heartbeat.report_waited(ranks.waited)
-        return RankGroup(ranks, Channel(everyone), heartbeat, store, excluded)
+        return RankGroup(ranks, Channel(everyone), heartbeat, own_keys, excluded)
     tensor = RankCollectives()
     if layout.tp > 1:
         tensor = RankCollectives(mesh.get_group("tp"), has_ordered_sums=has_ordered_sums)
@@ -159,7 +160,7 @@ def _rank_group_of(
     ranks = Ranks(
         rank_position, tensor, pipeline, RankCollectives(everyone), _across(rank_position), exchange, crossings
     )
-    return RankGroup(ranks, Channel(everyone), heartbeat, store, excluded)
+    return RankGroup(ranks, Channel(everyone), heartbeat, own_keys, excluded)
 
 
 def _across(rank_position: RankPosition) -> DataParallelGroup:

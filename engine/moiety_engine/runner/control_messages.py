@@ -299,6 +299,25 @@ class ReloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Reload the weights, if they are offloaded."""
 
 
+class OpenDiskRows(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Allocate `count` rows between the cache and the disk for each id; open the rank's folder the first time."""
+
+    rows_ids: tuple[int, ...]
+    count: int
+
+
+class CopyDiskRows(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Copy blocks of a rank group between its cache and its rows.
+
+    `outs` are pairs (device block, row), `ins` pairs (row, device block); blocks are numbered within the group.
+    """
+
+    group: int
+    rows_id: int
+    outs: list[tuple[int, int]]
+    ins: list[tuple[int, int]]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the group."""
 
@@ -319,6 +338,8 @@ ControlMessage = (
     | DropAdapter
     | OffloadWeights
     | ReloadWeights
+    | OpenDiskRows
+    | CopyDiskRows
     | Stop
 )
 
@@ -342,7 +363,7 @@ class ControlSender:
 
     @contextmanager
     def run_on_all_ranks(
-        self, message: Allocate | LayOutAdapters | LoadAdapter | OffloadWeights | ReloadWeights
+        self, message: Allocate | LayOutAdapters | LoadAdapter | OffloadWeights | ReloadWeights | OpenDiskRows
     ) -> Iterator[None]:
         """Run this rank's own part of an operation that may run out of memory on any rank.
 
@@ -384,6 +405,11 @@ class ControlSender:
         """Send the other ranks the tokens that the launched step samples."""
         if self._sends_tokens and self._rank_group is not None and token_L.numel():
             self._rank_group.ranks.everyone.broadcast_first(token_L)
+
+    @property
+    def rank_group(self) -> RankGroup | None:
+        """The group of several ranks; None with a single rank."""
+        return self._rank_group
 
     @property
     def excluded_ranks(self) -> int:

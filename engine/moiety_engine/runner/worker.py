@@ -5,7 +5,7 @@ L rows whose results are wanted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
@@ -17,6 +17,7 @@ from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots,
 from moiety_engine.runner.control_messages import (
     Allocate,
     ControlMessage,
+    CopyDiskRows,
     DropAdapter,
     EncodeImage,
     ForgetImages,
@@ -25,6 +26,7 @@ from moiety_engine.runner.control_messages import (
     MoveExperts,
     MoveStates,
     OffloadWeights,
+    OpenDiskRows,
     Release,
     ReloadWeights,
     RunDraftPass,
@@ -54,6 +56,15 @@ if TYPE_CHECKING:
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
+
+
+class RankDisk(Protocol):
+    """A rank's part of the disk tier."""
+
+    def open_rows(self, message: OpenDiskRows, kv: KvCache) -> None: ...
+    def copy(self, message: CopyDiskRows) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class WorkerBase:
@@ -95,17 +106,27 @@ class WorkerBase:
                 self._encode_image(message)
             case ForgetImages():
                 self._forget_images(message)
+            case Release():
+                self._release()
             case LayOutAdapters() | SendAdapter() | LoadAdapter() | DropAdapter():
                 self._change_adapters(message)
+            case CopyDiskRows():
+                self._copy_disk_rows(message)
+            case _:
+                self._execute_on_all_ranks(message)
+
+    def _execute_on_all_ranks(self, message: ControlMessage) -> None:
+        """Execute a message that may run out of memory."""
+        match message:
             case Allocate():
                 self._release()
                 self._run_on_all_ranks(lambda: self._allocate(message))
-            case Release():
-                self._release()
             case OffloadWeights():
                 self._run_on_all_ranks(self._offload_weights)
             case ReloadWeights():
                 self._run_on_all_ranks(self._reload_weights)
+            case OpenDiskRows():
+                self._run_on_all_ranks(lambda: self._open_disk_rows(message))
 
     def _step(self, step: RunStep) -> None:
         raise NotImplementedError
@@ -118,6 +139,8 @@ class WorkerBase:
     def _forget_images(self, message: ForgetImages) -> None: ...
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
+    def _open_disk_rows(self, message: OpenDiskRows) -> None: ...
+    def _copy_disk_rows(self, message: CopyDiskRows) -> None: ...
 
     def _change_adapters(self, message: LayOutAdapters | SendAdapter | LoadAdapter | DropAdapter) -> None:
         """Execute a message about adapters. Slots are replaced only if all ranks have memory for the new ones."""
@@ -175,10 +198,21 @@ class Worker(WorkerBase):
     """Worker of a rank with layers. Owns the rank's device state."""
 
     def __init__(
-        self, model: Transformer, rank_group: RankGroup, draft_model: Transformer | None = None, *, overlaps: bool
+        self,
+        model: Transformer,
+        rank_group: RankGroup,
+        draft_model: Transformer | None = None,
+        *,
+        overlaps: bool,
+        disk: RankDisk | None = None,
     ) -> None:
-        """Create a worker. `draft_model` is this rank's share of the draft model or MTP layer, if there is one."""
+        """Create a worker.
+
+        `draft_model` is this rank's share of the draft model or MTP layer, and `disk` its part of the disk tier, if
+        there are any.
+        """
         super().__init__(model, rank_group, overlaps=overlaps)
+        self._disk = disk
         self._model = model
         self._passes = None if draft_model is None else DraftPasses(draft_model, Staging(model.device))
         self._num_drafted = 0  # tokens of the newest pass
@@ -199,6 +233,11 @@ class Worker(WorkerBase):
         self._builder = BatchBuilder(message.block_size, self._model.device, self._staging, features=self._features)
         if self._passes is not None:
             self._passes.allocate(self._kv, message.num_blocks, message.block_size)
+
+    def close(self) -> None:
+        super().close()
+        if self._disk is not None:
+            self._disk.close()
 
     def _shares(self) -> list[Transformer | ExpertServer]:
         return [self._model] if self._passes is None else [self._model, self._passes.model]
@@ -222,6 +261,16 @@ class Worker(WorkerBase):
     def _forget_images(self, message: ForgetImages) -> None:
         if self._features is not None:
             self._features.forget(frozenset(message.marks))
+
+    def _open_disk_rows(self, message: OpenDiskRows) -> None:
+        assert self._disk is not None, "rows are opened without a disk tier"
+        assert self._kv is not None, "rows are opened without a KV cache"
+        self._disk.open_rows(message, self._kv)
+
+    def _copy_disk_rows(self, message: CopyDiskRows) -> None:
+        if message.group == self._group:
+            assert self._disk is not None, "rows are copied without a disk tier"
+            self._disk.copy(message)
 
     @torch.inference_mode()
     def _step(self, step: RunStep) -> None:
@@ -254,6 +303,8 @@ class Worker(WorkerBase):
     def _release(self) -> None:
         if self._passes is not None:
             self._passes.release()
+        if self._disk is not None:
+            self._disk.release()
         self._kv = self._host_kv = self._state_copier = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
 
