@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ from torch import Tensor
 
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.adapters.peft import TENSORS, read_adapter
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.adapter_modules import rank_factors
 from moiety_engine.model.adapter_stacks import AdapterStacks, Key, Product
 from moiety_engine.model.checkpoint import load
 from moiety_engine.model.families import read_spec
+from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.weights import AttentionWeights, LayerWeights, MoeWeights
+from moiety_engine.moe.expert_slots import ExpertSlots
+from moiety_engine.runner.adapter_loading import AdapterArranger
+from moiety_placement.transition import Write
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2), Layout(pp=2), Layout(tp=2, ffn_ranks=2, ep=2)]
@@ -117,6 +123,44 @@ def test_slots_that_hold_other_experts_get_the_factors_of_these(make_checkpoint:
     for key, (down, up) in moved.items():
         assert torch.equal(down, whole[key][0][[3, 0, 3]])
         assert torch.equal(up, whole[key][1][[3, 0, 3]])
+
+
+class Share:
+    """Part of a model on the second of two ranks with experts, as far as adapters are concerned."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.ranks = replace(SINGLE_RANK_GROUPS, rank_position=RankPosition(Layout(dp=2, ep=2), 1))
+        self.adapters = AdapterStacks(spec, self.ranks.rank_position, CPU, torch.float32)
+        held = range(8)
+        self.slots = [ExpertSlots(held, len(held), num_parts=2, own_part=1, device=CPU) for _ in spec.layers]
+
+    def slots_of(self, layer: int) -> ExpertSlots:
+        return self.slots[layer]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_experts_that_move_while_an_adapter_is_arranged_get_its_factors(
+    make_checkpoint: Any, tmp_path: Path, moves: bool
+) -> None:
+    folder = make_checkpoint("mixtral").folder
+    spec = read_spec(folder)
+    modules = read_adapter(write_adapter(tmp_path / "adapter", folder, modules=VARIANTS["mixtral"]), spec, max_rank=8)
+    whole = rank_factors(modules, spec).factors
+    share: Any = Share(spec)
+    share.adapters.lay_out(frozenset(whole), 1, modules.rank, {})
+    arranger = AdapterArranger(share)
+    arranger.begin(7, modules)
+    if moves:
+        share.slots[0].write([Write(slot=4, source=0, expert=0), Write(slot=0, source=4, expert=4)])
+    arranger.fill(7, 0)
+    arranger.begin(8, modules)
+    arranger.drop(8)
+    arranger.drop(8)
+    arranger.close()
+    for (layer, product), (_, up_ErN) in whole.items():
+        expected = [0 if moves and layer == 0 else 4, 5, 6, 7]
+        assert torch.equal(share.adapters.layers[layer].of[product].up_SrN, up_ErN[expected])
 
 
 def test_memory_for_adapters_is_that_of_the_rank_that_needs_most(make_checkpoint: Any) -> None:
