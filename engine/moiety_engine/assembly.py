@@ -36,6 +36,7 @@ from moiety_engine.distribution.rendezvous_address import (
     require_ranks,
 )
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
+from moiety_engine.kv_transfer.connector import rank_transfers_of
 from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.mtp_and_draft_model.loading import load_drafter
 from moiety_engine.runner.overlap import steps_overlap
@@ -136,7 +137,9 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
     drafter = load_drafter(config, model)
-    return Worker(model, rank_group, drafter, overlaps=steps_overlap(model, config), disk=disk)
+    transfers = rank_transfers_of(config.transfer, rank_group)
+    overlaps = steps_overlap(model, config)
+    return Worker(model, rank_group, drafter, overlaps=overlaps, disk=disk, transfers=transfers)
 
 
 @contextlib.contextmanager

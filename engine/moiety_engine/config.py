@@ -258,10 +258,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.batching is not Batching.CONTINUOUS:
             raise InvalidConfig(f"KV transfer needs --batching continuous, not {self.batching}")
-        if self.num_ranks > 1:
+        if self.dp_attention > 1:
             raise InvalidConfig(
-                "KV transfer is available between engines of one rank only: leave --tp, --dp-attention "
-                "and --pp at 1 and --ffn-ranks at 0, or use --role both without --kv-listen"
+                "KV transfer is not available with --dp-attention, whose groups of ranks have different requests: "
+                "leave it at 1, or use --role both without --kv-listen"
             )
         if transfer.buffer_bytes is not None and transfer.buffer_bytes < 1:
             raise InvalidConfig(

@@ -28,8 +28,8 @@ TESTS = Path(__file__).parent.parent
 ELSEWHERE = {  # where a combination that is available is run
     "Images": "engine/test_parallel_images.py",
     "MTP speculation": "engine/test_parallel_drafts.py",
-    "Disaggregated prefill and decode": "engine/test_kv_transfer.py",
-    "KV transfer from other engines": "engine/test_kv_transfer.py",
+    "Disaggregated prefill and decode": "engine/test_parallel_transfer.py",
+    "KV transfer from other engines": "engine/test_parallel_transfer.py",
     "LoRA adapters": "engine/test_parallel_adapters.py",
     "Disk cache": "engine/test_parallel_disk.py",
     "Expert offloading": "engine/test_parallel_offload.py",

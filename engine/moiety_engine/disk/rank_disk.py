@@ -48,11 +48,12 @@ _IDENTITIES = "disk-identity"  # store key
 log = structlog.get_logger()
 
 
-def identities(config: EngineConfig, model: Transformer, rank_group: RankGroup, kv: KvCache) -> bytes:
+def identities(config: EngineConfig, model: Transformer, rank_group: RankGroup, kv: KvCache, key: bytes) -> bytes:
     """Return the identity of this rank's KV. All ranks with layers must call this at the same point."""
     position = rank_group.ranks.rank_position
     own = digest_of_rank(model, config, kv, Path(config.disk_cache))
-    digests = exchange(rank_group.store, _IDENTITIES, position.rank, range(position.layout.attention_ranks), own)
+    ranks = range(position.layout.attention_ranks)
+    digests = exchange(rank_group.store, key, _IDENTITIES, position.rank, ranks, own)
     return identity_of(digests, position.rank)
 
 
@@ -100,10 +101,10 @@ class RankDiskCache:
     def open_rows(self, message: OpenDiskRows, kv: KvCache) -> None:
         """Allocate the rows, after opening the folder the first time. Raises OutOfMemory, InvalidConfig."""
         if self._folder is None:
-            identity = identities(self._config, self._model, self._rank_group, kv)
+            identity = identities(self._config, self._model, self._rank_group, kv, message.key)
             self._folder = DiskFolder(Path(self._config.disk_cache), identity, HostKv.bytes_of_a_block(kv))
             rank = self._rank_group.ranks.rank_position.rank
-            self._answers = RankAnswers(self._rank_group.store, rank, self._handle)
+            self._answers = RankAnswers(self._rank_group.store, message.key, rank, self._handle)
         try:
             self._rows = {one: _RowsHere(host_rows(kv, message.count)) for one in message.rows_ids}
         except RuntimeError as exc:  # the type that torch raises

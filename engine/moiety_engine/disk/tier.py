@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -60,7 +61,7 @@ class DiskTier:
         self._adapters = {
             name: digest_of_folder(Path(folder), self._parent) for name, folder in sorted(config.adapters.items())
         }
-        self._num_opened_rows = 0
+        self._num_opened_rows, self._key = 0, secrets.token_bytes(32)
         self._requests: RankRequests | None = None
         self._identity = b""
         self._rows = self._open_rows(kv, lambda: self._identify(config, model, kv))
@@ -104,8 +105,8 @@ class DiskTier:
         if rank_group is None:
             self._identity = identity_of([digest_of_rank(model, config, kv, self._parent)], 0)
         else:
-            self._identity = identities(config, model, rank_group, kv)
-            self._requests = RankRequests(rank_group.store)
+            self._identity = identities(config, model, rank_group, kv, self._key)
+            self._requests = RankRequests(rank_group.store, self._key)
 
     def _open_folders(self) -> list[Folder]:
         """Open this rank's folder, and return the folder of each rank group."""
@@ -127,7 +128,7 @@ class DiskTier:
         ids = self._num_opened_rows, self._num_opened_rows + 1
         self._num_opened_rows += len(ids)
         try:
-            with self._controls.run_on_all_ranks(OpenDiskRows(ids, count)):
+            with self._controls.run_on_all_ranks(OpenDiskRows(ids, count, self._key)):
                 identify()
                 hosts = [host_rows(kv, count) for _ in ids]
         except RuntimeError as exc:  # the type that torch raises

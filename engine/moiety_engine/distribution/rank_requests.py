@@ -1,13 +1,16 @@
 """Requests of rank 0's threads to threads of other ranks, beside the steps, over the store of the rendezvous.
 
-Control messages are executed in order and must not wait for a disk or a network; these requests can wait.
+Control messages are executed in order and must not wait for a disk or a network; these requests can wait. Everyone who
+reaches the store can write to it, so values carry a keyed digest. The key is sent to the ranks by a control message.
 """
 
 from __future__ import annotations
 
+import hmac
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL = timedelta(milliseconds=250)  # interval at which a waiting thread looks whether its end was asked for
+_DIGEST_BYTES = 32
 
 log = structlog.get_logger()
 
@@ -30,8 +34,9 @@ class RequestsClosed(OSError):
 class _Clones:
     """One connection to the store for each thread: a connection that waits serves no other thread."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, key: bytes) -> None:
         self._store: Any = store
+        self._key = key
         self._local, self._lock = threading.local(), threading.Lock()
         self.is_closed = False
 
@@ -42,28 +47,41 @@ class _Clones:
                 self._local.store = self._store.clone()
         return self._local.store
 
-    def take(self, key: str, *, removes: bool = True) -> bytes:
-        """Wait for a value, however long, and return it. Raises RequestsClosed."""
+    def put(self, name: str, value: bytes) -> None:
+        """Publish a value. Raises RequestsClosed."""
+        try:
+            self.connection().set(name, self._digest(name, value) + value)
+        except (DistError, RuntimeError) as exc:
+            raise RequestsClosed(f"the store of rank 0 cannot be reached: {exc}") from exc
+
+    def take(self, name: str, *, removes: bool = True) -> bytes:
+        """Wait for a value, however long, and return it. Raises RequestsClosed, also for a value of a stranger."""
         while not self.is_closed:
             try:
                 connection = self.connection()
-                connection.wait([key], _POLL)
-                value = bytes(connection.get(key))
+                connection.wait([name], _POLL)
+                signed = bytes(connection.get(name))
                 if removes:
-                    connection.delete_key(key)
+                    connection.delete_key(name)
             except DistStoreError:
                 continue  # not there yet
             except (DistError, RuntimeError) as exc:
                 raise RequestsClosed(f"the store of rank 0 cannot be reached: {exc}") from exc
+            digest, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+            if not hmac.compare_digest(digest, self._digest(name, value)):
+                raise RequestsClosed(f"the value {name} in the store of rank 0 is not from a rank of this engine")
             return value
         raise RequestsClosed("the engine ends")
+
+    def _digest(self, name: str, value: bytes) -> bytes:
+        return blake2b(name.encode() + b"\0" + value, key=self._key, digest_size=_DIGEST_BYTES).digest()
 
 
 class RankRequests:
     """Rank 0's end. All threads may call it."""
 
-    def __init__(self, store: Store) -> None:
-        self._clones = _Clones(store)
+    def __init__(self, store: Store, key: bytes) -> None:
+        self._clones = _Clones(store, key)
         self._lock = threading.Lock()
         self._num_sent: dict[int, int] = {}
 
@@ -71,10 +89,7 @@ class RankRequests:
         """Send a request and return its number. Raises RequestsClosed."""
         with self._lock:
             number = self._num_sent[rank] = self._num_sent.get(rank, 0) + 1
-        try:
-            self._clones.connection().set(_request(rank, number), message)
-        except (DistError, RuntimeError) as exc:
-            raise RequestsClosed(f"the store of rank 0 cannot be reached: {exc}") from exc
+        self._clones.put(_request(rank, number), message)
         return number
 
     def answer(self, rank: int, number: int) -> bytes:
@@ -95,8 +110,8 @@ class RequestHandler(Protocol):
 class RankAnswers:
     """Another rank's end: a thread that takes requests in order and has them executed, until `close`."""
 
-    def __init__(self, store: Store, rank: int, handler: RequestHandler) -> None:
-        self._clones, self._rank, self._handler = _Clones(store), rank, handler
+    def __init__(self, store: Store, key: bytes, rank: int, handler: RequestHandler) -> None:
+        self._clones, self._rank, self._handler = _Clones(store, key), rank, handler
         self._thread = threading.Thread(target=self._run, name="rank-requests", daemon=True)
         self._thread.start()
 
@@ -104,6 +119,10 @@ class RankAnswers:
         """End the thread; requests that are being executed end by themselves."""
         self._clones.is_closed = True
         self._thread.join()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended by itself, because requests cannot be taken any more."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         number = 1
@@ -113,23 +132,24 @@ class RankAnswers:
                 pool, work = self._handler(message)
                 pool.submit(work).add_done_callback(self._sender(number))
                 number += 1
-        except RequestsClosed:
-            return
+        except RequestsClosed as exc:
+            if not self._clones.is_closed:
+                log.warning("rank_requests_ended", reason=str(exc), advice="see the log of rank 0")
 
     def _sender(self, number: int) -> Callable[[Future[bytes]], None]:
         def send(done: Future[bytes]) -> None:
             try:
-                self._clones.connection().set(_answer(self._rank, number), done.result())
-            except (DistError, RuntimeError) as exc:
+                self._clones.put(_answer(self._rank, number), done.result())
+            except RequestsClosed as exc:
                 log.warning("rank_request_not_answered", reason=str(exc), advice="see the log of rank 0")
 
         return send
 
 
-def exchange(store: Store, name: str, rank: int, ranks: range, value: bytes) -> list[bytes]:
+def exchange(store: Store, key: bytes, name: str, rank: int, ranks: range, value: bytes) -> list[bytes]:
     """Publish a value under a name, once per group, and return those of all `ranks`. Raises RequestsClosed."""
-    clones = _Clones(store)
-    clones.connection().set(f"{name}/{rank}", value)
+    clones = _Clones(store, key)
+    clones.put(f"{name}/{rank}", value)
     return [clones.take(f"{name}/{one}", removes=False) for one in ranks]
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from moiety_engine.config import TransferConfig
+from moiety_engine.distribution.layout import SINGLE_RANK, RankPosition
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.kv_transfer.kv_receiver import KvReceiver
 from moiety_engine.kv_transfer.kv_sender import KvSender
+from moiety_engine.kv_transfer.rank_messages import OpenReceiver, TransferMessage
+from moiety_engine.kv_transfer.rank_sender import RankSender
+from moiety_engine.kv_transfer.rank_transfers import (
+    OtherRanks,
+    RankTransfers,
+    exchange_addresses,
+    part_name,
+    rank_address,
+)
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
 from moiety_engine.kv_transfer.sender_thread import SenderThread
 from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
@@ -19,6 +31,9 @@ from moiety_engine.messages import CoreFailure, CoreFinish, CoreOutput, CoreSubm
 from moiety_engine.model.batch import KvCache
 from moiety_wire.messages import FinishReason
 from moiety_wire.roles import EngineRole
+
+if TYPE_CHECKING:
+    from moiety_engine.distribution.rank_group import RankGroup
 
 _SHARE_OF_HOST = 0.1
 
@@ -35,19 +50,26 @@ class KvConnector:
         arrivals: KvReceiver | None = None,
         zone: StagingBuffer | None = None,
         receiver: ReceiverThread | None = None,
+        addresses: str = "",
+        host: str = "",
     ) -> None:
+        """Create the connector.
+
+        `addresses` are those of all ranks that receive KV, in order; `host` is their host, if they have a common one.
+        """
+        self._addresses, self._host = addresses, host
         self.kv_sender, self.arrivals = kv_sender, arrivals
         self._zone, self._receiver = zone, receiver
         self.prefill_done_requests_total = 0
 
     @property
     def address(self) -> str:
-        """Address at which KV is received; "" if none is received."""
-        return "" if self._receiver is None else self._receiver.address
+        """Addresses of the ranks that receive KV, in order of the ranks, with commas; "" if none is received."""
+        return self._addresses
 
     @property
     def host(self) -> str:
-        return "" if self._receiver is None else own_host()
+        return self._host
 
     @property
     def secret(self) -> str:
@@ -114,19 +136,59 @@ class KvConnector:
 NO_CONNECTOR = KvConnector()
 
 
-def connector_of(config: TransferConfig) -> KvConnector:
-    """Return the connector of the configuration. Raises InvalidConfig if the address or the key is unusable."""
+def connector_of(
+    config: TransferConfig,
+    rank_group: RankGroup | None = None,
+    send: Callable[[TransferMessage], None] = lambda _: None,
+) -> KvConnector:
+    """Return the connector of the configuration on rank 0.
+
+    `rank_group` is the group of several ranks, which `send` sends messages to. Raises InvalidConfig if the address or
+    the key is unusable.
+    """
     if config.role is EngineRole.BOTH and not config.listen:
         return NO_CONNECTOR
-    key = _read_key(config.key_file)
-    max_bytes = config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST))
+    key, position = _read_key(config.key_file), _position(rank_group)
+    max_bytes = _buffer_bytes(config, position)
     kv_sender = None
     if config.role is EngineRole.PREFILL:
-        kv_sender = KvSender(SenderThread(config.transport, max_bytes, key))
+        kv_sender = KvSender(_sender_of(config, position, max_bytes, key), send)
     if not config.listen:
         return KvConnector(kv_sender)
-    zone = StagingBuffer(max_bytes)
-    return KvConnector(kv_sender, KvReceiver(zone), zone, ReceiverThread(config.listen, zone, key))
+    zone = StagingBuffer(max_bytes, part=part_name(position))
+    receiver = ReceiverThread(config.listen, zone, key)
+    if rank_group is None:
+        return KvConnector(kv_sender, KvReceiver(zone), zone, receiver, receiver.address, own_host())
+    send(OpenReceiver(receiver.secret))
+    addresses, host = exchange_addresses(rank_group, receiver.secret, receiver.address)
+    arrivals = KvReceiver(zone, OtherRanks(rank_group, send))
+    return KvConnector(kv_sender, arrivals, zone, receiver, addresses, host)
+
+
+def rank_transfers_of(config: TransferConfig, rank_group: RankGroup) -> RankTransfers | None:
+    """Return the transfers of a rank other than rank 0; None without KV transfer. Raises InvalidConfig."""
+    if config.role is EngineRole.BOTH and not config.listen:
+        return None
+    key, position = _read_key(config.key_file), rank_group.ranks.rank_position
+    max_bytes = _buffer_bytes(config, position)
+    sender = _sender_of(config, position, max_bytes, key) if config.role is EngineRole.PREFILL else None
+    zone = StagingBuffer(max_bytes, part=part_name(position)) if config.listen else None
+    listen = rank_address(config.listen, position.rank)
+    return RankTransfers(rank_group, sender, zone, lambda zone, secret: ReceiverThread(listen, zone, key, secret))
+
+
+def _position(rank_group: RankGroup | None) -> RankPosition:
+    return SINGLE_RANK if rank_group is None else rank_group.ranks.rank_position
+
+
+def _buffer_bytes(config: TransferConfig, position: RankPosition) -> int:
+    """Return the bytes of a buffer; by default, the ranks share a part of the host's memory."""
+    return config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST / position.layout.attention_ranks))
+
+
+def _sender_of(config: TransferConfig, position: RankPosition, max_bytes: int, key: bytes | None) -> RankSender:
+    thread = SenderThread(config.transport, max_bytes, key)
+    return RankSender(thread, position.rank, position.layout.attention_ranks, part_name(position))
 
 
 def _read_key(path: str) -> bytes | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import structlog
 
+from moiety_engine.kv_transfer.rank_transfers import OtherRanks
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
@@ -29,8 +30,11 @@ class _Received(NamedTuple):
 class KvReceiver:
     """Requests of one replica that wait for KV. Used by the step loop's thread only."""
 
-    def __init__(self, zone: StagingBuffer, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._zone = zone
+    def __init__(
+        self, zone: StagingBuffer, others: OtherRanks | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create the receiver. `others` are the other ranks, if there are several."""
+        self._zone, self._others = zone, others
         self._clock = clock
         self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # by request key, with the start of the wait
         self._there: dict[int, _Received] = {}  # by request key
@@ -47,7 +51,7 @@ class KvReceiver:
         """Remove a waiting request and its KV, and return it; None if no such request waits."""
         submit, _ = self._pending.pop(key, (None, 0.0))
         if submit is not None:
-            self._zone.drop(submit.transfer_id)
+            self._drop(submit.transfer_id)
         return submit
 
     def take_ready(self) -> Iterator[CoreSubmit]:
@@ -55,10 +59,14 @@ class KvReceiver:
         now_s = self._clock()
         for key, (submit, since_s) in list(self._pending.items()):
             progress = self._zone.claim(submit.transfer_id)
+            if progress is Progress.THERE and self._others is not None:
+                progress = self._others.progress(submit.transfer_id, prompt_hash(_computed(submit)))
             is_late = progress is Progress.UNKNOWN and now_s - since_s < ANNOUNCED_S
             if progress is Progress.COMING or is_late:
                 continue
             del self._pending[key]
+            if progress is not Progress.THERE:
+                self._drop(submit.transfer_id)
             self._receive(submit)
             yield submit
 
@@ -71,7 +79,10 @@ class KvReceiver:
         self, key: int, first: int, tables: list[list[int]], firsts: tuple[int, ...], state_slot: int = -1
     ) -> None:
         """Copy a request's received KV into its blocks, from token `first` on; see `StagingBuffer.load`."""
-        self._zone.load(self._there[key].transfer_id, first, tables, firsts, state_slot)
+        transfer_id = self._there[key].transfer_id
+        if self._others is not None:
+            self._others.load(transfer_id, first, tables, firsts, state_slot)
+        self._zone.load(transfer_id, first, tables, firsts, state_slot)
 
     def drop_long_held(self, keys: Iterable[int]) -> None:
         """Drop the received KV of these requests, which still wait for something else, after MAX_HELD_S.
@@ -96,10 +107,15 @@ class KvReceiver:
         """Drop the KV of a request that has ended, whether or not it was copied into the cache."""
         found = self._there.pop(key, None)
         if found is not None:
-            self._zone.drop(found.transfer_id)
+            self._drop(found.transfer_id)
+
+    def _drop(self, transfer_id: str) -> None:
+        self._zone.drop(transfer_id)
+        if self._others is not None:
+            self._others.drop(transfer_id)
 
     def _receive(self, submit: CoreSubmit) -> None:
-        computed = [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]  # the newest token has no KV yet
+        computed = _computed(submit)
         arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1
@@ -111,3 +127,8 @@ class KvReceiver:
             return
         self.disaggregated_decode_requests_total += 1
         self._there[submit.key] = _Received(submit.transfer_id, arrival, self._clock())
+
+
+def _computed(submit: CoreSubmit) -> list[int]:
+    """Return the tokens that have KV: all but the newest."""
+    return [*submit.prompt_ids, *(submit.resumed_ids or ())][:-1]

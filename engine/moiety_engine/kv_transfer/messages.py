@@ -42,6 +42,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token: str = ""  # authorisation by a gateway
     windows: tuple[int | None, ...] = ()  # windows of the sender's block tables, see KvCache
     states: Form = ()  # layout of the state of each recurrent layer
+    part: str = ""  # part of the model that the sending rank has
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

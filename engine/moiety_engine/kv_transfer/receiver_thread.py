@@ -31,10 +31,13 @@ log = structlog.get_logger()
 class ReceiverThread:
     """Owns its ZeroMQ context, socket and thread, from its creation to `close`."""
 
-    def __init__(self, listen: str, zone: StagingBuffer, secret_key: bytes | None) -> None:
-        """Start to listen. Raises InvalidConfig if the address cannot be bound."""
+    def __init__(self, listen: str, zone: StagingBuffer, secret_key: bytes | None, secret: str = "") -> None:
+        """Start to listen. Raises InvalidConfig if the address cannot be bound.
+
+        `secret` is that of rank 0 on the other ranks; without one, a new one is made.
+        """
         self._zone = zone
-        self.secret = secrets.token_hex(32)
+        self.secret = secret or secrets.token_hex(32)
         self.num_disallowed = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)

@@ -61,7 +61,9 @@ def prompt_hash(token_ids: Sequence[int]) -> bytes:
 class StagingBuffer:
     """Received KV, at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_bytes: int, *, part: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the buffer of a rank whose part of the KV is named `part`."""
+        self._part = part
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -239,6 +241,8 @@ class StagingBuffer:
             num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states)
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
+        if begin.part != self._part:
+            return f"it is the part {begin.part!r}, and not {self._part!r}: give both engines the same --tp and --pp"
         if not is_fit or (begin.rotation, begin.windows) != (self._kv.rotation, self._kv.windows):
             angles = "its keys have other rotary embeddings: give both engines the same --max-context-tokens"
             other = "it is from a model with other layers, heads or widths, or only one engine has --speculate mtp"
@@ -249,6 +253,9 @@ class StagingBuffer:
             return other if not is_fit else angles if begin.rotation != self._kv.rotation else windows
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
+        return self._lacks_room(begin)
+
+    def _lacks_room(self, begin: Begin) -> str:
         if self._held_bytes + begin.num_bytes > self._max_bytes:
             return (
                 f"{begin.num_bytes} bytes do not fit into the buffer of {self._max_bytes} bytes, of which "

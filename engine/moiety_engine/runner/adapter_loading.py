@@ -17,7 +17,7 @@ import torch
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.model.adapter_modules import AdapterModules, rank_factors
 from moiety_engine.model.adapter_stacks import Product
-from moiety_engine.runner.control_messages import DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter, SentModule
+from moiety_engine.runner.adapter_messages import DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter, SentModule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -18,8 +18,10 @@ from moiety_engine.distribution.rank_heartbeat import explaining
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeaturePart
 from moiety_engine.images.prompt_images import PromptImage
+from moiety_engine.kv_transfer.rank_messages import SendRange, TransferMessage
 from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NO_TENANT
+from moiety_engine.runner.adapter_messages import AdapterMessage, LayOutAdapters, LoadAdapter
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
@@ -184,6 +186,7 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     order: bytes
     num_sampled: int
     num_micro_batches: int = 1
+    sends: list[SendRange] = []  # KV for other engines
 
     @property
     def num_scored(self) -> int:
@@ -251,46 +254,6 @@ class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     writes: list[Write]
 
 
-class LayOutAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Reallocate the adapter slots; see `AdapterStacks.lay_out`. A key is (layer, product)."""
-
-    keys: list[tuple[int, str]]
-    num_slots: int
-    rank: int
-    moves: dict[int, int]
-
-
-class SentModule(msgspec.Struct, frozen=True, array_like=True):
-    """Matrices of an adapter's module, in the type that adapters are served in: A [r, num_inputs] and B [N, r]."""
-
-    layer: int
-    name: str
-    num_inputs: int
-    down: bytes
-    up: bytes
-
-
-class SendAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Begin to arrange this rank's part of an adapter, in a thread. `rank` is that of its matrices."""
-
-    number: int
-    rank: int
-    modules: list[SentModule]
-
-
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write the adapter with this number, which was sent before, into a slot; the slots are large enough."""
-
-    slot: int
-    number: int
-
-
-class DropAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Drop the adapter with this number, which was sent before, if it is still there."""
-
-    number: int
-
-
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Offload the weights to host memory, unless they are there already."""
 
@@ -300,10 +263,14 @@ class ReloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OpenDiskRows(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Allocate `count` rows between the cache and the disk for each id; open the rank's folder the first time."""
+    """Allocate `count` rows between the cache and the disk for each id; open the rank's folder the first time.
+
+    `key` authenticates the requests of rank 0 about files.
+    """
 
     rows_ids: tuple[int, ...]
     count: int
+    key: bytes
 
 
 class CopyDiskRows(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -332,14 +299,12 @@ ControlMessage = (
     | MoveExperts
     | EncodeImage
     | ForgetImages
-    | LayOutAdapters
-    | SendAdapter
-    | LoadAdapter
-    | DropAdapter
+    | AdapterMessage
     | OffloadWeights
     | ReloadWeights
     | OpenDiskRows
     | CopyDiskRows
+    | TransferMessage
     | Stop
 )
 
@@ -379,11 +344,17 @@ class ControlSender:
         if not all_succeeded:
             raise OutOfMemory("another rank is out of memory; see its log")
 
-    def step(self, hosts: list[HostBatch], order_L: np.ndarray, num_sampled: int, num_micro_batches: int) -> None:
+    def step(
+        self,
+        hosts: list[HostBatch],
+        order_L: np.ndarray,
+        num_sampled: int,
+        num_micro_batches: int,
+        sends: list[SendRange],
+    ) -> None:
         if self._rank_group is not None:
-            self.send(
-                RunStep([GroupStep.of(host) for host in hosts], order_L.tobytes(), num_sampled, num_micro_batches)
-            )
+            parts = [GroupStep.of(host) for host in hosts]
+            self.send(RunStep(parts, order_L.tobytes(), num_sampled, num_micro_batches, sends))
 
     def draft_pass(self, hosts: list[HostBatch], number: int, before_L: Tensor | None) -> None:
         """Let the other ranks run a pass of the draft model. `before_L`: tokens of the pass before, unless it is 0."""

@@ -188,8 +188,9 @@ class Runner:
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         num_micro_batches = self._cutting.count(hosts)
-        self._controls.step(hosts, order_L, len(rows), num_micro_batches)
-        leaving = None if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
+        sends = [] if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
+        self._controls.step(hosts, order_L, len(rows), num_micro_batches, sends)
+        leaving = None if self._kv_sender is None else self._kv_sender.own.sends(sends, self._kv)
         made = None if leaving is not None else self._decode(hosts, with_logits=False)
         logits_LV: Tensor | None = None
         if made is not None:

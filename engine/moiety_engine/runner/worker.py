@@ -13,16 +13,23 @@ import torch
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
+from moiety_engine.kv_transfer.rank_messages import (
+    DropTransfer,
+    EndSend,
+    LoadTransfer,
+    OpenReceiver,
+    PollTransfer,
+    TransferMessage,
+)
+from moiety_engine.kv_transfer.rank_transfers import report
 from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots, sent_modules
+from moiety_engine.runner.adapter_messages import AdapterMessage, DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter
 from moiety_engine.runner.control_messages import (
     Allocate,
     ControlMessage,
     CopyDiskRows,
-    DropAdapter,
     EncodeImage,
     ForgetImages,
-    LayOutAdapters,
-    LoadAdapter,
     MoveExperts,
     MoveStates,
     OffloadWeights,
@@ -31,7 +38,6 @@ from moiety_engine.runner.control_messages import (
     ReloadWeights,
     RunDraftPass,
     RunStep,
-    SendAdapter,
     Stop,
     Swap,
 )
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.kv_transfer.rank_transfers import RankTransfers
     from moiety_engine.model.adapter_stacks import PreparedSlots
     from moiety_engine.model.batch import KvCache
     from moiety_engine.model.remote_experts import ExpertServer
@@ -112,6 +119,8 @@ class WorkerBase:
                 self._change_adapters(message)
             case CopyDiskRows():
                 self._copy_disk_rows(message)
+            case EndSend() | OpenReceiver() | PollTransfer() | LoadTransfer() | DropTransfer():
+                self._transfer(message)
             case _:
                 self._execute_on_all_ranks(message)
 
@@ -140,9 +149,13 @@ class WorkerBase:
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
     def _open_disk_rows(self, message: OpenDiskRows) -> None: ...
+    def _transfer(self, message: TransferMessage) -> None:
+        if isinstance(message, PollTransfer):
+            report(self._rank_group.ranks.everyone, None)
+
     def _copy_disk_rows(self, message: CopyDiskRows) -> None: ...
 
-    def _change_adapters(self, message: LayOutAdapters | SendAdapter | LoadAdapter | DropAdapter) -> None:
+    def _change_adapters(self, message: AdapterMessage) -> None:
         """Execute a message about adapters. Slots are replaced only if all ranks have memory for the new ones."""
         match message:
             case LayOutAdapters():
@@ -205,14 +218,15 @@ class Worker(WorkerBase):
         *,
         overlaps: bool,
         disk: RankDisk | None = None,
+        transfers: RankTransfers | None = None,
     ) -> None:
         """Create a worker.
 
-        `draft_model` is this rank's share of the draft model or MTP layer, and `disk` its part of the disk tier, if
-        there are any.
+        `draft_model` is this rank's share of the draft model or MTP layer, `disk` its part of the disk tier, and
+        `transfers` its KV transfer to or from other engines, if there are any.
         """
         super().__init__(model, rank_group, overlaps=overlaps)
-        self._disk = disk
+        self._disk, self._transfers = disk, transfers
         self._model = model
         self._passes = None if draft_model is None else DraftPasses(draft_model, Staging(model.device))
         self._num_drafted = 0  # tokens of the newest pass
@@ -233,11 +247,15 @@ class Worker(WorkerBase):
         self._builder = BatchBuilder(message.block_size, self._model.device, self._staging, features=self._features)
         if self._passes is not None:
             self._passes.allocate(self._kv, message.num_blocks, message.block_size)
+        if self._transfers is not None:
+            self._transfers.serve(self._kv)
 
     def close(self) -> None:
         super().close()
         if self._disk is not None:
             self._disk.close()
+        if self._transfers is not None:
+            self._transfers.close()
 
     def _shares(self) -> list[Transformer | ExpertServer]:
         return [self._model] if self._passes is None else [self._model, self._passes.model]
@@ -267,6 +285,11 @@ class Worker(WorkerBase):
         assert self._kv is not None, "rows are opened without a KV cache"
         self._disk.open_rows(message, self._kv)
 
+    @torch.inference_mode()
+    def _transfer(self, message: TransferMessage) -> None:
+        assert self._transfers is not None, "KV is transferred without a connection"
+        self._transfers.execute(message)
+
     def _copy_disk_rows(self, message: CopyDiskRows) -> None:
         if message.group == self._group:
             assert self._disk is not None, "rows are copied without a disk tier"
@@ -280,7 +303,8 @@ class Worker(WorkerBase):
         batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
         if self._features is not None:
             self._features.end_step(step.image_parts)
-        hidden_LD = self._model.hidden(batch, self._kv)
+        leaving = None if self._transfers is None else self._transfers.sends(step.sends, self._kv)
+        hidden_LD = self._model.hidden(batch, self._kv, leaving)
         self._model.logits(hidden_LD[: step.num_sampled])
         self._sampled_L = self._receive_tokens(step)
         for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):
@@ -305,6 +329,8 @@ class Worker(WorkerBase):
             self._passes.release()
         if self._disk is not None:
             self._disk.release()
+        if self._transfers is not None:
+            self._transfers.serve(None)
         self._kv = self._host_kv = self._state_copier = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
 

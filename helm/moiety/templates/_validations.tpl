@@ -80,7 +80,7 @@
 {{- fail (printf "pool %s runs vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
 {{- if and (ne .role "both") (or (eq .kind "vllm") (gt (int .nodes) 1)) -}}
-{{- fail (printf "pool %s has the role %s, which only Moiety engines with one rank support: set role=both, or kind=moiety and nodes=1" .name .role) -}}
+{{- fail (printf "pool %s has the role %s, which only Moiety engines on one node support: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
 {{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
