@@ -16,7 +16,7 @@ from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.kv_transfer.rank_messages import OpenReceiver, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
 from moiety_engine.kv_transfer.rank_transfers import (
-    OtherRanks,
+    OtherTransfers,
     RankTransfers,
     exchange_addresses,
     part_name,
@@ -161,7 +161,7 @@ def connector_of(
         return KvConnector(kv_sender, KvReceiver(zone), zone, receiver, receiver.address, own_host())
     send(OpenReceiver(receiver.secret))
     addresses, host = exchange_addresses(rank_group, receiver.secret, receiver.address)
-    arrivals = KvReceiver(zone, OtherRanks(rank_group, send))
+    arrivals = KvReceiver(zone, OtherTransfers(rank_group, send))
     return KvConnector(kv_sender, arrivals, zone, receiver, addresses, host)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import structlog
 
-from moiety_engine.kv_transfer.rank_transfers import OtherRanks
+from moiety_engine.kv_transfer.rank_transfers import OtherTransfers
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
@@ -31,7 +31,7 @@ class KvReceiver:
     """Requests of one replica that wait for KV. Used by the step loop's thread only."""
 
     def __init__(
-        self, zone: StagingBuffer, others: OtherRanks | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, zone: StagingBuffer, others: OtherTransfers | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Create the receiver. `others` are the other ranks, if there are several."""
         self._zone, self._others = zone, others

@@ -60,7 +60,7 @@ def exchange_addresses(rank_group: RankGroup, secret: str, address: str) -> tupl
     return ADDRESS_SEPARATOR.join(one for one, _ in found), hosts.pop() if len(hosts) == 1 else ""
 
 
-class OtherRanks:
+class OtherTransfers:
     """Other ranks of an engine with KV transfer, as rank 0 sees them. Used by the step loop's thread only."""
 
     def __init__(
