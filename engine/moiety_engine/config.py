@@ -11,6 +11,7 @@ from moiety_wire.engine_choices import (
     DeviceChoice,
     Dtype,
     ExpertEviction,
+    FleetFairness,
     KvDtype,
     KvTransport,
     LoadFormat,
@@ -28,6 +29,7 @@ from moiety_wire.roles import EngineRole
 __all__ = [  # the configuration, and those values of its fields that the code that makes one needs
     "EngineConfig",
     "ExpertEviction",
+    "FleetFairness",
     "GrammarLimits",
     "ImageOptions",
     "KvTransport",
@@ -129,6 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False  # a request gets the same bits alone and in any batch
     batching: Batching = Batching.CONTINUOUS
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
+    fleet_fairness: FleetFairness = FleetFairness.AUTO  # exchange of tenants' service with the model's other replicas
     max_batch_tokens: int | None = None  # token budget of one step
     max_running: int | None = None  # sequences in the batch
     kv_memory_bytes: int | None = None

@@ -31,18 +31,27 @@ def load_of(
     excluded_ranks: int,
     tenant_blocks: dict[str, int],
     further: dict[str, float],
+    now_ns: int,
 ) -> CoreLoad:
     """Collect the load figures of a replica. Totals count since its start.
 
     `expert_cache` has the figures of the caches of offloaded experts on all ranks. `waited_s` holds the seconds that
     attention waited for the experts and the experts for attention. `excluded_ranks` is the number of excluded ranks.
     `tenant_blocks` is the last reading of `TenantBlocks`. `further` holds the figures of grammar compilation and of
-    images.
+    images. `now_ns` is the wall clock.
     """
     load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks)
     if further:
         load = msgspec.structs.replace(load, **further)
         load = msgspec.structs.replace(load, num_waiting=load.num_waiting + load.images_waiting)
+    exchange = scheduler.service_exchange
+    if exchange is not None:
+        load = msgspec.structs.replace(
+            load,
+            fleet_replicas=exchange.num_replicas,
+            remote_service_total=exchange.received_total,
+            tenant_service=exchange.take_report(now_ns / 1e9),
+        )
     if excluded_ranks:
         load = msgspec.structs.replace(load, excluded_ranks=excluded_ranks)
     if disk is not None:

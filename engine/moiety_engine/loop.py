@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.step_reporter import StepReporter
     from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+    from moiety_wire.fleet_service import ReplicaService
 
 MAX_NUM_LOGPROBS = 20
 _SETTLING_S = 0.5  # longest wait at startup for the weights' layout, which is prepared in the background
@@ -156,6 +157,11 @@ class EngineLoop:
         num_files = 0 if disk is None else disk.forget_tenants(fresh)
         log.info("tenant_blocks_deleted", num_tenants=len(fresh), num_blocks=num_blocks, num_files=num_files)
 
+    def receive_fleet_service(self, replicas: Iterable[ReplicaService]) -> None:
+        """Count the service of tenants on other replicas; no effect if this replica does not exchange it."""
+        if self.scheduler.service_exchange is not None:
+            self.scheduler.service_exchange.receive(replicas, self._clock_ns() / 1e9)
+
     def warm_up(self) -> None:
         """Do the one-time work that the first request would otherwise pay for. Call before the first request only."""
         executor = self.executor
@@ -247,7 +253,7 @@ class EngineLoop:
         return self._reporter.take(admissions, self.load, self._clock_ns)
 
     def load(self) -> CoreLoad:
-        intake, executor = self.intake, self.executor
+        intake, executor, now_ns = self.intake, self.executor, self._clock_ns()
         return load_of(
             self.scheduler,
             intake.kv_connector,
@@ -258,8 +264,9 @@ class EngineLoop:
             intake.requests_total,
             executor.controls.waited_s(),
             executor.controls.excluded_ranks,
-            self._tenant_blocks.read(self.scheduler, self._clock_ns()),
+            self._tenant_blocks.read(self.scheduler, now_ns),
             {**intake.grammars.metrics(), **executor.image_metrics(), **intake.image_metrics()},
+            now_ns,
         )
 
     def _note_first_steps(self, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import LoadMetrics
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.fleet_service import ReplicaService, ServiceReport
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
@@ -101,6 +102,12 @@ class CoreForget(msgspec.Struct, frozen=True, tag="forget"):
     tenant_ids: list[str]
 
 
+class CoreFleetService(msgspec.Struct, frozen=True, tag="fleet_service"):
+    """Service of tenants on other replicas of the model, as a gateway sent it."""
+
+    replicas: list[ReplicaService]
+
+
 ToCore = (
     CoreSubmit
     | CoreImages
@@ -110,6 +117,7 @@ ToCore = (
     | CoreSleep
     | CoreAdapter
     | CoreForget
+    | CoreFleetService
     | ExpertLoadQuery
 )
 
@@ -191,6 +199,8 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
 class CoreLoad(LoadMetrics, frozen=True, array_like=True):
     """LoadMetrics of the core, updated some times per second; an array without field names, since there are many."""
 
+    tenant_service: ServiceReport | None = None  # None: there is no newer report than the last one
+
 
 class CoreState(StrEnum):
     LOADING = "loading"
@@ -221,6 +231,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_secret: str = ""
     takes_adapters: bool = False
     speculative_prefill: bool = False
+    exchanges_service: bool = False
     images: ImageRules | None = None  # None: this model takes no images
 
 

@@ -10,11 +10,14 @@ from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.state_slots import StateSlots
 from moiety_engine.cache_setup import table_windows, why_windows_are_kept
-from moiety_engine.config import PolicyName, Speculate
+from moiety_engine.config import FleetFairness, PolicyName, Speculate
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.vision_cost import encoder_cost
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.fairness.service_exchange import ServiceExchange
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
+from moiety_engine.scheduling.policies.registry import counts_tenant_service
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_wire.engine_choices import Batching
 
@@ -44,7 +47,40 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
     draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens
     strategy = STRATEGIES[config.batching]
     proposer = None if draft is None else draft.proposer
-    return Scheduler(first, limits, strategy, policy, draft_tokens=draft_tokens, proposer=proposer, further=further)
+    scheduler = Scheduler(
+        first,
+        limits,
+        strategy,
+        policy,
+        draft_tokens=draft_tokens,
+        proposer=proposer,
+        further=further,
+    )
+    if _exchanges_service(config, policy):
+        scheduler.service_exchange = ServiceExchange(scheduler.policy, policy)
+    return scheduler
+
+
+def _exchanges_service(config: EngineConfig, policy: PolicyName) -> bool:
+    """Return whether this replica exchanges the service of tenants with others. Raises InvalidConfig."""
+    if config.fleet_fairness is FleetFairness.OFF:
+        return False
+    if counts_tenant_service(policy):
+        return True
+    names = ", ".join(name for name in PolicyName if counts_tenant_service(name))
+    if config.fleet_fairness is FleetFairness.ON:
+        raise InvalidConfig(
+            f"--fleet-fairness on requires a policy with counters of tenants ({names}) under continuous batching, and "
+            f"this engine uses {policy.value} under {config.batching.value} batching: choose one of them, or leave the "
+            "option out"
+        )
+    log.info(
+        "fleet_fairness_inactive",
+        policy=policy.value,
+        batching=config.batching.value,
+        reason=f"the policy has no counters of tenants, unlike {names} under continuous batching",
+    )
+    return False
 
 
 def _build_ledger(config: EngineConfig, model: Transformer, sizes: Sizes) -> KvLedger:

@@ -9,7 +9,7 @@ from pathlib import Path
 from moiety_options import panels
 from moiety_options.declaration import option
 from moiety_options.model_options import ENV, ServedModelOptions
-from moiety_wire.engine_choices import MAX_TRACED_PER_S, KvTransport, PolicyName
+from moiety_wire.engine_choices import MAX_TRACED_PER_S, FleetFairness, KvTransport, PolicyName
 from moiety_wire.roles import EngineRole
 
 _batching = partial(option, env=ENV, panel=panels.BATCHING)
@@ -32,6 +32,12 @@ class ServingOptions(ServedModelOptions):
     policy: PolicyName = _batching(
         PolicyName.MOIETY,
         "Scheduling policy under continuous batching. The policies other than moiety are for comparison.",
+    )
+    fleet_fairness: FleetFairness = _batching(
+        FleetFairness.AUTO,
+        "Exchange the service of tenants with the other replicas of the model, through the gateways, so that a "
+        "tenant's share holds over all of them. auto enables this with the policies that have counters of tenants: "
+        "moiety, vtc and dlpm.",
     )
     batch_timeout_ms: float = _batching(
         50.0, "Longest time that --batching dynamic waits for a batch to fill, in milliseconds.", min=0

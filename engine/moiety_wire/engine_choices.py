@@ -80,6 +80,14 @@ class PolicyName(StrEnum):
     QOSERVE = "qoserve"
 
 
+class FleetFairness(StrEnum):
+    """Exchange of tenants' service between the replicas of a model."""
+
+    AUTO = "auto"  # with a policy that has counters of tenants
+    ON = "on"
+    OFF = "off"
+
+
 class Overlap(StrEnum):
     """Overlap of planning and launching a step with the step before it."""
 

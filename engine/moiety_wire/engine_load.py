@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
+from moiety_wire.fleet_service import ServiceReport
+
 
 class SleepState(StrEnum):
     """Sleep state of an engine, which decides whether it accepts requests."""
@@ -132,6 +134,8 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     image_cache_evictions_total: int = 0
     encoded_image_tokens_total: int = 0
     image_encode_seconds_total: float = 0.0
+    fleet_replicas: int = 0  # other replicas whose tenants' service reached this one lately
+    remote_service_total: float = 0.0  # service of tenants on these, in the unit of the policy's counters
     tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
 
 
@@ -145,6 +149,7 @@ class Load(LoadMetrics, frozen=True, kw_only=True, tag="load"):
     sleep: SleepState = SleepState.AWAKE
     sleep_problem: str = ""  # why the last sleep or wake command failed
     unacknowledged_replicas: list[str] = []  # gateway processes with open requests or unacknowledged usage
+    tenant_service: ServiceReport | None = None  # None: the engine does not exchange it
 
 
 GAUGES = (
@@ -172,6 +177,10 @@ GAUGES = (
         "Mean expert load of the ranks divided by the largest, at the last evaluation; 1 if not evaluated.",
     ),
     ("rank_balancedness_planned", "Balancedness of the same load under the placement planned at that evaluation."),
+    (
+        "fleet_replicas",
+        "Other replicas of the model whose tenants' service is counted here; 0 without the exchange between replicas.",
+    ),
     ("excluded_ranks", "Ranks excluded at the last start; the other ranks hold their parts of the model."),
 )
 COUNTERS = (
@@ -228,6 +237,11 @@ COUNTERS = (
     ("image_cache_evictions", "Encoded images dropped from the device for newer ones."),
     ("encoded_image_tokens", "Tokens of images that the vision encoder computed."),
     ("image_encode_seconds", "Seconds of the vision encoder on the device."),
+    (
+        "remote_service",
+        "Service that tenants received on other replicas as reported to this one, in prompt tokens plus twice the "
+        "output tokens, divided by weight.",
+    ),
     ("prefill_seconds", "Seconds of steps with prompt tokens."),
     ("decode_seconds", "Seconds of steps without prompt tokens."),
 )

@@ -34,6 +34,7 @@ import msgspec
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import Load
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
 from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
@@ -281,6 +282,7 @@ ToEngine = (
     | ExpertLoadQuery
     | AdapterPart
     | Forget
+    | FleetService
 )
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -322,6 +324,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`
     forgets: bool = False  # the engine accepts `Forget`
+    exchanges_service: bool = False  # the engine accepts `FleetService`, and its loads have `tenant_service`
     shows_special_tokens: bool = True  # False: the engine refuses `Submit.shown_ids`
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
     images: ImageRules | None = None  # None: the model takes no images

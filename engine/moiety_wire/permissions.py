@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from moiety_wire.engine_load import Load
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -47,6 +48,7 @@ _ENGINE = frozenset({SenderRole.ENGINE})
 ALLOWED_SENDERS: Mapping[type, frozenset[SenderRole]] = {
     Hello: GATEWAY_ROLES,
     Heartbeat: GATEWAY_ROLES,
+    FleetService: GATEWAY_ROLES,
     Submit: _INFERENCE,
     Extend: _INFERENCE,
     Abort: _INFERENCE,

@@ -12,6 +12,7 @@ from moiety_engine.messages import (
     CoreAbort,
     CoreAdapter,
     CoreExtend,
+    CoreFleetService,
     CoreForget,
     CoreImages,
     CoreShutdown,
@@ -58,5 +59,5 @@ def _execute(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
             link.send(CoreSlept(asleep=False, problem=problem))
         case ExpertLoadQuery():
             link.send(ExpertLoad(command.query_id, 0, 0))
-        case CoreExtend() | CoreImages() | CoreAdapter() | CoreForget() | CoreShutdown():
-            pass  # an encoder has no credit, no images, no adapters and no cache
+        case CoreExtend() | CoreImages() | CoreAdapter() | CoreForget() | CoreFleetService() | CoreShutdown():
+            pass  # an encoder has no credit, no images, no adapters, no cache and no counters of tenants

@@ -21,6 +21,7 @@ from moiety_engine.messages import (
     CoreAbort,
     CoreAdapter,
     CoreExtend,
+    CoreFleetService,
     CoreForget,
     CoreHello,
     CoreImages,
@@ -114,6 +115,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         kv_secret=loop.intake.kv_connector.secret,
         takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
+        exchanges_service=loop.scheduler.service_exchange is not None,
         images=loop.intake.image_rules,
     )
 
@@ -133,6 +135,8 @@ def execute_command(loop: EngineLoop, command: ToCore) -> None:
             loop.intake.adapters.learn(command.name, Path(command.folder))
         case CoreForget():
             loop.forget_tenants(command.tenant_ids)
+        case CoreFleetService():
+            loop.receive_fleet_service(command.replicas)
 
 
 def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:

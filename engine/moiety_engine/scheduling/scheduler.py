@@ -19,6 +19,7 @@ from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.admission_queue import AdmissionQueue
 from moiety_engine.scheduling.admission.batching_strategies import Strategy, queue_view
+from moiety_engine.scheduling.fairness.service_exchange import ServiceExchange
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
@@ -92,6 +93,7 @@ class Scheduler:
                 cached_tokens=groups.num_cached,
             ),
         )
+        self.service_exchange: ServiceExchange | None = None  # set if tenants' service is exchanged between replicas
         self.encoder_work = EncoderWork(limits.encoder_cost)
         state = SchedulerState(groups, self.queues, self.policy, self.tally, self.step_time, self.encoder_work)
         self._preemptor = Preemptor(state, swap or SwapCost())

@@ -21,6 +21,7 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreFailure,
     CoreFinish,
+    CoreFleetService,
     CoreForget,
     CoreHello,
     CoreLoad,
@@ -98,7 +99,7 @@ class ScriptedEngine:
                 case ExpertLoadQuery():
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.query_id, now_s, now_s))
-                case CoreAdapter() | CoreForget():
+                case CoreAdapter() | CoreForget() | CoreFleetService():
                     pass  # the script answers without any model
                 case CoreShutdown():
                     pass

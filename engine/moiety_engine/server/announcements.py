@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from moiety_engine.messages import CoreHello, CoreLoad
 from moiety_text.folder import TextModel
 from moiety_wire.engine_load import Load, LoadMetrics, SleepState
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
+
+
+def latest_load(before: CoreLoad, load: CoreLoad | None) -> CoreLoad:
+    """Return the newest load of the core, with the newest report of tenants' service, which not every load has."""
+    if load is None:
+        return before
+    if load.tenant_service is None and before.tenant_service is not None:
+        return msgspec.structs.replace(load, tenant_service=before.tenant_service)
+    return load
 
 
 def make_load(
@@ -31,6 +42,7 @@ def make_load(
         sleep_problem=sleep_problem,
         running_for_s=running_for_s,
         unacknowledged_replicas=unacknowledged_replicas,
+        tenant_service=load.tenant_service,
     )
 
 

@@ -21,7 +21,7 @@ from moiety_engine.image_decoding.decoder import ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToServer
 from moiety_engine.server.adapter_store import AdapterStore
-from moiety_engine.server.announcements import make_card, make_load
+from moiety_engine.server.announcements import latest_load, make_card, make_load
 from moiety_engine.server.core_link import CoreLink
 from moiety_engine.server.expert_queries import ExpertQueries
 from moiety_engine.server.metrics import ServerStats
@@ -43,6 +43,7 @@ from moiety_wire.codec import decode_to_engine
 from moiety_wire.engine_load import SleepState
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -261,6 +262,8 @@ class EngineServer:
             case Forget():
                 self._adapter_store.forget(message.tenant_ids)
                 self._requests.forget_tenants(message.tenant_ids)
+            case FleetService():
+                self._requests.forward_fleet_service(message, self.engine_id)
             case UsageAcknowledgement():
                 num_refused = self._meter.acknowledge_from(session.replica_id, message.replica_id, message.request_ids)
                 if num_refused:
@@ -295,7 +298,7 @@ class EngineServer:
     def on_message(self, message: ToServer) -> None:
         match message:
             case CoreStep():
-                self._load = message.load or self._load
+                self._load = latest_load(self._load, message.load)
                 self._requests.take_step(message)
             case ExpertLoad():
                 self._experts.answer(message)
@@ -424,13 +427,10 @@ class EngineServer:
             sleep=self._sleep_mode.state,
             sleep_problem=session.sleep_refusal or self._sleep_mode.problem,
             running_for_s=self._clock() - self._started_s,
-            unacknowledged_replicas=sorted(self._meter.replicas | self._replicas_with_open()),
+            unacknowledged_replicas=sorted(self._meter.replicas | self._sessions.replicas_with_open()),
         )
         session.num_loads += 1
         self._post(session, message)
-
-    def _replicas_with_open(self) -> set[str]:
-        return {session.replica_id for session in self._sessions.all() if session.open_keys and session.replica_id}
 
     def _on_drain_time(self, wait_s: float) -> None:
         """End the drain if no request is open; abort the open requests after the timeout; otherwise check again."""

@@ -22,6 +22,7 @@ from moiety_engine.messages import (
     CoreExtend,
     CoreFailure,
     CoreFinish,
+    CoreFleetService,
     CoreForget,
     CoreImages,
     CoreLoad,
@@ -36,6 +37,7 @@ from moiety_engine.server.usage_meter import UsageMeter
 from moiety_engine.server.validation import ModelLimits, Refusal, find_refusal, to_core
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import encode_step
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import Abort, Extend, Failed, FailureCode, FinishReason, Submit, ToGateway
 from moiety_wire.trace_events import Reason
 
@@ -147,6 +149,12 @@ class RequestManager:
         if self.images is not None:
             self.images.forget_tenants(tenant_ids)
         self._commands.append(CoreForget(tenant_ids))
+
+    def forward_fleet_service(self, message: FleetService, engine_id: str) -> None:
+        """Pass the reports of other replicas to the core; a report of this engine itself is left out."""
+        replicas = [one for one in message.replicas if one.engine_id != engine_id]
+        if replicas:
+            self._commands.append(CoreFleetService(replicas))
 
     def with_image_metrics(self, load: CoreLoad) -> CoreLoad:
         """Return the core's figures with those of decoding images."""

@@ -58,6 +58,10 @@ class Sessions:
     def all(self) -> list[GatewaySession]:
         return list(self._by_identity.values())
 
+    def replicas_with_open(self) -> set[str]:
+        """Return the gateway processes with open requests."""
+        return {session.replica_id for session in self.all() if session.open_keys and session.replica_id}
+
     def session_of_sender(self, identity: bytes, now_s: float, public_key: str = "") -> GatewaySession:
         """Return the session of a gateway that has just sent a message; create it if the gateway is new.
 

@@ -24,6 +24,7 @@ from moiety_platform.live_settings import CannotApplySetting, PreparedChange
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.routing.discovery import DnsWatch
 from moiety_platform.routing.replicas import Replicas
+from moiety_platform.routing.service_exchange import ServiceExchange
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.metering import MeterReader
 from moiety_text.errors import TextError
@@ -66,6 +67,7 @@ class Engines:
             raise
         self._watches = {name: self._watch_of(name) for name in settings.engines if is_name(name)}
         self._unwanted: dict[str, float] = {}  # identity → latest time until which it still gets requests
+        self._exchange = ServiceExchange(self.replicas.connected)
         self._leaving = PeriodicTask("engines-left", self._close_unused_engines, POLL_INTERVAL_S)
 
     async def __aenter__(self) -> Self:
@@ -73,10 +75,12 @@ class Engines:
         for watch in self._watches.values():
             watch.begin()
         self._leaving.start()
+        self._exchange.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         try:
+            await self._exchange.stop()
             await self._leaving.cancel()
             for watch in self._watches.values():
                 await watch.stop()

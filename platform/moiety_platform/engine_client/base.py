@@ -11,6 +11,7 @@ import msgspec
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import ModelCard, Submit
 
 Connection = tuple[str, int]  # engine address and connection number
@@ -116,6 +117,13 @@ class EngineClient(Protocol):
 
         Tenants already sent over this connection are skipped. Never raises. An engine that does not support the message
         gets none.
+        """
+        ...
+
+    def send_fleet_service(self, message: FleetService) -> None:
+        """Send the service of tenants on other replicas of the engine's model.
+
+        Never raises. An engine that is not connected, or does not exchange service, gets nothing.
         """
         ...
 

@@ -24,6 +24,7 @@ from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
+from moiety_wire.fleet_service import FleetService, ServiceReport
 from moiety_wire.messages import (
     Abort,
     Accepted,
@@ -113,6 +114,8 @@ class FakeEngineClient:
         self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
         self.settled_ids: list[str] = []
         self.forgotten_ids: list[str] = []
+        self.tenant_service: ServiceReport | None = None  # as its loads report it
+        self.fleet_services: list[FleetService] = []  # messages that it got
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
@@ -149,6 +152,10 @@ class FakeEngineClient:
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         self.forgotten_ids = list(tenant_ids)
+
+    def send_fleet_service(self, message: FleetService) -> None:
+        if self._alive and self.card.exchanges_service:
+            self.fleet_services.append(message)
 
     def set_asleep(self, *, asleep: bool) -> None:
         """Sleep or wake at once. Running requests continue."""
@@ -347,6 +354,7 @@ class FakeEngineClient:
     def _load(self) -> Load:
         return Load(
             engine_id=self.card.engine_id,
+            tenant_service=self.tenant_service,
             seq=0,
             num_running=len(self._running),
             num_waiting=0,

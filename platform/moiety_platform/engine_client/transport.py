@@ -27,6 +27,7 @@ from moiety_platform.errors import (
     Unavailable,
 )
 from moiety_wire.experts import ExpertLoad
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     Forget,
     MeteredUsage,
@@ -115,6 +116,11 @@ class ZmqEngineClient:
     def forget_tenants(self, tenant_ids: Collection[str]) -> None:
         self._forgotten = tenant_ids
         self._notify_deleted_tenants()
+
+    def send_fleet_service(self, message: FleetService) -> None:
+        session = self._session
+        if session is not None and session.card is not None and session.card.exchanges_service and not session.refusal:
+            session.send(message)
 
     def set_asleep(self, *, asleep: bool) -> None:
         session = self._session

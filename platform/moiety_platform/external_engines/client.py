@@ -38,6 +38,7 @@ from moiety_platform.external_engines.probe import ModelListUnavailable, NoRespo
 from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import Load
+from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Submit
 
 CONNECT_TIMEOUT_S = 5.0
@@ -143,6 +144,9 @@ class ExternalEngineClient:
         External engines have no such message. Cache entries under the tenant's salt are no longer used and are evicted
         in time.
         """
+
+    def send_fleet_service(self, message: FleetService) -> None:
+        """Do nothing: external engines have their own scheduling."""
 
     def set_asleep(self, *, asleep: bool) -> None:
         raise Conflict(

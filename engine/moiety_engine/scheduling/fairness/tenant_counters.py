@@ -28,6 +28,7 @@ class TenantCounter:
         "active",
         "counter",
         "last_served_s",
+        "not_served",
         "num_begun",
         "num_queued",
         "pending_tokens",
@@ -40,12 +41,24 @@ class TenantCounter:
         self.tenant = tenant
         self.weight = 1.0
         self.counter = 0.0
+        self.not_served = 0.0  # part of the counter that is no service of this rank: lifts, and service elsewhere
         self.active = 0  # requests of this rank that have not ended
         self.num_queued = 0
         self.num_begun = 0  # requests that have started and have not ended
         self.pending_tokens = 0  # prompt tokens of requests that have not started
         self.last_served_s = 0.0
         self.version = 0  # incremented when the counter falls: queues hold an entry at the old, higher value
+
+    @property
+    def own_service(self) -> float:
+        """Service of this replica, charges in advance included, divided by the weight."""
+        return self.counter - self.not_served
+
+    def raise_counter(self, counter: float) -> None:
+        """Raise the counter to this value for another reason than service of this replica."""
+        if counter > self.counter:
+            self.not_served += counter - self.counter
+            self.counter = counter
 
 
 class TenantCounters:
@@ -74,7 +87,7 @@ class TenantCounters:
             self.total_weight += account.weight
         account.active += 1
         if account.num_queued == 0:
-            account.counter = max(account.counter, self.floor() - self.credit / account.weight)
+            account.raise_counter(self.floor() - self.credit / account.weight)
         return account
 
     def add_waiting(self, account: TenantCounter) -> None:
@@ -99,6 +112,18 @@ class TenantCounters:
         account.counter += cost / account.weight
         self._charged += cost
         self._charge += 0.01 * (cost / max(1, num_prompt) - self._charge)
+
+    def add_remote_service(self, tenant: str, service: float, most_ahead: float) -> None:
+        """Add service divided by weight that the tenant received on other replicas.
+
+        A counter that is already more than `most_ahead` above the floor counts as if it were there. So a tenant that
+        has other replicas to itself waits for a bounded time when others wait here.
+        """
+        floor, account = self.floor(), self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = TenantCounter(tenant)
+            account.raise_counter(floor - self.credit)
+        account.raise_counter(min(account.counter, floor + most_ahead) + service)
 
     def update_credit(self, seconds: float, burst_s: float, most: float) -> None:
         """Update the credit for idleness: the rank's service in `burst_s` seconds, at most `most`."""

@@ -17,7 +17,7 @@ from heapq import heappop, heappush, heapreplace
 
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy
-from moiety_engine.scheduling.policies.policy_interface import PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import PolicyContext, vtc_bound
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 
@@ -27,19 +27,27 @@ _MAX_IDLE = 1024  # idle tenants that are remembered
 class DlpmTenant:
     """Scheduling state of one tenant."""
 
-    __slots__ = ("active", "deficit", "heap", "num_waiting", "version", "weight")
+    __slots__ = ("active", "deficit", "granted", "heap", "num_waiting", "version", "weight")
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.deficit = 0.0
+        self.granted = 0.0  # deficit that it was given, less the service on other replicas
         self.active = 0  # requests that have not ended
         self.num_waiting = 0  # requests that have entered the queue and have not started
         self.heap = EntryHeap()  # by minus the cached tokens
         self.version = 0  # incremented when its position in the order changes
 
+    @property
+    def own_service(self) -> float:
+        """Service of this replica in tokens; the weight is in the quanta."""
+        return self.granted - self.deficit
+
 
 class Dlpm(OrderedPolicy):
     """Policy ordered by cached prefix, among tenants with deficit left; started requests come first."""
+
+    counts_tenant_service = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds the started sequences
@@ -132,7 +140,9 @@ class Dlpm(OrderedPolicy):
             return False
         rounds = min(int(-c.deficit / (self.quantum * c.weight)) + 1 for c in clients)
         for client in clients:
-            client.deficit += rounds * self.quantum * client.weight
+            granted = rounds * self.quantum * client.weight
+            client.deficit += granted
+            client.granted += granted
             self._place(client)
         return True
 
@@ -176,6 +186,8 @@ class Dlpm(OrderedPolicy):
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         client = self._clients[sequence.request.tenant]
+        if self.served_tenants is not None:
+            self.served_tenants.track(client, 0, sequence.request.tenant)
         client.deficit -= num_uncached
         self._stop_waiting(client, sequence)
 
@@ -193,6 +205,17 @@ class Dlpm(OrderedPolicy):
                 self._stop_waiting(client, sequence)
         elif self._waiting_for:
             self._published(sequence)
+
+    def add_remote_service(self, rank: int, tenant: str, service: float, slack: float) -> None:
+        client = self._clients.get(tenant)
+        if client is None:
+            client = self._clients[tenant] = DlpmTenant()
+            if len(self._clients) > self._forget_at:
+                self._forget_idle()
+        least = -(vtc_bound(self.context) + slack) * client.weight
+        before = client.deficit
+        client.deficit = min(before, max(before, least) - service)
+        client.granted += client.deficit - before
 
     def _stop_waiting(self, client: DlpmTenant, sequence: Sequence) -> None:
         """Record that one of the client's requests no longer waits to start."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
+from moiety_engine.scheduling.fairness.served_tenants import ServedTenants
+from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
@@ -111,14 +113,29 @@ class PolicyContext:
     layout: TableLayout  # block tables of a sequence
     cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache of a rank group holds."""
+        return self.num_blocks * self.layout.block_size // self.layout.slots_per_token
+
+
+def vtc_bound(context: PolicyContext) -> float:
+    """Return the bound of VTC's theorem 4.4 for a weight of 1: the largest difference of two backlogged tenants.
+
+    A prompt is never longer than the KV cache, so that twice the service of a full cache covers both of its terms.
+    """
+    return 2 * OUTPUT_WEIGHT * context.kv_tokens
+
 
 class Policy:
     """Interface of a policy. By default it limits no time, delays no request, and admits all requests."""
 
     sizes_chunks = False  # true if the policy limits the time of a step
+    counts_tenant_service = False  # true if it has counters of tenants, which replicas can exchange
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
+        self.served_tenants: ServedTenants | None = None  # None: the service of tenants is not exchanged
 
     # ── prefill queue ──
 
@@ -158,6 +175,14 @@ class Policy:
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         """Record the end of a sequence, which may never have started."""
+
+    def add_remote_service(self, rank: int, tenant: str, service: float, slack: float) -> None:
+        """Count service that a tenant received on other replicas, in the unit of the policy's counters.
+
+        Only called if `counts_tenant_service`. A tenant that is far ahead of others already is charged only so far that
+        it is ahead by the bound of the virtual token counter plus `slack`, in the same unit, plus this service.
+        """
+        raise NotImplementedError
 
     # ── decisions ──
 

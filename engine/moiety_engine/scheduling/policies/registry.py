@@ -25,6 +25,12 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 }
 
 
+def counts_tenant_service(name: str) -> bool:
+    """Return whether the policy of this name has counters of tenants. Raises KeyError if there is none."""
+    policy = POLICIES[name]
+    return policy.counts_tenant_service if isinstance(policy, type) and issubclass(policy, Policy) else False
+
+
 def make_policy(name: str, context: PolicyContext) -> Policy:
     """Return a new policy of this name. Raises KeyError if there is none; check against POLICIES first."""
     return POLICIES[name](context)

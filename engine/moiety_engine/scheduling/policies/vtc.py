@@ -13,7 +13,7 @@ from heapq import heappop, heappush, heapreplace
 
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy
-from moiety_engine.scheduling.policies.policy_interface import PolicyContext
+from moiety_engine.scheduling.policies.policy_interface import PolicyContext, vtc_bound
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
 
@@ -23,18 +23,32 @@ _MAX_IDLE = 1024  # remembered tenants above which idle ones are dropped
 class VtcTenant:
     """Counter of one tenant, and its queued requests by arrival."""
 
-    __slots__ = ("active", "counter", "heap", "num_queued", "weight")
+    __slots__ = ("active", "counter", "heap", "not_served", "num_queued", "weight")
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.counter = 0.0
+        self.not_served = 0.0  # part of the counter that is no service of this replica: lifts, and service elsewhere
         self.active = 0  # requests that have not ended
         self.num_queued = 0  # requests that have entered the queue and have not started
         self.heap = EntryHeap()
 
+    @property
+    def own_service(self) -> float:
+        """Service of this replica divided by the weight."""
+        return self.counter - self.not_served
+
+    def raise_counter(self, counter: float) -> None:
+        """Raise the counter to this value for another reason than service of this replica."""
+        if counter > self.counter:
+            self.not_served += counter - self.counter
+            self.counter = counter
+
 
 class Vtc(OrderedPolicy):
     """Policy ordered by counter, then by arrival; started requests come first."""
+
+    counts_tenant_service = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)  # its heap holds the started sequences
@@ -87,7 +101,7 @@ class Vtc(OrderedPolicy):
     def _lift(self, client: VtcTenant) -> None:
         lowest = self._lowest() or self._left_last
         if lowest is not None:
-            client.counter = max(client.counter, lowest.counter)
+            client.raise_counter(lowest.counter)
 
     # ── events ──
 
@@ -102,6 +116,8 @@ class Vtc(OrderedPolicy):
 
     def started(self, sequence: Sequence, num_uncached: int, now_s: float) -> None:
         client = self._clients[sequence.request.tenant]
+        if self.served_tenants is not None:
+            self.served_tenants.track(client, 0, sequence.request.tenant)
         client.counter += num_uncached / client.weight
         self._stop_waiting(client, sequence)
 
@@ -115,6 +131,17 @@ class Vtc(OrderedPolicy):
         client.active -= 1
         if sequence in self._counted:
             self._stop_waiting(client, sequence)
+
+    def add_remote_service(self, rank: int, tenant: str, service: float, slack: float) -> None:
+        lowest = self._lowest() or self._left_last
+        floor = 0.0 if lowest is None else lowest.counter
+        client = self._clients.get(tenant)
+        if client is None:
+            if len(self._clients) >= self._forget_at:
+                self._forget_idle()
+            client = self._clients[tenant] = VtcTenant()
+            client.raise_counter(floor)
+        client.raise_counter(min(client.counter, floor + vtc_bound(self.context) + slack) + service)
 
     def _stop_waiting(self, client: VtcTenant, sequence: Sequence) -> None:
         """Record that one of the client's requests is no longer queued."""

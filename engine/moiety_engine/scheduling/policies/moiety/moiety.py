@@ -33,6 +33,7 @@ from moiety_engine.scheduling.policies.policy_interface import (
     Policy,
     PolicyContext,
     StepBudget,
+    vtc_bound,
 )
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import Sequence
@@ -44,6 +45,7 @@ class Moiety(Policy):
     """The `moiety` policy; see the module's docstring."""
 
     sizes_chunks = True
+    counts_tenant_service = True
 
     def __init__(self, context: PolicyContext, tuning: Tuning | None = None) -> None:
         super().__init__(context)
@@ -98,6 +100,8 @@ class Moiety(Policy):
         self._stop_waiting(sequence, record)
         prepaid = self.tuning.prepaid * (sequence.predicted_output - sequence.request.num_resumed)
         record.charged_tokens = sequence.request.num_resumed + prepaid
+        if self.served_tenants is not None:
+            self.served_tenants.track(account, sequence.service.rank, account.tenant)
         self._accounts[sequence.service.rank].charge(account, num_uncached, prepaid)
         self._kv_admission.reserve(sequence)
 
@@ -125,10 +129,8 @@ class Moiety(Policy):
         self._slo.refresh(now_s)
         self._unaccounted_s += seconds
         if self._unaccounted_s >= 1.0:
-            layout = self.context.layout
-            kv_tokens = self.context.num_blocks * layout.block_size // layout.slots_per_token
             for accounts in self._accounts.values():
-                accounts.update_credit(self._unaccounted_s, self.tuning.burst_s, kv_tokens / 2)
+                accounts.update_credit(self._unaccounted_s, self.tuning.burst_s, self.context.kv_tokens / 2)
             self._unaccounted_s = 0.0
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
@@ -147,6 +149,11 @@ class Moiety(Policy):
                 self._queue.requeue_tenant(account, rank)
         self._accounts[rank].remove_request(account)
         self._kv_admission.ended(sequence)
+
+    def add_remote_service(self, rank: int, tenant: str, service: float, slack: float) -> None:
+        accounts = self._accounts.get(rank)
+        if accounts is not None and self.tuning.fairness:  # else nobody is behind the tenant here
+            accounts.add_remote_service(tenant, service, vtc_bound(self.context) + slack)
 
     def _stop_waiting(self, sequence: Sequence, record: RequestRecord) -> None:
         """Record that the sequence starts, or ends without having started."""
