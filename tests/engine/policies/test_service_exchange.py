@@ -299,7 +299,7 @@ def test_a_tenant_that_sends_to_all_replicas_gets_no_more_than_those_that_send_t
             fleet.run(PERIOD_S)
         grown[exchanges] = {name: service - before[name] for name, service in fleet.service().items()}
     fair, alone = grown[True], grown[False]
-    assert alone["a"] > 1.8 * max(alone[name] for name in "bcd"), "without the exchange, it gets a share on each"
+    assert alone["a"] > 1.6 * max(alone[name] for name in "bcd"), "without the exchange, it gets a share on each"
     assert fair["a"] < 1.4 * min(fair[name] for name in "bcd")
     assert fair["a"] > 0.7 * max(fair[name] for name in "bcd")
 
