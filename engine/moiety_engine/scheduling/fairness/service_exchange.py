@@ -29,7 +29,7 @@ class ServiceExchange:
         self._remote = RemoteService(policy_name, period_s)
         self._served = policy.served_tenants = ServedTenants()
         self._peak = 0.0
-        self._report_interval_s = period_s / 4
+        self._report_interval_s = period_s / 2
         self._reported_s = -math.inf
 
     def take_report(self, now_s: float) -> ServiceReport | None:
