@@ -37,6 +37,7 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 THOROUGH = bool(os.environ.get("MOIETY_TEST_ALL"))  # every combination: make test-all
 FAST = bool(os.environ.get("MOIETY_TEST_FAST"))  # test functions that are short, once each: make test-fast
 MEASURED = bool(os.environ.get("MOIETY_TEST_MEASURED"))  # all tests that the lists of durations leave out, too
+SAMPLE = int(os.environ.setdefault("MOIETY_TEST_SAMPLE", str(int(time.time() // 86_400))))  # another one each day
 TESTS = Path(__file__).parent
 HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest", "selection"))]
 SHARING = ("tests/system/", "tests/engine/test_parallel", "tests/engine/test_layout_support")  # servers, or ranks
@@ -54,6 +55,10 @@ def examples(count: int) -> int:
 # no deadline: the time of an example depends on the machine's load
 hypothesis.settings.register_profile("moiety", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("moiety")
+
+
+def pytest_report_header() -> str:
+    return f"sample of long functions: {SAMPLE}; MOIETY_TEST_SAMPLE={SAMPLE} repeats it, and MOIETY_TEST_ALL=1 runs all"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not THOROUGH:
         _deselect(config, items, {item for item in items if item.get_closest_marker("thorough")})
         _deselect(config, items, repeated_combinations(items) | further_mutants(items))
-        _deselect(config, items, beyond_sample(items, {} if MEASURED else sample_steps()))
+        _deselect(config, items, beyond_sample(items, {} if MEASURED else sample_steps(), SAMPLE))
     if FAST:
         _deselect(config, items, set(items).difference(fast_tests(items)))
     if "PYTEST_XDIST_WORKER" in os.environ:

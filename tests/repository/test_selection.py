@@ -80,7 +80,7 @@ def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: p
 
 
 def test_a_function_that_takes_long_is_sampled_without_a_marker(pytester: pytest.Pytester) -> None:
-    pytester.makeini("[pytest]\nmarkers = one_in")
+    pytester.makeini("[pytest]\nmarkers =\n one_in\n every_value")
     items = pytester.getitems("""
         import pytest
 
@@ -90,12 +90,31 @@ def test_a_function_that_takes_long_is_sampled_without_a_marker(pytester: pytest
         @pytest.mark.one_in(3)
         @pytest.mark.parametrize("a", range(9))
         def test_both(a): pass
+
+        @pytest.mark.one_in(3)
+        @pytest.mark.every_value
+        @pytest.mark.parametrize("a", range(9))
+        def test_every(a): pass
     """)
     module = items[0].path
     steps = {f"tests/{os.path.relpath(module, ROOT / 'tests')}::{name}": 3 for name in ("test_long", "test_both")}
     kept = [item for item in items if item not in beyond_sample(items, steps)]
     assert len([item for item in kept if item.name.startswith("test_long")]) == 3
     assert len([item for item in kept if item.name.startswith("test_both")]) == 1
+    assert len([item for item in kept if item.name.startswith("test_every")]) == 9
+
+
+def test_consecutive_samples_contain_each_test_once(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = one_in")
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.one_in(4)
+        @pytest.mark.parametrize("a", range(10))
+        def test_many(a): pass
+    """)
+    samples = [set(items) - beyond_sample(items, {}, first) for first in range(20_000, 20_004)]
+    assert sorted(item.name for sample in samples for item in sample) == sorted(item.name for item in items)
 
 
 def test_lists_come_from_the_durations_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from .admin_api_access import ASKS, CALLERS, LIMIT, Ask, Side, World, call, real_app, span_of, world
 from .conftest import Admin
 
+pytestmark = pytest.mark.every_value
+
 __all__ = ["call", "world"]  # fixtures
 
 USES_UP = ("DELETE", "POST /keys/{key_id}")
