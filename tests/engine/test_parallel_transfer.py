@@ -255,4 +255,4 @@ def test_no_answer_is_lost_when_ranks_are_killed(
             tokens |= pair.run(submits[wave * size : (wave + 1) * size], before_output=kill)
             num_arrived += pair.num_arrived
     assert_answers(expected, tokens)
-    assert num_arrived > 0 or tp != 2
+    assert num_arrived > 0 or tp != 2 or num_kills == 1, "one kill may come before any KV has arrived"
