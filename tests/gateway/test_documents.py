@@ -197,6 +197,21 @@ async def test_a_document_that_cannot_be_read_is_refused_with_its_place_and_reas
         assert status == 200, answer
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_file_that_is_named_twice_costs_its_characters_twice(
+    start_gateway: StartGateway, card: ModelCard, path: str
+) -> None:
+    data = b"a" * 300
+    async with start_gateway([FakeEngineClient(card)], max_document_characters=500) as gateway:
+        for part in (part_of(path, data), uploaded_part(path, await upload(gateway, data))):
+            message = await refusal(gateway, path, asking(path, part, part))
+            assert "may have 500 characters" in message
+            assert f"at {PLACES[path].replace('content.0', 'content.1')} " in message
+            assert not gateway.engine.submits
+        status, _, answer = await gateway.post(path, asking(path, part))
+        assert status == 200, answer
+
+
 async def test_a_pdf_file_that_only_restricts_its_use_is_read(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, encrypted_pdf("The sky.", ""))))
     assert status == 200, answer

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_wire.images import is_image_file
 
 TOO_MANY_DOCUMENTS = "too_many_documents"  # an error code
+MAX_INLINE_CHARACTERS = 1 << 18  # of documents whose prompt is built on the event loop, not in a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +108,34 @@ class DocumentPreparation:
         """
         if not conversation.documents:
             return conversation, []
-        found: dict[str | bytes, Found] = {}
+        read: dict[str | bytes, Found] = {}
+        found: list[Found] = []  # for each document of the conversation
         with self._counted_request(owner.tenant_id):
             budget = _DocumentBudget(self.limits)
             for document in conversation.documents:
-                if (key := _key_of(document)) not in found:
+                if (key := _key_of(document)) not in read:
                     try:
-                        found[key] = await self._read(document, owner, budget)
+                        read[key] = await self._read(document, owner, budget)
                     except (BadRequest, NotFound, Gone) as exc:
-                        found[key] = exc
-        replaced: list[str] = []
-        messages = tuple(_read_message(message, found, replaced) for message in conversation.messages)
-        return msgspec.structs.replace(conversation, messages=messages), replaced
+                        read[key] = exc
+                found.append(self._charged(document, read[key], budget))
+            num_characters = self.limits.max_characters - budget.limits.max_characters
+            if num_characters > MAX_INLINE_CHARACTERS:
+                return await asyncio.get_running_loop().run_in_executor(None, _read_conversation, conversation, found)
+            return _read_conversation(conversation, found)
+
+    def _charged(self, document: PromptDocument, found: Found, budget: _DocumentBudget) -> Found:
+        """Return what one document of the conversation is, after the budget has paid for its text there.
+
+        A file that is named several times is read once, but its text is in the prompt each time.
+        """
+        if not isinstance(found, str):
+            return found
+        num_characters = len(found) + len(document.title or "") + len(document.context or "")
+        if num_characters > budget.limits.max_characters:
+            return _refusal_of(document, self._too_many_characters())
+        budget.take(max_characters=num_characters)
+        return found
 
     @contextmanager
     def _counted_request(self, tenant_id: str) -> Iterator[None]:
@@ -139,9 +157,7 @@ class DocumentPreparation:
         try:
             return await self._read_within(document, owner, budget)
         except DocumentRefused as exc:
-            name = f"{document.file_id[:64]!r} at {document.path}" if document.file_id else f"at {document.path}"
-            param = document.path.partition(".")[0]
-            raise BadRequest(f"the document {name} {exc}", code=INVALID_DOCUMENT, param=param) from exc
+            raise _refusal_of(document, exc) from exc
 
     async def _read_within(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
         """Return the text of a document within the budget, or that it is an image. Raises DocumentRefused."""
@@ -163,10 +179,12 @@ class DocumentPreparation:
         else:
             text = text_of_file(document.data or await self._read_file(document.file_id, owner))
         if len(text) > budget.limits.max_characters:
-            most = self.limits.max_characters
-            raise DocumentRefused(f"is too large: the documents of a request may have {most:,} characters; send fewer")
-        budget.take(max_characters=len(text))
+            raise self._too_many_characters()
         return text
+
+    def _too_many_characters(self) -> DocumentRefused:
+        most = self.limits.max_characters
+        return DocumentRefused(f"is too large: the documents of a request may have {most:,} characters; send fewer")
 
     async def _extract(self, document: PromptDocument, owner: Principal, limits: DocumentLimits) -> ExtractedText:
         """Return the text of a PDF file. The tenant's slot is held until its process has ended."""
@@ -192,31 +210,47 @@ def _key_of(document: PromptDocument) -> str | bytes:
     return document.file_id or document.data
 
 
-def _read_message(message: dict[str, Any], found: Mapping[str | bytes, Found], replaced: list[str]) -> dict[str, Any]:
+def _refusal_of(document: PromptDocument, reason: DocumentRefused) -> BadRequest:
+    name = f"{document.file_id[:64]!r} at {document.path}" if document.file_id else f"at {document.path}"
+    param = document.path.partition(".")[0]
+    return BadRequest(f"the document {name} {reason}", code=INVALID_DOCUMENT, param=param)
+
+
+def _read_conversation(conversation: Conversation, found: Sequence[Found]) -> tuple[Conversation, list[str]]:
+    """Return the conversation with its documents as text, and the paths of those that are not shown.
+
+    `found`: what each document is, in the order of the conversation. Raises why a document cannot be read.
+    """
+    replaced: list[str] = []
+    rest = iter(found)
+    messages = tuple(_read_message(message, rest, replaced) for message in conversation.messages)
+    return msgspec.structs.replace(conversation, messages=messages), replaced
+
+
+def _read_message(message: dict[str, Any], found: Iterator[Found], replaced: list[str]) -> dict[str, Any]:
     """Return a message with its documents as text. Paths of those that are not shown are added to `replaced`."""
     content = message["content"]
     if not isinstance(content, list) or not any(map(is_document, content)):
         return message
     is_result = message["role"] == "tool"
+    read = [
+        _read_part(part["document"], next(found), is_result, replaced) if is_document(part) else part
+        for part in content
+    ]
     parts: list[dict[str, Any]] = []
-    for part in content:
-        read = _read_part(part["document"], found, is_result, replaced) if is_document(part) else part
-        if parts and is_text(parts[-1]) and is_text(read):
-            read = text_part(only_text([parts.pop(), read]))
-        parts.append(read)
+    for are_texts, group in groupby(read, is_text):
+        run = list(group)
+        parts += [text_part(only_text(run))] if are_texts else run
     return {**message, "content": only_text(parts)}
 
 
-def _read_part(
-    document: PromptDocument, found: Mapping[str | bytes, Found], is_result: bool, replaced: list[str]
-) -> dict[str, Any]:
+def _read_part(document: PromptDocument, found: Found, is_result: bool, replaced: list[str]) -> dict[str, Any]:
     """Return a part with the text of a document, or its image. Raises why it cannot be read, except in a result."""
-    text = found[_key_of(document)]
-    if isinstance(text, IsImage):
+    if isinstance(found, IsImage):
         return image_part(msgspec.structs.replace(image_of_file(document.file_id), path=document.path))
-    if isinstance(text, PlatformError):
+    if isinstance(found, PlatformError):
         if is_result:
             replaced.append(document.path)
-            return text_part(f"[This document is not shown: {text.message}.]")
-        raise text
-    return text_part(shown_document(text, document.title, document.context))
+            return text_part(f"[This document is not shown: {found.message}.]")
+        raise found
+    return text_part(shown_document(found, document.title, document.context))
