@@ -14,6 +14,9 @@ from typing import NoReturn
 from moiety_limited_processes.frames import EXIT_CRASHED, EXIT_OUT_OF_MEMORY
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+MAX_OPEN_FILES = 64
 
 
 def run_to_exit(work: Callable[[], None]) -> NoReturn:
@@ -59,6 +62,22 @@ def limit_time(cpu_s: float, wall_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (hard_s, hard_s))  # in case the timer fails
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the default action of its signal ends the process
     signal.setitimer(signal.ITIMER_REAL, wall_s)
+
+
+def limit_access() -> None:
+    """Let this process write no file, open few, gain no privilege by a program, and be traced by no other process.
+
+    A limit of the number of processes does not hold for root, so there is none. Raises OSError.
+    """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    zero = ctypes.c_ulong(0)
+    for option, value in ((PR_SET_NO_NEW_PRIVS, 1), (PR_SET_DUMPABLE, 0)):
+        if prctl(option, ctypes.c_ulong(value), zero, zero, zero):
+            raise OSError(ctypes.get_errno(), f"prctl({option}) fails")
 
 
 def resident_bytes() -> int:

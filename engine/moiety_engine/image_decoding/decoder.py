@@ -19,7 +19,7 @@ from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, Image
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_engine.messages import CoreFailure
 from moiety_limited_processes.errors import WorkerFailed
-from moiety_limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_limited_processes.frames import ChildExit, FrameTooLong, receive_frame, send_frame
 from moiety_limited_processes.processes import (
     ForkTemplate,
     ProcessLimit,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 GRACE_S = 2.0  # beyond a process's own limit, until it is killed from here
+MAX_REPORT_BYTES = 4096  # of a report, beside its pixels
 DIGEST_BYTES = 32
 MAX_REFUSAL_CHARS = 500
 DECODER_COMPROMISED = "an image makes the decoder return something else than an image; send it in another format"
@@ -126,18 +127,23 @@ class ImageDecoder:
         template_pid = template.pid
         with template.fork() as child:
             child.link.settimeout(order.wall_s + GRACE_S)
+            deadline_s = time.monotonic() + order.wall_s + GRACE_S
+            max_bytes = 3 * order.resized[0] * order.resized[1] + MAX_REPORT_BYTES
             try:
                 send_frame(child.link, order)
-                return receive_frame(child.link, DecodeReport)
+                return receive_frame(child.link, DecodeReport, deadline_s=deadline_s, max_bytes=max_bytes)
             except TimeoutError:
                 end = child.kill()
                 is_slow = True
+            except (
+                FrameTooLong,
+                msgspec.MsgspecError,
+            ):  # a file may take over its process, which then says what it likes
+                child.kill()
+                return ImageFailure(FailureCode.IMAGE_REFUSED, DECODER_COMPROMISED)
             except (EOFError, OSError):
                 end = child.kill()
                 is_slow = False
-            except msgspec.MsgspecError:  # a file may take over its process, which then says what it likes
-                child.kill()
-                return ImageFailure(FailureCode.IMAGE_REFUSED, DECODER_COMPROMISED)
         log.warning("image_process_ended", ended_by="unknown" if end is None else name_of(end), is_slow=is_slow)
         if end is None:
             template.restart(template_pid)

@@ -18,7 +18,7 @@ from typing import NoReturn
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_limited_processes.child_limits import limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import Template
 
@@ -37,6 +37,7 @@ def _run_order(link: socket.socket) -> None:
     os.nice(NICENESS)
     limit_memory(order.memory_bytes)
     limit_time(order.cpu_s, order.wall_s)
+    limit_access()
     send_frame(link, decode(order))
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from moiety_engine.config import GrammarLimits
@@ -29,6 +31,7 @@ from moiety_engine.structured_outputs.preferred_schemas import (
 from moiety_engine.structured_outputs.stepping import (
     MAX_KEPT,
     MAX_KEPT_BYTES,
+    MAX_REPORT_BYTES,
     MAX_WORKERS,
     CheckedGrammar,
     GrammarHandle,
@@ -192,13 +195,15 @@ class GrammarService:
         """
         limits = self._limits
         order = TrialOrder(spec, limits.compile_cpu_s, limits.compile_wall_s, limits.compile_memory_bytes)
+        max_bytes = 2 * len(msgspec.msgpack.encode(spec)) + MAX_REPORT_BYTES
         for _ in range(MAX_TRIALS):
             template_pid = self._template.pid
+            deadline_s = time.monotonic() + limits.compile_wall_s + 2
             with self._template.fork() as child:
                 child.link.settimeout(limits.compile_wall_s + 2)
                 try:
                     send_role(child, order)
-                    report = receive_frame(child.link, TrialReport)
+                    report = receive_frame(child.link, TrialReport, deadline_s=deadline_s, max_bytes=max_bytes)
                 except (EOFError, OSError):
                     end = child.kill()
                     if end is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ MAX_WORKERS = 4  # processes that step the grammars of one replica
 MAX_KEPT = 256  # grammars in one process
 MAX_KEPT_BYTES = 8 << 20  # of their text
 STALL_S = 5.0  # without a finished operation, after which a process counts as stopped
+MAX_REPORT_BYTES = 1 << 16  # of the report about a grammar
+MAX_ROW_REPORT_BYTES = 4096  # of the report about each row of a step
 REPORT_S = 0.5  # time for the template to report a process's end; steps wait meanwhile
 UNKNOWN_END = 0.5  # share of a death that the template did not report: it was killed itself or is late
 MAX_DEATHS = 2  # deaths of processes during a request's operation, without proof of its fault, after which it fails
@@ -177,7 +180,10 @@ class SteppingWorker:
                 order = PrepareOrder(next(_ids), grammar.spec)
                 try:
                     send_frame(process.compile_link, order)
-                    report = receive_frame(process.compile_link, PrepareReport)
+                    deadline_s = time.monotonic() + 4 * self._limits.compile_wall_s + STALL_S
+                    report = receive_frame(
+                        process.compile_link, PrepareReport, deadline_s=deadline_s, max_bytes=MAX_REPORT_BYTES
+                    )
                 except (EOFError, OSError):
                     end = self._end_process(process)
                     if end is not None and is_own_fault(end) and order.grammar_id in process.masks.grammars_in_progress:
@@ -262,7 +268,8 @@ class SteppingWorker:
             if process.masks.operations_total == num_operations:
                 raise TimeoutError("no operation ended")
             num_operations = process.masks.operations_total
-        return receive_frame(process.child.link, StepReport)
+        deadline_s, max_bytes = time.monotonic() + STALL_S, (len(live) + 1) * MAX_ROW_REPORT_BYTES
+        return receive_frame(process.child.link, StepReport, deadline_s=deadline_s, max_bytes=max_bytes)
 
     def _order(self, process: _Process, live: Sequence[GrammarHandle]) -> StepOrder:
         rows, grammars = [], []

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from moiety_limited_processes.errors import WorkerFailed
-from moiety_limited_processes.frames import ChildExit, receive_frame, send_frame
+from moiety_limited_processes.frames import ChildExit, FrameTooLong, receive_frame, send_frame
 from moiety_limited_processes.processes import ForkTemplate, ProcessLimit, is_own_fault, name_of, reached_limit
 from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder, ExtractionReport
 from moiety_platform.errors import Unavailable
@@ -23,6 +23,8 @@ WORKER = ("-m", "moiety_platform.document_extraction.worker")
 MAX_ATTEMPTS = 2  # a process that was killed from outside does not count against its file
 GRACE_S = 5.0  # beyond the time of a process, in which the kernel ends it
 MAX_REFUSAL_CHARS = 300
+MAX_CHARACTER_BYTES = 4  # in UTF-8
+MAX_REPORT_BYTES = 4096  # of a report, beside its text
 RETRY_AFTER_S = 5.0
 COMPROMISED = "makes its reader answer nonsense; send its text"
 _PASSED_ON = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
@@ -94,11 +96,16 @@ class PdfExtractor:
         """
         template = self._started()
         template_pid, begun_s = template.pid, time.monotonic()
+        deadline_s = begun_s + order.wall_s + GRACE_S
+        max_bytes = order.max_characters * MAX_CHARACTER_BYTES + MAX_REPORT_BYTES
         with template.fork() as child:
             child.link.settimeout(order.wall_s + GRACE_S)
             try:
                 send_frame(child.link, order)
-                return receive_frame(child.link, ExtractionReport)
+                return receive_frame(child.link, ExtractionReport, deadline_s=deadline_s, max_bytes=max_bytes)
+            except FrameTooLong as exc:
+                child.kill()
+                raise DocumentRefused(COMPROMISED) from exc
             except (EOFError, OSError):  # including TimeoutError
                 end = child.kill()
             except msgspec.MsgspecError as exc:  # a file may take over its process, which then says what it likes

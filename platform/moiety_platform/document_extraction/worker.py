@@ -19,7 +19,7 @@ from typing import NoReturn
 from pypdf import PasswordType, PdfReader
 from pypdf.errors import LimitReachedError
 
-from moiety_limited_processes.child_limits import limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import Template
 from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder, ExtractionReport
@@ -43,6 +43,7 @@ def _run_order(link: socket.socket) -> None:
     os.nice(NICENESS)
     limit_memory(order.memory_bytes)
     limit_time(order.cpu_s, order.wall_s)
+    limit_access()
     send_frame(link, extract_text(order))
 
 
