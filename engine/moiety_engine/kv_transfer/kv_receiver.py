@@ -9,11 +9,10 @@ from typing import NamedTuple
 import structlog
 
 from moiety_engine.kv_transfer.rank_transfers import OtherTransfers
-from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
+from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, Progress, StagingBuffer, prompt_hash
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
 
-ANNOUNCED_S = 5.0  # longest wait for the announcement, which was sent before the request
 MAX_HELD_S = 5.0  # longest time that received KV takes room in the staging buffer while its request awaits images
 
 log = structlog.get_logger()

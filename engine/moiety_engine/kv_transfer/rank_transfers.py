@@ -21,7 +21,7 @@ from moiety_engine.kv_transfer.rank_messages import (
 )
 from moiety_engine.kv_transfer.rank_sender import RankSender, StepSends
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
-from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
+from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, Progress, StagingBuffer
 from moiety_engine.kv_transfer.transports import own_host
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class OtherTransfers:
     def progress(self, transfer_id: str, prompt_hash: bytes) -> Progress:
         """Return the progress of a transfer over all ranks, after rank 0's part has arrived.
 
-        Lost is also what other ranks do not have some seconds later.
+        Each rank decides itself when its part has stalled. A part that is still not announced `ANNOUNCED_S` after the
+        first poll is lost.
         """
         now_s = self._clock()
         first_s, newest_s = self._polled.get(transfer_id, (now_s, 0.0))
@@ -86,10 +87,11 @@ class OtherTransfers:
             return Progress.COMING
         self._polled[transfer_id] = first_s, now_s
         self.send(PollTransfer(transfer_id, prompt_hash))
-        num_there, num_lost = report(self._everyone, Progress.THERE)
-        if num_lost or now_s - first_s > STALLED_S:
-            return Progress.LOST
-        return Progress.THERE if num_there == self._num_parts else Progress.COMING
+        num_there, num_lost, num_unknown = report(self._everyone, Progress.THERE)
+        if num_there == self._num_parts:
+            return Progress.THERE
+        is_late = num_unknown > 0 and now_s - first_s > ANNOUNCED_S
+        return Progress.LOST if num_lost or is_late else Progress.COMING
 
     def load(
         self, transfer_id: str, first: int, tables: Sequence[list[int]], firsts: Sequence[int], state_slot: int
@@ -103,14 +105,15 @@ class OtherTransfers:
         self.send(DropTransfer(transfer_id))
 
 
-def report(everyone: RankCollectives, progress: Progress | None) -> tuple[int, int]:
-    """Return the numbers of ranks that have their part, and that have lost it. All ranks must call it together.
+def report(everyone: RankCollectives, progress: Progress | None) -> tuple[int, int, int]:
+    """Return the numbers of ranks that have their part, that have lost it, and to which it was not announced.
 
-    `progress` is that of this rank; None for a rank without a part.
+    All ranks must call it together. `progress` is that of this rank; None for a rank without a part.
     """
-    own = torch.tensor([progress is Progress.THERE, progress is Progress.LOST], dtype=torch.int64)
-    num_there, num_lost = everyone.sum(own).tolist()
-    return num_there, num_lost
+    counted = Progress.THERE, Progress.LOST, Progress.UNKNOWN
+    own = torch.tensor([progress is one for one in counted], dtype=torch.int64)
+    num_there, num_lost, num_unknown = everyone.sum(own).tolist()
+    return num_there, num_lost, num_unknown
 
 
 class RankTransfers:

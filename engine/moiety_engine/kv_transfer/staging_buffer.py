@@ -23,6 +23,7 @@ from moiety_engine.model.batch import KvCache
 from moiety_wire.roles import KvTransferTimes
 
 UNCLAIMED_S = 30.0  # KV that no request claims is dropped after this time
+ANNOUNCED_S = 5.0  # longest wait for the announcement, which was sent before the request
 STALLED_S = 5.0  # longest wait for the next chunk
 MAX_REMEMBERED = 4096  # number of lost transfers that are remembered
 

@@ -1,0 +1,62 @@
+"""Progress of a KV transfer over several ranks, as rank 0 sees it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moiety_engine.kv_transfer.rank_messages import TransferMessage
+from moiety_engine.kv_transfer.rank_transfers import OtherTransfers, report
+from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, STALLED_S, Progress
+
+
+class OtherRank:
+    """The collectives of two ranks, with the other rank's progress."""
+
+    def __init__(self) -> None:
+        self.progress = Progress.COMING
+
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        other = SimpleNamespace(sum=lambda counts: counts)
+        return own + torch.tensor(report(cast(Any, other), self.progress))
+
+
+class Polls:
+    """Rank 0's polls of a transfer of which its own part is there."""
+
+    def __init__(self) -> None:
+        self.now_s, self.other, self.sent = 100.0, OtherRank(), list[TransferMessage]()
+        layout = SimpleNamespace(attention_ranks=2)
+        ranks = SimpleNamespace(everyone=self.other, rank_position=SimpleNamespace(layout=layout))
+        group = cast(Any, SimpleNamespace(ranks=ranks))
+        self._transfers = OtherTransfers(group, self.sent.append, clock=lambda: self.now_s)
+
+    def poll(self, progress: Progress, after_s: float = 0.0) -> Progress:
+        self.now_s += after_s
+        self.other.progress = progress
+        return self._transfers.progress("a", b"hash")
+
+
+@pytest.fixture
+def polls() -> Polls:
+    return Polls()
+
+
+def test_a_part_that_is_there_counts_however_late_it_is_polled(polls: Polls) -> None:
+    assert polls.poll(Progress.COMING) is Progress.COMING
+    assert polls.poll(Progress.THERE, after_s=STALLED_S + 1) is Progress.THERE
+
+
+def test_a_part_that_still_receives_chunks_is_not_lost(polls: Polls) -> None:
+    assert polls.poll(Progress.COMING) is Progress.COMING
+    assert polls.poll(Progress.COMING, after_s=10 * STALLED_S) is Progress.COMING
+    assert polls.poll(Progress.LOST, after_s=1) is Progress.LOST
+
+
+def test_a_part_that_is_not_announced_in_time_is_lost(polls: Polls) -> None:
+    assert polls.poll(Progress.UNKNOWN) is Progress.COMING
+    assert polls.poll(Progress.UNKNOWN, after_s=ANNOUNCED_S - 1) is Progress.COMING
+    assert polls.poll(Progress.UNKNOWN, after_s=2) is Progress.LOST
