@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from moiety_engine.kv_transfer.sender_thread import SenderThread
 from moiety_engine.model.batch import KvCache
 from moiety_engine.staging import DeviceMark
 from moiety_wire.roles import KvHandoff
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -80,13 +83,14 @@ class RankSender:
     def sends(self, ranges: Sequence[SendRange], kv: KvCache) -> StepSends | None:
         """Return the sends of a step; None if there are none.
 
-        A transfer that cannot begin on a rank other than rank 0 is not sent, and the receiver waits for it in vain.
+        A transfer that cannot begin on a rank other than rank 0 is not sent. The receiver counts this rank's part as
+        lost, because it is never announced.
         """
         device = kv.layers[0].parts[0].device
         stretches = []
         for one in ranges:
             if one.begin is not None and one.transfer_id not in self._open:
-                self.begin(one.transfer_id, one.begin, kv)
+                self.log_not_sent(self.begin(one.transfer_id, one.begin, kv))
             transfer = self._open.get(one.transfer_id)
             if transfer is not None:
                 blocks = [torch.tensor(table, device=device) for table in one.tables]
@@ -103,6 +107,16 @@ class RankSender:
             return self._sender.end(transfer_id)
         self._sender.cancel(transfer_id)
         return ""
+
+    def log_not_sent(self, problem: str) -> None:
+        """Log why this rank's part was not sent; "" logs nothing."""
+        if problem:
+            log.warning(
+                "kv_part_not_sent",
+                rank=self._rank,
+                reason=problem,
+                advice="none needed: the decode engine computes the prompt; if it recurs, see the reason",
+            )
 
     def close(self) -> None:
         self._sender.close()

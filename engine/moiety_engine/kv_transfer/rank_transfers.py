@@ -146,7 +146,8 @@ class RankTransfers:
         match message:
             case EndSend():
                 if self._sender is not None:
-                    self._sender.end(message.transfer_id, is_complete=message.is_complete)
+                    problem = self._sender.end(message.transfer_id, is_complete=message.is_complete)
+                    self._sender.log_not_sent(problem)
             case OpenReceiver() if zone is not None:
                 self._receiver = self._open_receiver(zone, message.secret)
                 exchange_addresses(self._rank_group, message.secret, self._receiver.address)
