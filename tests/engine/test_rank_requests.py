@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from moiety_engine.distribution.rank_requests import RankAnswers, RankRequests, RequestsClosed, exchange
+from moiety_engine.distribution.rank_requests import (
+    RankAnswers,
+    RankRequests,
+    RequestFailed,
+    RequestsClosed,
+    RequestTimedOut,
+    exchange,
+)
 
 KEY = b"k" * 32
 
@@ -39,7 +46,7 @@ def test_each_request_gets_its_answer_whatever_the_order(store: Any, pool: Threa
         requests.answer(1, 6)
 
 
-def test_what_a_stranger_writes_into_the_store_is_refused(store: Any, pool: ThreadPoolExecutor) -> None:
+def test_what_a_stranger_writes_into_the_store_is_ignored(store: Any, pool: ThreadPoolExecutor) -> None:
     done: list[bytes] = []
 
     def handle(message: bytes) -> tuple[ThreadPoolExecutor, Callable[[], bytes]]:
@@ -47,14 +54,40 @@ def test_what_a_stranger_writes_into_the_store_is_refused(store: Any, pool: Thre
         return pool, lambda: message
 
     store.set("request/1/1", b"\0" * 32 + b"delete everything")
-    answers = RankAnswers(store, KEY, 1, handle)
-    answers.join(60)
-    assert not done
-    requests = RankRequests(store, KEY)
+    answers, requests = RankAnswers(store, KEY, 1, handle), RankRequests(store, KEY)
+    assert requests.answer(1, requests.send(1, b"question"), timeout_s=60) == b"question"
+    assert done == [b"question"]
+    answers.close()
     number = requests.send(2, b"question")
     store.set(f"answer/2/{number}", b"\0" * 32 + b"a lie")
-    with pytest.raises(RequestsClosed, match="not from a rank of this engine"):
-        requests.answer(2, number)
+    with pytest.raises(RequestTimedOut):
+        requests.answer(2, number, timeout_s=0.0)
+
+
+def test_a_request_that_fails_gets_an_error_answer_and_later_ones_are_executed(
+    store: Any, pool: ThreadPoolExecutor
+) -> None:
+    def handle(message: bytes) -> tuple[ThreadPoolExecutor, Callable[[], bytes]]:
+        if message == b"unreadable":
+            raise ValueError("it cannot be decoded")
+        return pool, lambda: bytes([7 // len(message)])
+
+    answers, requests = RankAnswers(store, KEY, 1, handle), RankRequests(store, KEY)
+    unreadable, empty, good = (requests.send(1, message) for message in (b"unreadable", b"", b"question"))
+    with pytest.raises(RequestFailed, match="rank 1: it cannot be decoded"):
+        requests.answer(1, unreadable, timeout_s=60)
+    with pytest.raises(RequestFailed, match="division"):
+        requests.answer(1, empty, timeout_s=60)
+    assert requests.answer(1, good, timeout_s=60) == b"\0"
+    answers.close()
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_without_limit(store: Any) -> None:
+    requests = RankRequests(store, KEY)
+    with pytest.raises(RequestTimedOut, match="answer/1/1"):
+        requests.answer(1, requests.send(1, b"question"), timeout_s=0.0)
+    with pytest.raises(RequestTimedOut, match="name/1"):
+        exchange(store, KEY, "name", 0, range(2), b"", timeout_s=0.0)
 
 
 def test_ranks_exchange_values(store: Any, pool: ThreadPoolExecutor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from hashlib import blake2b
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
 
 _POLL = timedelta(milliseconds=250)  # interval at which a waiting thread looks whether its end was asked for
 _DIGEST_BYTES = 32
+_DONE, _FAILED = b"\0", b"\1"  # first byte of an answer
+ANSWER_S = 120.0  # longest wait for an answer: far longer than a disk takes for one file
+EXCHANGE_S = 60.0
 
 log = structlog.get_logger()
 
 
 class RequestsClosed(OSError):
     """The requests were closed, or the store of rank 0 is gone, before another rank answered."""
+
+
+class RequestFailed(OSError):
+    """Another rank could not execute a request."""
+
+
+class RequestTimedOut(OSError):
+    """Another rank has not answered in time. It may still be executing the request."""
 
 
 class _Clones:
@@ -38,7 +50,8 @@ class _Clones:
         self._store: Any = store
         self._key = key
         self._local, self._lock = threading.local(), threading.Lock()
-        self.is_closed = False
+        self._closed = threading.Event()
+        self._has_warned = False
 
     def connection(self) -> Any:  # torch's stubs lack `clone`, and `set` of bytes
         """Return this thread's connection."""
@@ -54,24 +67,50 @@ class _Clones:
         except (DistError, RuntimeError) as exc:
             raise RequestsClosed(f"the store of rank 0 cannot be reached: {exc}") from exc
 
-    def take(self, name: str, *, removes: bool = True) -> bytes:
-        """Wait for a value, however long, and return it. Raises RequestsClosed, also for a value of a stranger."""
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """End the waits of all threads."""
+        self._closed.set()
+
+    def take(self, name: str, timeout_s: float | None = None, *, removes: bool = True) -> bytes:
+        """Wait for a value, and return it. A value that no rank of this engine has signed is ignored.
+
+        `timeout_s`: None waits until the connections are closed. Raises RequestsClosed, RequestTimedOut.
+        """
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_closed:
             try:
                 connection = self.connection()
                 connection.wait([name], _POLL)
                 signed = bytes(connection.get(name))
-                if removes:
-                    connection.delete_key(name)
+                digest, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+                if hmac.compare_digest(digest, self._digest(name, value)):
+                    if removes:
+                        connection.delete_key(name)
+                    return value
+                self.warn_ignored(name, "it is not signed by a rank of this engine")
+                self._closed.wait(_POLL.total_seconds())
             except DistStoreError:
-                continue  # not there yet
+                pass  # not there yet
             except (DistError, RuntimeError) as exc:
                 raise RequestsClosed(f"the store of rank 0 cannot be reached: {exc}") from exc
-            digest, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
-            if not hmac.compare_digest(digest, self._digest(name, value)):
-                raise RequestsClosed(f"the value {name} in the store of rank 0 is not from a rank of this engine")
-            return value
+            if until_s is not None and time.monotonic() >= until_s:
+                raise RequestTimedOut(f"another rank has not sent {name} within {timeout_s} s; see its log")
         raise RequestsClosed("the engine ends")
+
+    def warn_ignored(self, name: str, reason: str) -> None:
+        """Log that a value is ignored. Only the first is logged: whoever reaches the store can write many."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank_value_ignored",
+                name=name,
+                reason=reason,
+                advice="let only the ranks of this engine reach the rendezvous port, and run one release on all",
+            )
 
     def _digest(self, name: str, value: bytes) -> bytes:
         return blake2b(name.encode() + b"\0" + value, key=self._key, digest_size=_DIGEST_BYTES).digest()
@@ -92,17 +131,23 @@ class RankRequests:
         self._clones.put(_request(rank, number), message)
         return number
 
-    def answer(self, rank: int, number: int) -> bytes:
-        """Wait for the answer to a request, however long, and return it. Raises RequestsClosed."""
-        return self._clones.take(_answer(rank, number))
+    def answer(self, rank: int, number: int, timeout_s: float = ANSWER_S) -> bytes:
+        """Wait for the answer to a request, and return it.
+
+        Raises RequestsClosed, RequestFailed if the rank could not execute it, and RequestTimedOut.
+        """
+        answer = self._clones.take(_answer(rank, number), timeout_s)
+        if answer[:1] != _DONE:
+            raise RequestFailed(f"rank {rank}: {answer[1:].decode(errors='replace')}")
+        return answer[1:]
 
     def close(self) -> None:
         """End the waits of all threads."""
-        self._clones.is_closed = True
+        self._clones.close()
 
 
 class RequestHandler(Protocol):
-    """Executes a request in a thread of the pool that it names."""
+    """Executes a request in a thread of the pool that it names. What it raises is sent as an error answer."""
 
     def __call__(self, message: bytes) -> tuple[ThreadPoolExecutor, Callable[[], bytes]]: ...
 
@@ -117,20 +162,20 @@ class RankAnswers:
 
     def close(self) -> None:
         """End the thread; requests that are being executed end by themselves."""
-        self._clones.is_closed = True
+        self._clones.close()
         self._thread.join()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended by itself, because requests cannot be taken any more."""
-        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         number = 1
         try:
             while True:
                 message = self._clones.take(_request(self._rank, number))
-                pool, work = self._handler(message)
-                pool.submit(work).add_done_callback(self._sender(number))
+                try:
+                    pool, work = self._handler(message)
+                    pool.submit(work).add_done_callback(self._sender(number))
+                except Exception as exc:  # the root of a request: it is answered, and later ones are taken
+                    self._clones.warn_ignored(_request(self._rank, number), f"{type(exc).__name__}: {exc}")
+                    self._clones.put(_answer(self._rank, number), _error_answer(exc))
                 number += 1
         except RequestsClosed as exc:
             if not self._clones.is_closed:
@@ -139,18 +184,32 @@ class RankAnswers:
     def _sender(self, number: int) -> Callable[[Future[bytes]], None]:
         def send(done: Future[bytes]) -> None:
             try:
-                self._clones.put(_answer(self._rank, number), done.result())
+                answer = _DONE + done.result()
+            except Exception as exc:  # the root of a task
+                log.warning("rank_request_failed", reason=repr(exc), advice="see the log of rank 0")
+                answer = _error_answer(exc)
+            try:
+                self._clones.put(_answer(self._rank, number), answer)
             except RequestsClosed as exc:
                 log.warning("rank_request_not_answered", reason=str(exc), advice="see the log of rank 0")
 
         return send
 
 
-def exchange(store: Store, key: bytes, name: str, rank: int, ranks: range, value: bytes) -> list[bytes]:
-    """Publish a value under a name, once per group, and return those of all `ranks`. Raises RequestsClosed."""
+def exchange(
+    store: Store, key: bytes, name: str, rank: int, ranks: range, value: bytes, timeout_s: float = EXCHANGE_S
+) -> list[bytes]:
+    """Publish a value under a name, once per group, and return those of all `ranks`.
+
+    Raises RequestsClosed, and RequestTimedOut if one of them is not there after `timeout_s`.
+    """
     clones = _Clones(store, key)
     clones.put(f"{name}/{rank}", value)
-    return [clones.take(f"{name}/{one}", removes=False) for one in ranks]
+    return [clones.take(f"{name}/{one}", timeout_s, removes=False) for one in ranks]
+
+
+def _error_answer(exc: BaseException) -> bytes:
+    return _FAILED + (str(exc) or type(exc).__name__).encode()
 
 
 def _request(rank: int, number: int) -> str:
