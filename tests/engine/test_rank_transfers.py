@@ -13,7 +13,8 @@ from moiety_engine.kv_transfer.rank_messages import EndSend, SendBegin, SendRang
 from moiety_engine.kv_transfer.rank_sender import RankSender
 from moiety_engine.kv_transfer.rank_transfers import OtherTransfers, RankTransfers, report
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, STALLED_S, Progress
-from moiety_engine.model.batch import KvCache, LayerCache
+from moiety_engine.model.batch import KvCache
+from moiety_kernels.kv_store.caches import LayerCache
 
 
 class OtherRank:
