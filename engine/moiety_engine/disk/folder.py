@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +44,14 @@ _IDENTITY = re.compile(r"(?:[0-9a-f]{2})+")
 log = structlog.get_logger()
 
 
+class ReadOutcome(StrEnum):
+    """Outcome of reading a file."""
+
+    DONE = "done"
+    FILE_IS_BAD = "file_is_bad"  # gone, or bad and removed
+    NOT_AVAILABLE = "not_available"  # nothing is known about the file, and a rank may still fill the rows
+
+
 class Folder(Protocol):
     """Files of the tier, of one rank or of all ranks of a group. A block is a row of `Rows`, as `view` returns it."""
 
@@ -55,8 +64,8 @@ class Folder(Protocol):
         """Write a new file. Raises OSError, and then leaves nothing behind."""
         ...
 
-    def read(self, name: str, wanted: Sequence[tuple[bytes, Any]]) -> bool:
-        """Fill each row with the block of its hash. Returns False if the file is gone or was bad."""
+    def read(self, name: str, wanted: Sequence[tuple[bytes, Any]]) -> ReadOutcome:
+        """Fill each row with the block of its hash."""
         ...
 
     def remove_of(self, tenant_ids: Collection[str]) -> int: ...
@@ -124,16 +133,13 @@ class DiskFolder:
             raise
         return Stored(name, num_bytes, tuple(hashes), owner, time.time(), kept)
 
-    def read(self, name: str, wanted: Sequence[tuple[bytes, Buffer]]) -> bool:
-        """Fill each buffer with the block of its hash.
-
-        Returns False if the file is gone, or was bad and has been removed.
-        """
+    def read(self, name: str, wanted: Sequence[tuple[bytes, Buffer]]) -> ReadOutcome:
+        """Fill each buffer with the block of its hash. A bad file is removed."""
         try:
             with (self.path / name).open("rb") as file:
                 read_blocks(file, self.identity, wanted)
         except FileNotFoundError:
-            return False
+            return ReadOutcome.FILE_IS_BAD
         except (BadFile, OSError) as exc:
             log.warning(
                 "disk_cache_file_removed",
@@ -142,8 +148,8 @@ class DiskFolder:
                 advice="none needed: the prompt is computed again",
             )
             self.remove(name)
-            return False
-        return True
+            return ReadOutcome.FILE_IS_BAD
+        return ReadOutcome.DONE
 
     def remove_of(self, tenant_ids: Collection[str]) -> int:
         """Remove these tenants' files from the folders of other identities; return the number of files.

@@ -154,8 +154,8 @@ class RankDiskCache:
                 return FileAnswer(count=stored.num_bytes)
             case ReadFile():
                 views = self._views(request.rows)
-                is_good = folder.read(request.name, list(zip(request.hashes, views, strict=True)))
-                return FileAnswer("" if is_good else "the file is gone or damaged")
+                outcome = folder.read(request.name, list(zip(request.hashes, views, strict=True)))
+                return FileAnswer(outcome=outcome)
             case TouchFile():
                 folder.touch(request.name) if request.kept is None else folder.keep(request.name, request.kept)
             case RemoveFile():

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from moiety_engine.disk.folder import DiskFolder, new_name
+from moiety_engine.disk.folder import DiskFolder, ReadOutcome, new_name
 from moiety_engine.disk.index import Stored
 from moiety_engine.disk.records import Kept
+from moiety_engine.distribution.rank_requests import RequestTimedOut
 
 if TYPE_CHECKING:
     from moiety_engine.disk.rows import RankRow
@@ -86,11 +87,15 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to each request. `error` is "" where it succeeded; `count`: bytes written, or files deleted."""
+    """Answer to each request. `error` is "" where it succeeded; `count`: bytes written, or files deleted.
+
+    `outcome` is that of ReadFile.
+    """
 
     error: str = ""
     count: int = 0
     files: list[FileEntry] = []
+    outcome: ReadOutcome = ReadOutcome.NOT_AVAILABLE
 
 
 FileRequest = WriteFile | ReadFile | TouchFile | RemoveFile | RemoveTenants | ListFiles
@@ -121,7 +126,10 @@ class GroupFolder:
     def write(
         self, owner: bytes, hashes: Sequence[bytes], blocks: Sequence[RankRow], kept: Kept | None = None
     ) -> Stored:
-        """Write a new file on all ranks. Raises OSError, and then leaves nothing behind."""
+        """Write a new file on all ranks. Raises OSError, and then leaves nothing behind.
+
+        After RequestTimedOut another rank may still read the rows, and leave its part of the file until the next scan.
+        """
         name, own = new_name(), self._own
         views = [block.own for block in blocks if block.own is not None]
         message = WriteFile(name, owner, list(hashes), _rows_of(blocks), kept)
@@ -135,19 +143,23 @@ class GroupFolder:
         sizes = [answer.count for answer in answers.values()] + ([] if stored is None else [stored.num_bytes])
         return Stored(name, max(sizes), tuple(hashes), owner, time.time(), kept)
 
-    def read(self, name: str, wanted: Sequence[tuple[bytes, RankRow]]) -> bool:
+    def read(self, name: str, wanted: Sequence[tuple[bytes, RankRow]]) -> ReadOutcome:
         """Fill each row on all ranks with the block of its hash.
 
-        Returns False if the file is gone or bad on a rank, and has been removed on all.
+        A file that is gone or bad on a rank is removed on all. A file is left as it is if a rank cannot say: it has
+        no rows any more, has not answered in time, or ends.
         """
         own, rows = self._own, [row for _, row in wanted]
         views = [(block_hash, row.own) for block_hash, row in wanted if row.own is not None]
         message = ReadFile(name, [block_hash for block_hash, _ in wanted], _rows_of(rows))
-        is_good, answers, problem = self._on_all_ranks(message, None if own is None else lambda: own.read(name, views))
-        if problem is None and (own is None or is_good) and not any(answer.error for answer in answers.values()):
-            return True
-        self.remove(name)
-        return False
+        of_own, answers, problem = self._on_all_ranks(message, None if own is None else lambda: own.read(name, views))
+        outcomes = {answer.outcome for answer in answers.values()} | ({of_own} if of_own is not None else set())
+        if problem is not None:
+            return ReadOutcome.NOT_AVAILABLE
+        if ReadOutcome.FILE_IS_BAD in outcomes:
+            self.remove(name)
+            return ReadOutcome.FILE_IS_BAD
+        return ReadOutcome.NOT_AVAILABLE if ReadOutcome.NOT_AVAILABLE in outcomes else ReadOutcome.DONE
 
     def scan(self) -> Iterator[Stored]:
         """Yield the files that all ranks of the group have; remove those that some do not have."""
@@ -204,20 +216,27 @@ class GroupFolder:
     ) -> tuple[Result | None, dict[int, FileAnswer], OSError | None]:
         """Run an operation on all ranks and wait for all: their rows are in use until then.
 
-        Returns this rank's result, the answers of the others, and an OSError of this rank or of the connections.
+        Returns this rank's result, the answers of the others, and an OSError of this rank or of the connections:
+        RequestTimedOut if another rank may still use its rows.
         """
-        result, problem, encoded = None, None, self._encoder(message)
+        result, encoded = None, self._encoder(message)
         answers: dict[int, FileAnswer] = {}
+        problems: list[OSError] = []
         try:
             sent = {rank: self._requests.send(rank, encoded) for rank in self._others}
-            try:
-                result = None if on_own is None else on_own()
-            except OSError as exc:
-                problem = exc
-            answers = {rank: self._decoder.decode(self._requests.answer(rank, one)) for rank, one in sent.items()}
+        except OSError as exc:  # the store is gone, and with it the engine
+            return None, answers, exc
+        try:
+            result = None if on_own is None else on_own()
         except OSError as exc:
-            problem = exc
-        return result, answers, problem
+            problems.append(exc)
+        for rank, number in sent.items():
+            try:
+                answers[rank] = self._decoder.decode(self._requests.answer(rank, number))
+            except OSError as exc:
+                problems.append(exc)
+        late = [problem for problem in problems if isinstance(problem, RequestTimedOut)]
+        return result, answers, (*late, *problems, None)[0]
 
 
 def _rows_of(rows: Sequence[RankRow]) -> RowsRef:

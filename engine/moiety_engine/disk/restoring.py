@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from moiety_engine.disk.folder import ReadOutcome
+
 if TYPE_CHECKING:
     from moiety_engine.disk.folder import Folder
     from moiety_engine.disk.index import DiskIndex, Stored
@@ -56,7 +58,7 @@ class _PendingRestore:
     last_s: float  # deadline if half of the blocks have arrived by `until_s`
     num_wanted: int
     bytes_before: int  # bytes restored for any request when it arrived
-    reading: set[Future[bool]] = field(default_factory=set)
+    reading: set[Future[ReadOutcome]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -77,8 +79,8 @@ class Restorer:
     ) -> None:
         self._folder, self._index, self._clock = folder, index, clock
         self._pending: dict[int, _PendingRestore] = {}
-        self._portions: dict[Future[bool], _Portion] = {}
-        self._read_by: dict[bytes, Future[bool]] = {}
+        self._portions: dict[Future[ReadOutcome], _Portion] = {}
+        self._read_by: dict[bytes, Future[ReadOutcome]] = {}
         self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="disk-reader")
         self.rate = ReadingRate()
         self.restored_blocks_total = self.restored_bytes_total = self.lost_files_total = 0
@@ -147,7 +149,8 @@ class Restorer:
             portion = self._portions.pop(future)
             for block_hash in portion.hashes:
                 self._read_by.pop(block_hash, None)
-            is_good = future.result()
+            outcome = future.result()
+            is_good = outcome is ReadOutcome.DONE
             for pending in self._pending.values():
                 if future in pending.reading:
                     pending.reading.discard(future)
@@ -156,10 +159,11 @@ class Restorer:
             if is_good:
                 self._index.use(portion.stored, time.time())
                 yield portion
-            else:
+            elif outcome is ReadOutcome.FILE_IS_BAD:
                 portion.rows.release(portion.taken)
                 self._index.drop(portion.stored)
                 self.lost_files_total += 1
+            # otherwise the rows stay taken, because a rank may still fill them, and the file stays known
 
     def record_restored(self, num_blocks: int, num_bytes: int) -> None:
         self.restored_blocks_total += num_blocks
@@ -212,11 +216,11 @@ class Restorer:
         taken = rows.take(len(hashes))
         wanted = [(one, rows.view(row)) for one, row in zip(hashes, taken, strict=True)]
 
-        def read() -> bool:
-            is_good = self._folder.read(stored.name, wanted)
-            if is_good:
+        def read() -> ReadOutcome:
+            outcome = self._folder.read(stored.name, wanted)
+            if outcome is ReadOutcome.DONE:
                 self._folder.touch(stored.name)
-            return is_good
+            return outcome
 
         future = self._readers.submit(read)
         self._portions[future] = _Portion(stored, hashes, rows, taken)

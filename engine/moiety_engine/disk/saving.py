@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moiety_engine.disk.records import owner_tag
+from moiety_engine.distribution.rank_requests import RequestTimedOut
 
 if TYPE_CHECKING:
     from moiety_engine.disk.folder import Folder
@@ -136,10 +137,10 @@ class Saver:
             self._beside.popleft()
         while self._writing and self._writing[0].future.done():
             done = self._writing.popleft()
-            if done.rows is not None:
+            problem = done.future.exception()
+            if done.rows is not None and not isinstance(problem, RequestTimedOut):  # a rank may still read them
                 done.rows.release(done.taken)
             self._known.difference_update(done.hashes)
-            problem = done.future.exception()
             if problem is None:
                 stored = done.future.result()
                 self.written_blocks_total += len(stored.hashes)
