@@ -242,11 +242,15 @@ async def test_disconnects_leave_an_idle_engine_and_a_row_with_every_token_and_t
 
     for _ in range(5):
         await asyncio.gather(*(leave_early(number) for number in range(8)))
-    async with asyncio.timeout(CALL_S):
-        load = await deployment.load()
-        while load["num_running"] + load["num_waiting"] or not load["requests_total"]:
+    async with asyncio.timeout(
+        CALL_S
+    ):  # until the engine has reported its last token: reports may be half a second old
+        while True:
+            load, rows = await deployment.load(), await deployment.rows()
+            idle = load["requests_total"] and not load["num_running"] + load["num_waiting"]
+            if idle and rows and sum(row.output_tokens for row in rows) == load["output_tokens_total"]:
+                break
             await asyncio.sleep(0.05)
-            load = await deployment.load()
     assert load["kv_blocks_used"] == 0
     if sys.platform == "linux":  # elsewhere threads have no such policy
         check_threads(deployment.gateway.process.pid)

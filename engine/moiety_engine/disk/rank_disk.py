@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _NUM_READERS = 4
 _IDENTITIES = "disk-identity"  # store key
+_IDENTIFY_S = 1800.0  # longest wait for another rank, which may read a large checkpoint for the first time
 
 log = structlog.get_logger()
 
@@ -53,7 +54,7 @@ def identities(config: EngineConfig, model: Transformer, rank_group: RankGroup, 
     position = rank_group.ranks.rank_position
     own = digest_of_rank(model, config, kv, Path(config.disk_cache))
     ranks = range(position.layout.attention_ranks)
-    digests = exchange(rank_group.store, key, _IDENTITIES, position.rank, ranks, own)
+    digests = exchange(rank_group.store, key, _IDENTITIES, position.rank, ranks, own, timeout_s=_IDENTIFY_S)
     return identity_of(digests, position.rank)
 
 
