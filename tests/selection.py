@@ -22,7 +22,7 @@ import pytest
 TESTS = Path(__file__).parent
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 LONG = TESTS / "long_tests.txt"  # functions that `make test-fast` leaves out
-LONG_S = 0.6  # a test of them takes more than this, while others run on the same processors
+LONG_S = 0.4  # a test of them takes more than this, while others run on the same processors
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
 
