@@ -308,6 +308,21 @@ async def test_a_hostile_file_costs_only_its_own_request(
         assert status == 200, answer
 
 
+async def test_a_request_that_is_not_admitted_costs_no_process(
+    start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
+) -> None:
+    limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_inflight_per_tenant": 1}
+    async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
+        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
+        reading = gateway.assembled.services.documents._num_requests
+        await until(lambda: reading.total() == 1)
+        status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, b"%PDF-1.7 damaged")))
+        assert (status, headers["x-moiety-reason"]) == (429, "tenant_queue_full"), answer
+        assert (await hostile)[0] == 400
+        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
+        assert status == 200, answer
+
+
 async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
     start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
 ) -> None:

@@ -205,16 +205,14 @@ class RequestPipeline:
         services, limits = self.services, self.limits
         record.trace.enter(Phase.PREPARE)
         matched = await self._classify(record, generation)
-        generation = matched.generation
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
-            _refuse_unattainable(generation, matched)
+            _refuse_unattainable(matched)
+            if matched.has_images or _has_documents(matched.generation):
+                matched = await self._read_files(record, matched)
             text = await services.texts.get(matched.card)
-            if matched.has_images:
-                generation, replaced = await services.images.prepare(generation, matched.card, record.principal)
-                record.ignored_fields += replaced
-            record.generation = generation
+            record.generation = generation = matched.generation
             seconds: list[int] = []
             if isinstance(generation.prompts[0], TextPair):
                 prompts, seconds = await text.encode_pairs(generation)
@@ -266,9 +264,9 @@ class RequestPipeline:
         return principal
 
     async def _classify(self, record: RequestRecord, generation: Generation) -> _Matched:
-        """Read the documents, choose the model card and the service class, and check the request against them.
+        """Choose the model card and the service class, and check the request against them.
 
-        Raises NotFound, Gone, BadRequest, RateLimited or Unavailable.
+        Raises NotFound, BadRequest or Unavailable.
         """
         services, principal, model = self.services, record.principal, generation.model
         record.generation, record.num_sequences = generation, len(generation.prompts) * generation.num_choices
@@ -278,12 +276,6 @@ class RequestPipeline:
             allowed = allowed_of(allowed, adapter)
         base = model if adapter is None else adapter.model
         prompt = generation.prompts[0]
-        if isinstance(prompt, Conversation) and prompt.documents:
-            card_of(states, base, allowed)  # for an unknown model nothing is read
-            record.served_model, record.base_model = model, base
-            generation, replaced = await services.documents.prepare(generation, principal)
-            record.generation, prompt = generation, generation.prompts[0]
-            record.ignored_fields += replaced
         has_images = isinstance(prompt, Conversation) and bool(prompt.images)
         try:
             card = card_of(states, base, allowed, has_images=has_images)
@@ -306,6 +298,23 @@ class RequestPipeline:
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         return _Matched(generation, card, states, catalogue, chosen, adapter, has_images)
+
+    async def _read_files(self, record: RequestRecord, matched: _Matched) -> _Matched:
+        """Read the documents and images of an admitted request.
+
+        A document can turn out to be an image, so documents come first, and the request is classified again. Raises
+        BadRequest, NotFound, Gone, RateLimited or Unavailable.
+        """
+        services, principal = self.services, record.principal
+        if _has_documents(matched.generation):
+            generation, replaced = await services.documents.prepare(matched.generation, principal)
+            record.ignored_fields += replaced
+            matched = await self._classify(record, generation)
+        if matched.has_images:
+            generation, replaced = await services.images.prepare(matched.generation, matched.card, principal)
+            record.ignored_fields += replaced
+            matched = msgspec.structs.replace(matched, generation=generation)
+        return matched
 
     def _most_output_tokens(
         self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
@@ -378,12 +387,17 @@ def _cache_salt(principal: Principal, adapter: str, generation: Generation | Non
     return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
 
 
-def _refuse_unattainable(generation: Generation, matched: _Matched) -> None:
+def _has_documents(generation: Generation) -> bool:
+    prompt = generation.prompts[0]
+    return isinstance(prompt, Conversation) and bool(prompt.documents)
+
+
+def _refuse_unattainable(matched: _Matched) -> None:
     """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
 
     Raises Unavailable if no engine can take the request.
     """
-    service, is_plain = matched.chosen.service, matched.adapter is None and not generation.embed
+    service, is_plain = matched.chosen.service, matched.adapter is None and not matched.generation.embed
     for state in matched.states:
         load = state.class_load(service.name)
         is_late = load is not None and is_unattainable(service, load)
@@ -391,7 +405,7 @@ def _refuse_unattainable(generation: Generation, matched: _Matched) -> None:
             is_plain = False
     if is_plain:
         return  # the common case
-    need = RequestNeed.PROMPT if generation.embed else RequestNeed.ANSWER
+    need = RequestNeed.PROMPT if matched.generation.embed else RequestNeed.ANSWER
     need = need if matched.adapter is None else RequestNeed.ADAPTED
     states, rules = matched.states, matched.card.images
     if rules is not None and matched.has_images:
