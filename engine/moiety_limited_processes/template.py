@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import selectors
 import signal
@@ -98,3 +99,15 @@ class Template:
             with contextlib.suppress(OSError):  # the owner no longer waits for it
                 send_frame(link, ChildExit(status, usage.ru_utime + usage.ru_stime))
             link.close()
+
+
+def serve_template(control: socket.socket, ready: object, run_child: Callable[[socket.socket], NoReturn]) -> None:
+    """Send the owner that the template is `ready`, and fork children until the owner closes the link.
+
+    What the template has loaded is not collected any more, so that its children share these pages with it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    send_frame(control, ready)
+    Template(control, run_child).serve()

@@ -6,7 +6,6 @@ receives an image itself. The process ends with the image, so nothing of one ten
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import signal
@@ -20,7 +19,7 @@ from PIL import Image, ImageFile, ImageOps
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
 from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
-from moiety_limited_processes.template import Template
+from moiety_limited_processes.template import serve_template
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 BAND_ROWS = 256  # of an image with transparency, converted at once
@@ -82,11 +81,7 @@ def main() -> int:
     Image.MAX_IMAGE_PIXELS = None  # the engine server has checked the size against its own limit
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     Image.init()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    send_frame(control, ImageTemplateReady())
-    Template(control, run_child).serve()
+    serve_template(control, ImageTemplateReady(), run_child)
     return 0
 
 

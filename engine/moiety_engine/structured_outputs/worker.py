@@ -7,7 +7,6 @@ core ends, and kills its children.
 
 from __future__ import annotations
 
-import gc
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.frames import TemplateReady
 from moiety_engine.structured_outputs.worker_child import run_child
 from moiety_limited_processes.frames import send_frame
-from moiety_limited_processes.template import Template
+from moiety_limited_processes.template import serve_template
 from moiety_text.errors import TextError
 
 
@@ -31,11 +30,7 @@ def main() -> int:
     except (ValueError, TextError) as exc:
         send_frame(control, TemplateReady(0, str(exc)))
         return 0
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    send_frame(control, TemplateReady(compiler.num_words, ""))
-    Template(control, partial(run_child, compiler=compiler)).serve()
+    serve_template(control, TemplateReady(compiler.num_words, ""), partial(run_child, compiler=compiler))
     return 0
 
 

@@ -21,7 +21,7 @@ from pypdf.errors import LimitReachedError
 
 from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
-from moiety_limited_processes.template import Template
+from moiety_limited_processes.template import serve_template
 from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder, ExtractionReport
 
 NICENESS = 5  # extraction yields to the gateway's event loop
@@ -91,11 +91,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides
     logging.disable()  # pypdf's warnings may quote the file
     control = socket.socket(fileno=int(fd))
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    send_frame(control, DocumentTemplateReady())
-    Template(control, run_child).serve()
+    serve_template(control, DocumentTemplateReady(), run_child)
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 from itertools import islice
 
+from moiety_engine.scheduling.fairness.service_counter import ServiceCounter
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence
 
@@ -21,44 +22,28 @@ _MAX_EXAMINED = 64  # tenants; of more, regularly chosen ones are a sample of al
 OUTPUT_WEIGHT = 2.0  # cost of an output token relative to a prompt token, as in VTC
 
 
-class TenantCounter:
+class TenantCounter(ServiceCounter):
     """Counter of one tenant within one rank."""
 
     __slots__ = (
         "active",
-        "counter",
         "last_served_s",
-        "not_served",
         "num_begun",
         "num_queued",
         "pending_tokens",
         "tenant",
         "version",
-        "weight",
     )
 
     def __init__(self, tenant: str) -> None:
+        super().__init__()
         self.tenant = tenant
-        self.weight = 1.0
-        self.counter = 0.0
-        self.not_served = 0.0  # part of the counter that is no service of this rank: lifts, and service elsewhere
         self.active = 0  # requests of this rank that have not ended
         self.num_queued = 0
         self.num_begun = 0  # requests that have started and have not ended
         self.pending_tokens = 0  # prompt tokens of requests that have not started
         self.last_served_s = 0.0
         self.version = 0  # incremented when the counter falls: queues hold an entry at the old, higher value
-
-    @property
-    def own_service(self) -> float:
-        """Service of this replica, charges in advance included, divided by the weight."""
-        return self.counter - self.not_served
-
-    def raise_counter(self, counter: float) -> None:
-        """Raise the counter to this value for another reason than service of this replica."""
-        if counter > self.counter:
-            self.not_served += counter - self.counter
-            self.counter = counter
 
 
 class TenantCounters:

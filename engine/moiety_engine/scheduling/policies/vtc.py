@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush, heapreplace
 
+from moiety_engine.scheduling.fairness.service_counter import ServiceCounter
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.policies.baseline_policies import OrderedPolicy
 from moiety_engine.scheduling.policies.policy_interface import PolicyContext, vtc_bound
@@ -20,29 +21,16 @@ from moiety_engine.sequence import Sequence, SequenceState
 _MAX_IDLE = 1024  # remembered tenants above which idle ones are dropped
 
 
-class VtcTenant:
+class VtcTenant(ServiceCounter):
     """Counter of one tenant, and its queued requests by arrival."""
 
-    __slots__ = ("active", "counter", "heap", "not_served", "num_queued", "weight")
+    __slots__ = ("active", "heap", "num_queued")
 
     def __init__(self) -> None:
-        self.weight = 1.0
-        self.counter = 0.0
-        self.not_served = 0.0  # part of the counter that is no service of this replica: lifts, and service elsewhere
+        super().__init__()
         self.active = 0  # requests that have not ended
         self.num_queued = 0  # requests that have entered the queue and have not started
         self.heap = EntryHeap()
-
-    @property
-    def own_service(self) -> float:
-        """Service of this replica divided by the weight."""
-        return self.counter - self.not_served
-
-    def raise_counter(self, counter: float) -> None:
-        """Raise the counter to this value for another reason than service of this replica."""
-        if counter > self.counter:
-            self.not_served += counter - self.counter
-            self.counter = counter
 
 
 class Vtc(OrderedPolicy):
