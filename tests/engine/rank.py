@@ -32,11 +32,12 @@ from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLoad, CoreSubmit
+from moiety_engine.model import adapter_modules, weight_offload
 from moiety_engine.model import remote_experts as apart
-from moiety_engine.model import weight_offload
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
+from moiety_engine.runner import adapter_loading
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import ExpertLoadQuery, unpack_counts
@@ -53,7 +54,9 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
     fails: str = ""  # rank 0 raises this error
-    lacks: str = ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`; on all ranks `cache`,
+    lacks: str = (
+        ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`, `parts`; on all ranks `cache`,
+    )
     # `disk`; or `itself`: a rank other than the first ends when it allocates slots of adapters
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
@@ -138,6 +141,13 @@ def lacking(what: str) -> Iterator[None]:
             raise RuntimeError("there is no room")
         return prepared(self, *layout)
 
+    arranged = adapter_modules.rank_factors
+
+    def rank_factors(*given: Any) -> Any:
+        if next(tries) % 2 == 0:
+            raise KeyError("no such part")
+        return arranged(*given)
+
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -148,6 +158,8 @@ def lacking(what: str) -> Iterator[None]:
             stack.enter_context(patch.object(folder, "write_file", full))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
+        if what == "parts":
+            stack.enter_context(patch.object(adapter_loading, "rank_factors", rank_factors))
         if what in ("slots", "itself"):
             stack.enter_context(patch.object(AdapterStacks, "prepare", prepare))
         if what == "device":

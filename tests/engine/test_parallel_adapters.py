@@ -170,22 +170,25 @@ def test_adapters_of_experts_move_with_them(
     assert ours["moves"]["bytes"] > 0 and ours["num_evictions"] > 0
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, thorough({"ffn_ranks": 1})], ids=str)
-def test_an_adapter_for_which_a_rank_has_no_memory_is_refused_on_all_and_served_once_there_is_some(
+@pytest.mark.parametrize(
+    ("layout", "lacks"),
+    [({"tp": 2}, "slots"), ({"tp": 2}, "parts"), thorough({"ffn_ranks": 1}, "slots")],  # of which another rank has none
+    ids=str,
+)
+def test_an_adapter_that_another_rank_cannot_load_is_refused_on_all_and_served_once_it_can(
     processes: RankProcesses,
     folders: dict[str, Path],
     adapters: dict[str, Adapters],
     one_rank: OneRank,
     layout: dict[str, int],
+    lacks: str,
 ) -> None:
     expected, given = one_rank.answers("qwen3_moe"), adapters["qwen3_moe"]
     config = settings_of(folders["qwen3_moe"], **layout)
     asked = [one for wave in waves() for one in wave]
     wave = [one for one in asked if one.adapter in ("", "everything") and not one.embed]
     again = [msgspec.structs.replace(one, key=100 + one.key) for one in wave]
-    ours, *others = processes.work(
-        *ranks_of(config), waves=[wave, again], adapters=given, lacks="slots", some_fail=True
-    )
+    ours, *others = processes.work(*ranks_of(config), waves=[wave, again], adapters=given, lacks=lacks, some_fail=True)
     assert not ours["error"] and not any(other["error"] for other in others)
     refused = {str(one.key) for one in wave if one.adapter}
     assert ours["failed"] == dict.fromkeys(refused, "adapter_refused")

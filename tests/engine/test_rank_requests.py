@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from moiety_engine.distribution.rank_requests import (
     RequestFailed,
     RequestsClosed,
     RequestTimedOut,
-    exchange,
+    exchange_over_store,
 )
 
 KEY = b"k" * 32
@@ -87,9 +88,22 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_without_limit(store: Any)
     with pytest.raises(RequestTimedOut, match="answer/1/1"):
         requests.answer(1, requests.send(1, b"question"), timeout_s=0.0)
     with pytest.raises(RequestTimedOut, match="name/1"):
-        exchange(store, KEY, "name", 0, range(2), b"", timeout_s=0.0)
+        exchange_over_store(store, KEY, "name", 0, range(2), bytes, timeout_s=0.0)
 
 
 def test_ranks_exchange_values(store: Any, pool: ThreadPoolExecutor) -> None:
-    found = [pool.submit(exchange, store, KEY, "name", rank, range(3), bytes([rank])) for rank in range(3)]
+    made = [partial(bytes, [rank]) for rank in range(3)]
+    found = [pool.submit(exchange_over_store, store, KEY, "name", rank, range(3), made[rank]) for rank in range(3)]
     assert [one.result(60) for one in found] == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_a_rank_that_has_no_value_lets_no_other_wait(store: Any, pool: ThreadPoolExecutor) -> None:
+    def fail() -> bytes:
+        raise OSError("the checkpoint cannot be read")
+
+    failing = pool.submit(exchange_over_store, store, KEY, "name", 0, range(2), fail)
+    waiting = pool.submit(exchange_over_store, store, KEY, "name", 1, range(2), lambda: b"value")
+    with pytest.raises(OSError, match="the checkpoint cannot be read"):
+        failing.result(60)
+    with pytest.raises(RequestFailed, match="rank 0: the checkpoint cannot be read"):
+        waiting.result(60)

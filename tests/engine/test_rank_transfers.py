@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from moiety_engine.kv_transfer.rank_messages import EndSend, SendBegin, SendRange, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
-from moiety_engine.kv_transfer.rank_transfers import OtherTransfers, RankTransfers, report
+from moiety_engine.kv_transfer.rank_transfers import OtherTransfers, RankTransfers, sum_transfer_progress
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, STALLED_S, Progress
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
@@ -25,7 +25,7 @@ class OtherRank:
 
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         other = SimpleNamespace(sum=lambda counts: counts)
-        return own + torch.tensor(report(cast(Any, other), self.progress))
+        return own + torch.tensor(sum_transfer_progress(cast(Any, other), self.progress))
 
 
 class Polls:

@@ -259,6 +259,11 @@ class AdapterSlots:
             self._loader.fill(slot, adapter.number)
         except OutOfMemory as exc:
             known.problem, known.lacked_memory = f"{exc}; send the request again later", True
+            self._drop(known)
+            return False
+        except AdapterError as exc:
+            known.problem = str(exc)
+            self._drop(known)
             return False
         known.read = None  # the ranks have dropped it
         known.slot, known.need = slot, need

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from moiety_engine.disk.rank_files import (
     WriteFile,
 )
 from moiety_engine.disk.rows import host_rows
-from moiety_engine.distribution.rank_requests import RankAnswers, exchange
+from moiety_engine.distribution.rank_requests import RankAnswers, exchange_over_store
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.kv_swap import CopyMark, HostKv
 
@@ -50,11 +51,14 @@ log = structlog.get_logger()
 
 
 def identities(config: EngineConfig, model: Transformer, rank_group: RankGroup, kv: KvCache, key: bytes) -> bytes:
-    """Return the identity of this rank's KV. All ranks with layers must call this at the same point."""
+    """Return the identity of this rank's KV. All ranks with layers must call this at the same point.
+
+    Raises OSError if a rank cannot read its checkpoint.
+    """
     position = rank_group.ranks.rank_position
-    own = digest_of_rank(model, config, kv, Path(config.disk_cache))
+    digest = partial(digest_of_rank, model, config, kv, Path(config.disk_cache))
     ranks = range(position.layout.attention_ranks)
-    digests = exchange(rank_group.store, key, _IDENTITIES, position.rank, ranks, own, timeout_s=_IDENTIFY_S)
+    digests = exchange_over_store(rank_group.store, key, _IDENTITIES, position.rank, ranks, digest, _IDENTIFY_S)
     return identity_of(digests, position.rank)
 
 

@@ -136,10 +136,7 @@ class RankRequests:
 
         Raises RequestsClosed, RequestFailed if the rank could not execute it, and RequestTimedOut.
         """
-        answer = self._clones.take(_answer(rank, number), timeout_s)
-        if answer[:1] != _DONE:
-            raise RequestFailed(f"rank {rank}: {answer[1:].decode(errors='replace')}")
-        return answer[1:]
+        return _value_of(rank, self._clones.take(_answer(rank, number), timeout_s))
 
     def close(self) -> None:
         """End the waits of all threads."""
@@ -196,16 +193,35 @@ class RankAnswers:
         return send
 
 
-def exchange(
-    store: Store, key: bytes, name: str, rank: int, ranks: range, value: bytes, timeout_s: float = EXCHANGE_S
+def exchange_over_store(
+    store: Store,
+    key: bytes,
+    name: str,
+    rank: int,
+    ranks: range,
+    make: Callable[[], bytes],
+    timeout_s: float = EXCHANGE_S,
 ) -> list[bytes]:
-    """Publish a value under a name, once per group, and return those of all `ranks`.
+    """Publish the value that `make` returns under a name, once per group, and return those of all `ranks`.
 
-    Raises RequestsClosed, and RequestTimedOut if one of them is not there after `timeout_s`.
+    What `make` raises is raised here, and RequestFailed on the other ranks, which do not wait for a value. Raises
+    RequestsClosed, and RequestTimedOut if a rank has published nothing after `timeout_s`.
     """
     clones = _Clones(store, key)
+    try:
+        value = _DONE + make()
+    except Exception as exc:
+        clones.put(f"{name}/{rank}", _error_answer(exc))
+        raise
     clones.put(f"{name}/{rank}", value)
-    return [clones.take(f"{name}/{one}", timeout_s, removes=False) for one in ranks]
+    return [_value_of(one, clones.take(f"{name}/{one}", timeout_s, removes=False)) for one in ranks]
+
+
+def _value_of(rank: int, answer: bytes) -> bytes:
+    """Return the value that a rank answered with. Raises RequestFailed for its error."""
+    if answer[:1] != _DONE:
+        raise RequestFailed(f"rank {rank}: {answer[1:].decode(errors='replace')}")
+    return answer[1:]
 
 
 def _error_answer(exc: BaseException) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.rank_requests import exchange
+from moiety_engine.distribution.rank_requests import exchange_over_store
 from moiety_engine.kv_transfer.rank_messages import (
     ADDRESS_SEPARATOR,
     DropTransfer,
@@ -54,7 +54,7 @@ def exchange_addresses(rank_group: RankGroup, secret: str, address: str) -> tupl
     position = rank_group.ranks.rank_position
     key, ranks = secret.encode()[:64], range(position.layout.attention_ranks)
     given = f"{address} {own_host()}".encode()
-    values = exchange(rank_group.store, key, _ADDRESSES, position.rank, ranks, given)
+    values = exchange_over_store(rank_group.store, key, _ADDRESSES, position.rank, ranks, lambda: given)
     found = [one.decode().split(" ") for one in values]
     hosts = {host for _, host in found}
     return ADDRESS_SEPARATOR.join(one for one, _ in found), hosts.pop() if len(hosts) == 1 else ""
@@ -87,7 +87,7 @@ class OtherTransfers:
             return Progress.COMING
         self._polled[transfer_id] = first_s, now_s
         self.send(PollTransfer(transfer_id, prompt_hash))
-        num_there, num_lost, num_unknown = report(self._everyone, Progress.THERE)
+        num_there, num_lost, num_unknown = sum_transfer_progress(self._everyone, Progress.THERE)
         if num_there == self._num_parts:
             return Progress.THERE
         is_late = num_unknown > 0 and now_s - first_s > ANNOUNCED_S
@@ -105,7 +105,7 @@ class OtherTransfers:
         self.send(DropTransfer(transfer_id))
 
 
-def report(everyone: RankCollectives, progress: Progress | None) -> tuple[int, int, int]:
+def sum_transfer_progress(everyone: RankCollectives, progress: Progress | None) -> tuple[int, int, int]:
     """Return the numbers of ranks that have their part, that have lost it, and to which it was not announced.
 
     All ranks must call it together. `progress` is that of this rank; None for a rank without a part.
@@ -152,7 +152,9 @@ class RankTransfers:
                 self._receiver = self._open_receiver(zone, message.secret)
                 exchange_addresses(self._rank_group, message.secret, self._receiver.address)
             case PollTransfer():
-                report(self._rank_group.ranks.everyone, None if zone is None else _progress(zone, message))
+                sum_transfer_progress(
+                    self._rank_group.ranks.everyone, None if zone is None else _progress(zone, message)
+                )
             case LoadTransfer() if zone is not None:
                 zone.load(message.transfer_id, message.first, message.tables, message.firsts, message.state_slot)
             case DropTransfer() if zone is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.model.adapter_modules import AdapterModules, rank_factors
 from moiety_engine.model.adapter_stacks import Product
 from moiety_engine.runner.adapter_messages import DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter, SentModule
@@ -86,7 +86,18 @@ class AdapterArranger:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _arrange(self, modules: AdapterModules, held: _Held) -> AdapterWeights:
-        return rank_factors(modules, self._share.spec, self._share.ranks.rank_position, held.get)
+        """Return this rank's factors of an adapter.
+
+        Raises OutOfMemory, and AdapterError for every other problem, so that a tenant's files cannot stop the engine.
+        """
+        try:
+            return rank_factors(modules, self._share.spec, self._share.ranks.rank_position, held.get)
+        except (AdapterError, OutOfMemory):
+            raise
+        except MemoryError as exc:
+            raise OutOfMemory("this rank has too little memory for an adapter") from exc
+        except Exception as exc:
+            raise AdapterError(f"the adapter cannot be arranged: {exc!r}") from exc
 
     def _held_now(self) -> _Held:
         slots = {layer: self._share.slots_of(layer) for layer in range(len(self._share.spec.layers))}

@@ -342,7 +342,7 @@ class ControlSender:
         finally:
             all_succeeded = self._rank_group is None or self._rank_group.all_succeeded(succeeded)
         if not all_succeeded:
-            raise OutOfMemory("another rank is out of memory; see its log")
+            raise OutOfMemory("another rank is out of memory, or has failed; see its log")
 
     def step(
         self,

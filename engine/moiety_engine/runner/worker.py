@@ -11,7 +11,7 @@ import msgspec
 import structlog
 import torch
 
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.kv_transfer.rank_messages import (
     DropTransfer,
@@ -21,7 +21,7 @@ from moiety_engine.kv_transfer.rank_messages import (
     PollTransfer,
     TransferMessage,
 )
-from moiety_engine.kv_transfer.rank_transfers import report
+from moiety_engine.kv_transfer.rank_transfers import sum_transfer_progress
 from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots, sent_modules
 from moiety_engine.runner.adapter_messages import AdapterMessage, DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter
 from moiety_engine.runner.control_messages import (
@@ -151,7 +151,7 @@ class WorkerBase:
     def _open_disk_rows(self, message: OpenDiskRows) -> None: ...
     def _transfer(self, message: TransferMessage) -> None:
         if isinstance(message, PollTransfer):
-            report(self._rank_group.ranks.everyone, None)
+            sum_transfer_progress(self._rank_group.ranks.everyone, None)
 
     def _copy_disk_rows(self, message: CopyDiskRows) -> None: ...
 
@@ -170,7 +170,7 @@ class WorkerBase:
                 self._arranger.drop(message.number)
 
     def _run_on_all_ranks(self, do: Callable[[], None]) -> bool:
-        """Run an operation that may run out of memory, and return whether it succeeded on all ranks."""
+        """Run an operation that may fail on any rank, and return whether it succeeded on all ranks."""
         succeeded = False
         try:
             do()
@@ -181,6 +181,13 @@ class WorkerBase:
                 rank=self._rank_group.heartbeat.rank,
                 reason=str(exc),
                 advice="give this rank more free memory, or set --kv-memory-bytes or --adapter-memory-bytes lower",
+            )
+        except AdapterError as exc:
+            log.warning(
+                "rank_adapter_failed",
+                rank=self._rank_group.heartbeat.rank,
+                reason=str(exc),
+                advice="requests for this adapter are refused; check that it was trained on this model",
             )
         return self._rank_group.all_succeeded(succeeded)
 
