@@ -128,7 +128,7 @@ def _load_of(
     waited_s: tuple[float, float],
     tenant_blocks: dict[str, int],
 ) -> CoreLoad:
-    groups, arrivals = scheduler.groups, kv_connector.arrivals
+    groups, kv_receiver = scheduler.groups, kv_connector.kv_receiver
     return CoreLoad(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + kv_connector.num_waiting,
@@ -161,8 +161,10 @@ def _load_of(
         decode_seconds_total=scheduler.decode_seconds_total,
         tenant_kv_blocks=tenant_blocks,
         prefill_done_requests_total=kv_connector.prefill_done_requests_total,
-        disaggregated_decode_requests_total=0 if arrivals is None else arrivals.disaggregated_decode_requests_total,
-        lost_transfers_total=0 if arrivals is None else arrivals.lost_transfers_total,
+        disaggregated_decode_requests_total=0
+        if kv_receiver is None
+        else kv_receiver.disaggregated_decode_requests_total,
+        lost_transfers_total=0 if kv_receiver is None else kv_receiver.lost_transfers_total,
         speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,
         speculative_used_tokens_total=scheduler.speculative_prefill.account.used_total,
         speculative_wasted_tokens_total=scheduler.speculative_prefill.account.wasted_total,

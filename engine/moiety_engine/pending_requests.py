@@ -57,15 +57,15 @@ class PendingRequests:
 
     def __init__(
         self,
-        arrivals: KvReceiver | None,
+        kv_receiver: KvReceiver | None,
         adapters: AdapterSlots,
         compile_queue: GrammarCompileQueue,
         disk: DiskTier | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._arrivals, self._adapters, self._compile_queue, self._disk = arrivals, adapters, compile_queue, disk
+        self._kv_receiver, self._adapters, self._compile_queue, self._disk = kv_receiver, adapters, compile_queue, disk
         self._images = PendingImages()
-        stages = (arrivals, self._images, adapters, compile_queue, disk)
+        stages = (kv_receiver, self._images, adapters, compile_queue, disk)
         self._stages: list[_PendingStage] = [stage for stage in stages if stage is not None]
         self._waits: dict[int, _Wait] = {}  # of all pending requests, by key
         self._clock_ns = clock_ns
@@ -81,8 +81,8 @@ class PendingRequests:
     def must_wait(self, submit: CoreSubmit) -> bool:
         """Hold a request that has something to wait for. Return whether it waits."""
         self._waits[submit.key] = _Wait(self._clock_ns(), submit.credit_tokens)
-        if submit.transfer_id and self._arrivals is not None:
-            self._arrivals.add_request(submit)
+        if submit.transfer_id and self._kv_receiver is not None:
+            self._kv_receiver.add_request(submit)
             return True
         waits = self._waits_for_images(submit) or self._waits_in_memory(submit) or self._waits_for_disk(submit, None)
         if not waits:
@@ -113,9 +113,9 @@ class PendingRequests:
 
     def take_ready(self) -> Iterator[ReadyRequest]:
         """Yield the requests whose wait is over."""
-        if self._arrivals is not None:
-            self._arrivals.drop_long_held(self._images.waiting_keys)
-        for submit in () if self._arrivals is None else self._arrivals.take_ready():
+        if self._kv_receiver is not None:
+            self._kv_receiver.drop_long_held(self._images.waiting_keys)
+        for submit in () if self._kv_receiver is None else self._kv_receiver.take_ready():
             if not (self._waits_for_images(submit) or self._waits_in_memory(submit)):
                 yield self._ready(submit, None)
         for submit in self._images.take_ready():

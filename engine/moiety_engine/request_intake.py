@@ -54,7 +54,7 @@ class RequestIntake:
         self.requests_total = 0
         self._scheduler = scheduler
         self._reporter = reporter
-        self._pending_requests = PendingRequests(kv_connector.arrivals, adapters, grammars, disk, clock_ns)
+        self._pending_requests = PendingRequests(kv_connector.kv_receiver, adapters, grammars, disk, clock_ns)
         self._clock_ns = clock_ns
 
     @property

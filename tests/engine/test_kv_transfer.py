@@ -344,20 +344,20 @@ def test_another_type_and_another_block_size_hold_the_same_values(
         for part in cache.parts:
             drawn = torch.rand(part.shape, generator=generator) + 0.1
             part.copy_((drawn * 100 if part.dtype is torch.int8 else drawn).to(part.dtype))
-    zone = StagingBuffer(1 << 20)
-    zone.serve(target)
+    staging_buffer = StagingBuffer(1 << 20)
+    staging_buffer.serve(target)
     form = form_of(source)
     begin = Begin("a", num_tokens, num_tokens * token_bytes(form), prompt_hash(range(num_tokens)), form)
-    assert zone.begin(begin) == ""
+    assert staging_buffer.begin(begin) == ""
     blocks, offset = [7, 3, 5, 1, 0, 2, 9, 8, 4, 6], 0
     for layer, parts in enumerate(form):
         for first, end in ((0, 10), (10, num_tokens)):
             rows = read(source.layers[layer], torch.tensor(blocks[first // 4 :]), first % 4, end - first)
             frames = [row.contiguous().view(-1).view(torch.uint8).numpy().data for row in rows]
-            zone.put(KvChunk("a", layer, first, end, offset), frames)
+            staging_buffer.put(KvChunk("a", layer, first, end, offset), frames)
             offset += (end - first) * layer_bytes(parts)
-    assert zone.end("a")
-    zone.load("a", 5, [[2, 0, 3]], [0])
+    assert staging_buffer.end("a")
+    staging_buffer.load("a", 5, [[2, 0, 3]], [0])
     for layer in range(LAYERS):
         for got, sent in zip(
             values_of(target, layer, [2, 0, 3], num_tokens), values_of(source, layer, blocks, num_tokens), strict=True
@@ -374,27 +374,29 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
     kv = cache_of(torch.float32, 4)
     form = form_of(kv)
     whole = Begin("a", 8, 8 * token_bytes(form), b"", form)
-    zone = StagingBuffer(whole.num_bytes, clock=lambda: now_s[0])
-    assert zone.begin(whole) == "the engine sleeps"
-    zone.serve(kv)
+    staging_buffer = StagingBuffer(whole.num_bytes, clock=lambda: now_s[0])
+    assert staging_buffer.begin(whole) == "the engine sleeps"
+    staging_buffer.serve(kv)
     whole = msgspec.structs.replace(whole, transfer_id="b")
-    assert zone.begin(whole) == ""
-    assert "raise --kv-buffer-bytes" in zone.begin(msgspec.structs.replace(whole, transfer_id="c"))
-    assert "other layers, heads or widths" in zone.begin(msgspec.structs.replace(whole, transfer_id="d", form=form[:1]))
-    assert [zone.claim(name) for name in "abcdx"] == [
+    assert staging_buffer.begin(whole) == ""
+    assert "raise --kv-buffer-bytes" in staging_buffer.begin(msgspec.structs.replace(whole, transfer_id="c"))
+    assert "other layers, heads or widths" in staging_buffer.begin(
+        msgspec.structs.replace(whole, transfer_id="d", form=form[:1])
+    )
+    assert [staging_buffer.claim(name) for name in "abcdx"] == [
         Progress.LOST,
         Progress.COMING,
         Progress.LOST,
         Progress.LOST,
         Progress.UNKNOWN,
     ]
-    assert not zone.end("b"), "nothing of it has come"
+    assert not staging_buffer.end("b"), "nothing of it has come"
     whole = msgspec.structs.replace(whole, transfer_id="e")
-    assert zone.begin(whole) == ""
+    assert staging_buffer.begin(whole) == ""
     now_s[0] += STALLED_S + 1
-    assert zone.claim("e") is Progress.LOST
+    assert staging_buffer.claim("e") is Progress.LOST
     segment = msgspec.structs.replace(whole, transfer_id="f", segment="/etc/passwd")
-    assert "is not a shared memory segment for KV" in zone.begin(segment)
+    assert "is not a shared memory segment for KV" in staging_buffer.begin(segment)
 
 
 def test_unanswered_transfers_are_given_up_while_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:

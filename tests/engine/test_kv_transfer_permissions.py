@@ -71,15 +71,15 @@ def kv() -> KvCache:
 
 
 @pytest.fixture
-def zone(kv: KvCache) -> StagingBuffer:
+def staging_buffer(kv: KvCache) -> StagingBuffer:
     found = StagingBuffer(1 << 20)
     found.serve(kv)
     return found
 
 
 @pytest.fixture
-def receiver(zone: StagingBuffer) -> Iterator[ReceiverThread]:
-    found = ReceiverThread("tcp://127.0.0.1:0", zone, None)
+def receiver(staging_buffer: StagingBuffer) -> Iterator[ReceiverThread]:
+    found = ReceiverThread("tcp://127.0.0.1:0", staging_buffer, None)
     yield found
     found.close()
 
@@ -91,12 +91,12 @@ def begin_of(kv: KvCache, transfer_id: str, token: str) -> Begin:
 
 
 def test_a_kv_transfer_without_a_token_is_refused(
-    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+    connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     stranger = connect(receiver.address)
     for token in ("", "ü" * 16, transfer_token("guessed", "a"), transfer_token(receiver.secret, "b")):
         assert stranger.ask(begin_of(kv, "a", token)) == Refused("a", NOT_ALLOWED)
-        assert zone.claim("a") is Progress.UNKNOWN, "it keeps nobody else from beginning"
+        assert staging_buffer.claim("a") is Progress.UNKNOWN, "it keeps nobody else from beginning"
     own = connect(receiver.address)
     own.send(begin_of(kv, "a", transfer_token(receiver.secret, "a")))
     own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), secrets.token_bytes(NUM_TOKENS * token_bytes(form_of(kv))))
@@ -104,7 +104,7 @@ def test_a_kv_transfer_without_a_token_is_refused(
 
 
 def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
-    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+    connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     own, other = connect(receiver.address), connect(receiver.address)
     begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
@@ -119,28 +119,28 @@ def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
     assert own.ask(End("a")) == Received("a")
     own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), bytes(len(data)))
     assert isinstance(own.ask(End("nothing")), Refused)
-    assert zone.arrival("a", begin.prompt_hash) is not None
-    zone.load("a", 0, [[2]], [0])
+    assert staging_buffer.arrival("a", begin.prompt_hash) is not None
+    staging_buffer.load("a", 0, [[2]], [0])
     stored = torch.cat([part[2].flatten() for part in kv.layers[0].parts])
     assert sorted(stored.tolist()) == list(range(begin.num_bytes // 4))
 
 
 def test_a_token_is_good_for_one_transfer(
-    connect: Connect, receiver: ReceiverThread, zone: StagingBuffer, kv: KvCache
+    connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     link = connect(receiver.address)
     begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
     link.send(begin)
     link.send(Cancel("a"))
     assert link.ask(begin) == Refused("a", "a transfer with this id has ended already")
-    assert zone.claim("a") is Progress.LOST
+    assert staging_buffer.claim("a") is Progress.LOST
 
 
 def test_with_keys_a_link_without_one_or_with_another_is_not_even_heard(
-    connect: Connect, zone: StagingBuffer, kv: KvCache
+    connect: Connect, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     key = zmq.curve_keypair()[1]
-    receiver = ReceiverThread("tcp://127.0.0.1:0", zone, key)
+    receiver = ReceiverThread("tcp://127.0.0.1:0", staging_buffer, key)
     try:
         begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
         strangers = [connect(receiver.address), connect(receiver.address, zmq.curve_keypair()[1])]
@@ -155,8 +155,10 @@ def test_with_keys_a_link_without_one_or_with_another_is_not_even_heard(
         receiver.close()
 
 
-def test_each_start_of_an_engine_has_a_secret_of_its_own(zone: StagingBuffer, receiver: ReceiverThread) -> None:
-    other = ReceiverThread("tcp://127.0.0.1:0", zone, None)
+def test_each_start_of_an_engine_has_a_secret_of_its_own(
+    staging_buffer: StagingBuffer, receiver: ReceiverThread
+) -> None:
+    other = ReceiverThread("tcp://127.0.0.1:0", staging_buffer, None)
     other.close()
     assert len({receiver.secret, other.secret, ""}) == 3
     assert transfer_token("", "a") == ""

@@ -120,7 +120,7 @@ class PairWithLateImages(Pair):
             self.decode.intake.add_images(1, submit.images)
 
     def give_late_images(self) -> None:
-        receiver = self.decode.intake.kv_connector.arrivals
+        receiver = self.decode.intake.kv_connector.kv_receiver
         assert receiver is not None
         if 2 in self._submitted and not receiver.num_waiting:
             self.decode.intake.add_images(2, self._submitted[2].images)
@@ -153,7 +153,7 @@ def test_kv_that_takes_room_while_images_are_awaited_is_dropped_and_computed_aga
         assert pair.tokens == expected
         assert pair.ends[2].num_recomputed_tokens >= len(BOTH[1].prompt_ids)
         assert pair.ends[1].num_recomputed_tokens == 0
-        receiver = pair.decode.intake.kv_connector.arrivals
+        receiver = pair.decode.intake.kv_connector.kv_receiver
         assert receiver is not None
         assert receiver.arrival_of(2) is None
         assert pair.decode.load().lost_transfers_total == 1

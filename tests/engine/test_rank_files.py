@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moiety_engine.disk.folder import DiskFolder, ReadOutcome
 from moiety_engine.disk.index import DiskIndex, Stored
-from moiety_engine.disk.rank_disk import RankDiskCache, _RowsHere
+from moiety_engine.disk.rank_disk import RankDiskCache, _LocalRows
 from moiety_engine.disk.rank_files import GroupFolder
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import RankRow, RankRows, host_rows
@@ -57,7 +57,7 @@ class TwoRanks:
         self.other._answers = RankAnswers(self.store, KEY, 1, self.other._handle)
 
     def wake_other(self) -> None:
-        self.other._rows = {ROWS_ID: _RowsHere(host_rows(self.kv, 4))}
+        self.other._rows = {ROWS_ID: _LocalRows(host_rows(self.kv, 4))}
 
     def row(self, num_copies: int) -> RankRow:
         """Return a row that the second rank uses once its rows have been copied so many times."""

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from moiety_engine.kv_transfer.rank_messages import EndSend, SendBegin, SendRange, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
-from moiety_engine.kv_transfer.rank_transfers import OtherTransfers, RankTransfers, sum_transfer_progress
+from moiety_engine.kv_transfer.rank_transfers import GroupTransferProgress, RankTransfers, sum_transfer_progress
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, STALLED_S, Progress
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
@@ -36,7 +36,7 @@ class Polls:
         layout = SimpleNamespace(attention_ranks=2)
         ranks = SimpleNamespace(everyone=self.other, rank_position=SimpleNamespace(layout=layout))
         group = cast(Any, SimpleNamespace(ranks=ranks))
-        self._transfers = OtherTransfers(group, self.sent.append, clock=lambda: self.now_s)
+        self._transfers = GroupTransferProgress(group, self.sent.append, clock=lambda: self.now_s)
 
     def poll(self, progress: Progress, after_s: float = 0.0) -> Progress:
         self.now_s += after_s

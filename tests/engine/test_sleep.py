@@ -109,7 +109,7 @@ def test_a_late_failure_of_waking_frees_the_cache(checkpoint: Path, monkeypatch:
         patched.setattr(EngineLoop, "warm_up", no_room)
         loop.wake()
     assert loop.asleep and loop.intake.kv_connector.address
-    assert not any(isinstance(held, KvCache) for held in vars(loop.intake.kv_connector._zone).values())
+    assert not any(isinstance(held, KvCache) for held in vars(loop.intake.kv_connector._staging_buffer).values())
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
     loop.close()

@@ -22,7 +22,7 @@ from moiety_platform.bootstrap.document_preparation import document_preparation_
 from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused, PdfExtractor
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import Unavailable
-from moiety_platform.files.images import UploadedImages
+from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.inference.prompt_documents import shown_document
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
@@ -427,7 +427,7 @@ def test_a_killed_template_is_started_again_and_a_closed_extractor_reads_nothing
 
 async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGateway) -> None:
     live = LiveSettings(GatewaySettings(data_dir=tmp_path))
-    prepared = document_preparation_of(live.now, live, UploadedImages(gateway.assembled.services.batches.files))
+    prepared = document_preparation_of(live.now, live, UploadedPromptFiles(gateway.assembled.services.batches.files))
     assert prepared.limits == DocumentLimits()
     await live.change(
         GatewaySettings(

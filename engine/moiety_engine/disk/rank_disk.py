@@ -62,7 +62,7 @@ def identities(config: EngineConfig, model: Transformer, rank_group: RankGroup, 
     return identity_of(digests, position.rank)
 
 
-class _RowsHere:
+class _LocalRows:
     """Rows of this rank. The step loop's thread copies; other threads wait for its copies."""
 
     def __init__(self, host: HostKv) -> None:
@@ -98,7 +98,7 @@ class RankDiskCache:
         self._config, self._model, self._rank_group = config, model, rank_group
         self._folder: DiskFolder | None = None
         self._answers: RankAnswers | None = None
-        self._rows: dict[int, _RowsHere] = {}
+        self._rows: dict[int, _LocalRows] = {}
         self._decoder: msgspec.msgpack.Decoder[FileRequest] = msgspec.msgpack.Decoder(FileRequest)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-writer")
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="disk-reader")
@@ -111,7 +111,7 @@ class RankDiskCache:
             rank = self._rank_group.ranks.rank_position.rank
             self._answers = RankAnswers(self._rank_group.store, message.key, rank, self._handle)
         try:
-            self._rows = {one: _RowsHere(host_rows(kv, message.count)) for one in message.rows_ids}
+            self._rows = {one: _LocalRows(host_rows(kv, message.count)) for one in message.rows_ids}
         except RuntimeError as exc:  # the type that torch raises
             raise OutOfMemory("the host has too little memory for the disk cache's buffers") from exc
 

@@ -16,7 +16,7 @@ from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.kv_transfer.rank_messages import OpenReceiver, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
 from moiety_engine.kv_transfer.rank_transfers import (
-    OtherTransfers,
+    GroupTransferProgress,
     RankTransfers,
     exchange_addresses,
     part_name,
@@ -41,14 +41,14 @@ _SHARE_OF_HOST = 0.1
 class KvConnector:
     """KV transfer of one engine. Used by the step loop's thread.
 
-    `kv_sender` is set on an engine that prefills for others, `arrivals` on one that receives KV.
+    `kv_sender` is set on an engine that prefills for others, `kv_receiver` on one that receives KV.
     """
 
     def __init__(
         self,
         kv_sender: KvSender | None = None,
-        arrivals: KvReceiver | None = None,
-        zone: StagingBuffer | None = None,
+        kv_receiver: KvReceiver | None = None,
+        staging_buffer: StagingBuffer | None = None,
         receiver: ReceiverThread | None = None,
         addresses: str = "",
         host: str = "",
@@ -58,8 +58,8 @@ class KvConnector:
         `addresses` are those of all ranks that receive KV, in order; `host` is their host, if they have a common one.
         """
         self._addresses, self._host = addresses, host
-        self.kv_sender, self.arrivals = kv_sender, arrivals
-        self._zone, self._receiver = zone, receiver
+        self.kv_sender, self.kv_receiver = kv_sender, kv_receiver
+        self._staging_buffer, self._receiver = staging_buffer, receiver
         self.prefill_done_requests_total = 0
 
     @property
@@ -79,12 +79,12 @@ class KvConnector:
     @property
     def num_waiting(self) -> int:
         """Requests whose KV has not arrived yet."""
-        return 0 if self.arrivals is None else self.arrivals.num_waiting
+        return 0 if self.kv_receiver is None else self.kv_receiver.num_waiting
 
     def serve(self, kv: KvCache | None) -> None:
         """Set the cache for received KV; None while the engine sleeps."""
-        if self._zone is not None:
-            self._zone.serve(kv)
+        if self._staging_buffer is not None:
+            self._staging_buffer.serve(kv)
 
     def depart(self, submit: CoreSubmit) -> CoreSubmit:
         """Register a request for disaggregated prefill, and return it limited to its next token."""
@@ -96,7 +96,7 @@ class KvConnector:
 
     def num_transferred_tokens(self, key: int) -> int:
         """Return the number of tokens of a request whose KV has arrived."""
-        arrival = None if self.arrivals is None else self.arrivals.arrival_of(key)
+        arrival = None if self.kv_receiver is None else self.kv_receiver.arrival_of(key)
         return 0 if arrival is None else arrival.num_tokens
 
     def with_transfer_results(self, outputs: list[CoreOutput], failures: list[CoreFailure]) -> list[CoreOutput]:
@@ -104,7 +104,7 @@ class KvConnector:
 
         The result is the transfer times of received KV, or the reason why KV was not sent.
         """
-        if self.kv_sender is None and self.arrivals is None:
+        if self.kv_sender is None and self.kv_receiver is None:
             return outputs
         for failure in failures:
             self._ended(failure.key, prefill_done=False)
@@ -118,7 +118,7 @@ class KvConnector:
             self._receiver.close()
 
     def _end(self, output: CoreOutput, finish: CoreFinish) -> CoreOutput:
-        arrival = None if self.arrivals is None else self.arrivals.arrival_of(output.key)
+        arrival = None if self.kv_receiver is None else self.kv_receiver.arrival_of(output.key)
         prefill_done = finish.reason is FinishReason.PREFILL_DONE
         self.prefill_done_requests_total += prefill_done
         problem = self._ended(output.key, prefill_done=prefill_done)
@@ -128,8 +128,8 @@ class KvConnector:
         return msgspec.structs.replace(output, finish=finish)
 
     def _ended(self, key: int, *, prefill_done: bool) -> str:
-        if self.arrivals is not None:
-            self.arrivals.ended(key)
+        if self.kv_receiver is not None:
+            self.kv_receiver.ended(key)
         return "" if self.kv_sender is None else self.kv_sender.ended(key, prefill_done=prefill_done)
 
 
@@ -155,14 +155,16 @@ def connector_of(
         kv_sender = KvSender(_sender_of(config, position, max_bytes, key), send)
     if not config.listen:
         return KvConnector(kv_sender)
-    zone = StagingBuffer(max_bytes, part=part_name(position))
-    receiver = ReceiverThread(config.listen, zone, key)
+    staging_buffer = StagingBuffer(max_bytes, part=part_name(position))
+    receiver = ReceiverThread(config.listen, staging_buffer, key)
     if rank_group is None:
-        return KvConnector(kv_sender, KvReceiver(zone), zone, receiver, receiver.address, own_host())
+        return KvConnector(
+            kv_sender, KvReceiver(staging_buffer), staging_buffer, receiver, receiver.address, own_host()
+        )
     send(OpenReceiver(receiver.secret))
     addresses, host = exchange_addresses(rank_group, receiver.secret, receiver.address)
-    arrivals = KvReceiver(zone, OtherTransfers(rank_group, send))
-    return KvConnector(kv_sender, arrivals, zone, receiver, addresses, host)
+    kv_receiver = KvReceiver(staging_buffer, GroupTransferProgress(rank_group, send))
+    return KvConnector(kv_sender, kv_receiver, staging_buffer, receiver, addresses, host)
 
 
 def rank_transfers_of(config: TransferConfig, rank_group: RankGroup) -> RankTransfers | None:
@@ -172,9 +174,14 @@ def rank_transfers_of(config: TransferConfig, rank_group: RankGroup) -> RankTran
     key, position = _read_key(config.key_file), rank_group.ranks.rank_position
     max_bytes = _buffer_bytes(config, position)
     sender = _sender_of(config, position, max_bytes, key) if config.role is EngineRole.PREFILL else None
-    zone = StagingBuffer(max_bytes, part=part_name(position)) if config.listen else None
+    staging_buffer = StagingBuffer(max_bytes, part=part_name(position)) if config.listen else None
     listen = rank_address(config.listen, position.rank)
-    return RankTransfers(rank_group, sender, zone, lambda zone, secret: ReceiverThread(listen, zone, key, secret))
+    return RankTransfers(
+        rank_group,
+        sender,
+        staging_buffer,
+        lambda staging_buffer, secret: ReceiverThread(listen, staging_buffer, key, secret),
+    )
 
 
 def _position(rank_group: RankGroup | None) -> RankPosition:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import structlog
 
-from moiety_engine.kv_transfer.rank_transfers import OtherTransfers
+from moiety_engine.kv_transfer.rank_transfers import GroupTransferProgress
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, Progress, StagingBuffer, prompt_hash
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.roles import KvTransferTimes
@@ -30,10 +30,14 @@ class KvReceiver:
     """Requests of one replica that wait for KV. Used by the step loop's thread only."""
 
     def __init__(
-        self, zone: StagingBuffer, others: OtherTransfers | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        staging_buffer: StagingBuffer,
+        others: GroupTransferProgress | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the receiver. `others` are the other ranks, if there are several."""
-        self._zone, self._others = zone, others
+        self._staging_buffer, self._others = staging_buffer, others
         self._clock = clock
         self._pending: dict[int, tuple[CoreSubmit, float]] = {}  # by request key, with the start of the wait
         self._there: dict[int, _Received] = {}  # by request key
@@ -57,7 +61,7 @@ class KvReceiver:
         """Yield the requests that need not wait any more. If `arrival_of` returns None for one, its KV is lost."""
         now_s = self._clock()
         for key, (submit, since_s) in list(self._pending.items()):
-            progress = self._zone.claim(submit.transfer_id)
+            progress = self._staging_buffer.claim(submit.transfer_id)
             if progress is Progress.THERE and self._others is not None:
                 progress = self._others.progress(submit.transfer_id, prompt_hash(_computed(submit)))
             is_late = progress is Progress.UNKNOWN and now_s - since_s < ANNOUNCED_S
@@ -81,7 +85,7 @@ class KvReceiver:
         transfer_id = self._there[key].transfer_id
         if self._others is not None:
             self._others.load(transfer_id, first, tables, firsts, state_slot)
-        self._zone.load(transfer_id, first, tables, firsts, state_slot)
+        self._staging_buffer.load(transfer_id, first, tables, firsts, state_slot)
 
     def drop_long_held(self, keys: Iterable[int]) -> None:
         """Drop the received KV of these requests, which still wait for something else, after MAX_HELD_S.
@@ -109,13 +113,13 @@ class KvReceiver:
             self._drop(found.transfer_id)
 
     def _drop(self, transfer_id: str) -> None:
-        self._zone.drop(transfer_id)
+        self._staging_buffer.drop(transfer_id)
         if self._others is not None:
             self._others.drop(transfer_id)
 
     def _receive(self, submit: CoreSubmit) -> None:
         computed = _computed(submit)
-        arrival = self._zone.arrival(submit.transfer_id, prompt_hash(computed))
+        arrival = self._staging_buffer.arrival(submit.transfer_id, prompt_hash(computed))
         if arrival is None:
             self.lost_transfers_total += 1
             log.warning(

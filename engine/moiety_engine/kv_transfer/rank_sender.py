@@ -34,7 +34,7 @@ class _OutgoingPart:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _SentBlocks:
     """Range of tokens of one prompt that this step sends."""
 
     transfer: _OutgoingPart
@@ -87,19 +87,19 @@ class RankSender:
         lost, because it is never announced.
         """
         device = kv.layers[0].parts[0].device
-        stretches = []
+        sent_blocks = []
         for one in ranges:
             if one.begin is not None and one.transfer_id not in self._open:
                 self.log_not_sent(self.begin(one.transfer_id, one.begin, kv))
             transfer = self._open.get(one.transfer_id)
             if transfer is not None:
                 blocks = [torch.tensor(table, device=device) for table in one.tables]
-                stretches.append(_Stretch(transfer, one.first, one.end, blocks, one.in_block, one.state_slot))
-        if not stretches:
+                sent_blocks.append(_SentBlocks(transfer, one.first, one.end, blocks, one.in_block, one.state_slot))
+        if not sent_blocks:
             return None
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return StepSends(self._sender, kv, stretches, self._stream)
+        return StepSends(self._sender, kv, sent_blocks, self._stream)
 
     def end(self, transfer_id: str, *, is_complete: bool) -> str:
         """End a transfer, or cancel it if it is not complete. Return why the receiver refused it, if that is known."""
@@ -125,9 +125,9 @@ class RankSender:
 class StepSends:
     """Sends of one step; called after each layer has stored its keys and values, or its states."""
 
-    def __init__(self, sender: SenderThread, kv: KvCache, stretches: Sequence[_Stretch], stream: Any) -> None:
+    def __init__(self, sender: SenderThread, kv: KvCache, sent_blocks: Sequence[_SentBlocks], stream: Any) -> None:
         """Create the sends. `stream` is used for copies to the host; None where no copy is needed."""
-        self._sender, self._kv, self._stretches, self._stream = sender, kv, stretches, stream
+        self._sender, self._kv, self._sent_blocks, self._stream = sender, kv, sent_blocks, stream
         self._token_caches, self._state_caches = kv.token_caches, kv.state_caches
         self._number = {layer: number for number, layer in enumerate((*self._token_caches, *self._state_caches))}
 
@@ -135,16 +135,16 @@ class StepSends:
         if layer not in self._number:
             return  # it reads the keys and values of an earlier layer
         states = self._state_caches.get(layer)
-        for stretch in self._stretches:
-            first, end = stretch.first, stretch.end
+        for blocks_sent in self._sent_blocks:
+            first, end = blocks_sent.first, blocks_sent.end
             if states is None:
-                blocks_n = stretch.blocks[self._kv.groups[layer]]
-                rows = read(self._token_caches[layer], blocks_n, stretch.in_block, end - first)
-            elif end == stretch.transfer.num_tokens:
-                rows, first = read_state(states, stretch.state_slot), end - 1
+                blocks_n = blocks_sent.blocks[self._kv.groups[layer]]
+                rows = read(self._token_caches[layer], blocks_n, blocks_sent.in_block, end - first)
+            elif end == blocks_sent.transfer.num_tokens:
+                rows, first = read_state(states, blocks_sent.state_slot), end - 1
             else:
                 continue
-            transfer = stretch.transfer
+            transfer = blocks_sent.transfer
             piece = KvChunk(transfer.transfer_id, self._number[layer], first, end, transfer.offset)
             transfer.offset += sum(row.nbytes for row in rows)
             self._sender.put(piece, *self._on_host(rows))

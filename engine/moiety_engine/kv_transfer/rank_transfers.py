@@ -60,7 +60,7 @@ def exchange_addresses(rank_group: RankGroup, secret: str, address: str) -> tupl
     return ADDRESS_SEPARATOR.join(one for one, _ in found), hosts.pop() if len(hosts) == 1 else ""
 
 
-class OtherTransfers:
+class GroupTransferProgress:
     """Other ranks of an engine with KV transfer, as rank 0 sees them. Used by the step loop's thread only."""
 
     def __init__(
@@ -123,18 +123,18 @@ class RankTransfers:
         self,
         rank_group: RankGroup,
         sender: RankSender | None,
-        zone: StagingBuffer | None,
+        staging_buffer: StagingBuffer | None,
         open_receiver: Callable[[StagingBuffer, str], ReceiverThread],
     ) -> None:
-        """Create the part. `open_receiver(zone, secret)` starts to listen."""
-        self._rank_group, self._sender, self._zone = rank_group, sender, zone
+        """Create the part. `open_receiver(staging_buffer, secret)` starts to listen."""
+        self._rank_group, self._sender, self._staging_buffer = rank_group, sender, staging_buffer
         self._open_receiver = open_receiver
         self._receiver: ReceiverThread | None = None
 
     def serve(self, kv: KvCache | None) -> None:
         """Set the cache for received KV; None while the engine sleeps."""
-        if self._zone is not None:
-            self._zone.serve(kv)
+        if self._staging_buffer is not None:
+            self._staging_buffer.serve(kv)
 
     def sends(self, ranges: Sequence[SendRange], kv: KvCache) -> StepSends | None:
         """Return the sends of a step; None if there are none."""
@@ -142,23 +142,26 @@ class RankTransfers:
 
     def execute(self, message: TransferMessage) -> None:
         """Execute a control message. Raises InvalidConfig if the address cannot be bound."""
-        zone = self._zone
+        staging_buffer = self._staging_buffer
         match message:
             case EndSend():
                 if self._sender is not None:
                     problem = self._sender.end(message.transfer_id, is_complete=message.is_complete)
                     self._sender.log_not_sent(problem)
-            case OpenReceiver() if zone is not None:
-                self._receiver = self._open_receiver(zone, message.secret)
+            case OpenReceiver() if staging_buffer is not None:
+                self._receiver = self._open_receiver(staging_buffer, message.secret)
                 exchange_addresses(self._rank_group, message.secret, self._receiver.address)
             case PollTransfer():
                 sum_transfer_progress(
-                    self._rank_group.ranks.everyone, None if zone is None else _progress(zone, message)
+                    self._rank_group.ranks.everyone,
+                    None if staging_buffer is None else _progress(staging_buffer, message),
                 )
-            case LoadTransfer() if zone is not None:
-                zone.load(message.transfer_id, message.first, message.tables, message.firsts, message.state_slot)
-            case DropTransfer() if zone is not None:
-                zone.drop(message.transfer_id)
+            case LoadTransfer() if staging_buffer is not None:
+                staging_buffer.load(
+                    message.transfer_id, message.first, message.tables, message.firsts, message.state_slot
+                )
+            case DropTransfer() if staging_buffer is not None:
+                staging_buffer.drop(message.transfer_id)
 
     def close(self) -> None:
         """End the threads."""
@@ -168,8 +171,8 @@ class RankTransfers:
             self._receiver.close()
 
 
-def _progress(zone: StagingBuffer, message: PollTransfer) -> Progress:
-    progress = zone.claim(message.transfer_id)
-    if progress is Progress.THERE and zone.arrival(message.transfer_id, message.prompt_hash) is None:
+def _progress(staging_buffer: StagingBuffer, message: PollTransfer) -> Progress:
+    progress = staging_buffer.claim(message.transfer_id)
+    if progress is Progress.THERE and staging_buffer.arrival(message.transfer_id, message.prompt_hash) is None:
         return Progress.LOST
     return progress

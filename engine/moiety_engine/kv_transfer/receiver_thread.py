@@ -31,12 +31,12 @@ log = structlog.get_logger()
 class ReceiverThread:
     """Owns its ZeroMQ context, socket and thread, from its creation to `close`."""
 
-    def __init__(self, listen: str, zone: StagingBuffer, secret_key: bytes | None, secret: str = "") -> None:
+    def __init__(self, listen: str, staging_buffer: StagingBuffer, secret_key: bytes | None, secret: str = "") -> None:
         """Start to listen. Raises InvalidConfig if the address cannot be bound.
 
         `secret` is that of rank 0 on the other ranks; without one, a new one is made.
         """
-        self._zone = zone
+        self._staging_buffer = staging_buffer
         self.secret = secret or secrets.token_hex(32)
         self.num_disallowed = 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -90,13 +90,13 @@ class ReceiverThread:
             return
         match message:
             case KvChunk():
-                self._zone.put(message, [frame.buffer for frame in frames[2:]], identity)
+                self._staging_buffer.put(message, [frame.buffer for frame in frames[2:]], identity)
             case Begin():
                 if not self._is_allowed(message):
                     self._note_disallowed(message)
                     self._answer(identity, Refused(message.transfer_id, NOT_ALLOWED))
                     return
-                reason = self._zone.begin(message, identity)
+                reason = self._staging_buffer.begin(message, identity)
                 if reason:
                     log.warning(
                         "kv_transfer_rejected",
@@ -107,13 +107,13 @@ class ReceiverThread:
                     )
                     self._answer(identity, Refused(message.transfer_id, reason))
             case End():
-                is_there = self._zone.end(message.transfer_id, identity)
+                is_there = self._staging_buffer.end(message.transfer_id, identity)
                 answer = (
                     Received(message.transfer_id) if is_there else Refused(message.transfer_id, "parts are missing")
                 )
                 self._answer(identity, answer)
             case Cancel():
-                self._zone.cancel(message.transfer_id, identity)
+                self._staging_buffer.cancel(message.transfer_id, identity)
 
     def _is_allowed(self, begin: Begin) -> bool:
         expected = transfer_token(self.secret, begin.transfer_id)

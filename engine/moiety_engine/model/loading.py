@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moiety_engine.distribution.layout import Layout
     from moiety_engine.model.vocabulary import Vocabulary
     from moiety_kernels.quantization import WeightFormat
 
@@ -168,17 +169,13 @@ def load_share(
     dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, position := ranks.rank_position)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
-    if form is not None:
-        kept = stored if stored is not None and form.is_stored_as(stored) else form
-        check_cuts(replace(form, group=kept.group), spec, position.layout)
+    _check_form_cuts(form, stored, spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
     num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
-    if batch_invariant:
-        reason = cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)
-        if reason is not None:
-            raise UnsupportedModelError(f"--batch-invariant is not available: {reason}")
+    if batch_invariant and (reason := cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)) is not None:
+        raise UnsupportedModelError(f"--batch-invariant is not available: {reason}")
     with ExitStack() as undo:
         offloading = open_store(offload, folder, spec, where, f"{dtype} {form}", load_format, position)
         if offloading is not None:
@@ -209,6 +206,13 @@ def load_share(
         weights,
         TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows),
     )
+
+
+def _check_form_cuts(form: WeightFormat | None, stored: WeightFormat | None, spec: ModelSpec, layout: Layout) -> None:
+    """Raise InvalidConfig if the layout cuts products in this form inside a group of the form or of the checkpoint."""
+    if form is not None:
+        kept = stored if stored is not None and form.is_stored_as(stored) else form
+        check_cuts(replace(form, group=kept.group), spec, layout)
 
 
 def _dtype_name(dtype: str, spec: ModelSpec) -> str:

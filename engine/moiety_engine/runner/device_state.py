@@ -60,7 +60,7 @@ class DeviceState:
     ) -> None:
         """Allocate the state. `kv_connector` connects to other engines' KV; see Runner for the other options."""
         self._model, self._sizes, self._controls = model, sizes, controls
-        self._arrivals = kv_connector.arrivals
+        self._kv_receiver = kv_connector.kv_receiver
         scratch = int(sizes.graphs)  # one block that no sequence gets
         with controls.run_on_all_ranks(_allocation(sizes, scratch)):
             self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots, sizes.num_record_tokens)
@@ -108,8 +108,8 @@ class DeviceState:
             self._state_copier.replay(0, plan.state_replays)
             self._state_copier.run(0, plan.state_copies)
         for kv_load in plan.kv_loads:
-            assert self._arrivals is not None, "KV is loaded without a receiver"
-            self._arrivals.load(*kv_load)
+            assert self._kv_receiver is not None, "KV is loaded without a receiver"
+            self._kv_receiver.load(*kv_load)
 
     def move(self, copies: Copies) -> None:
         """Copy blocks between the cache and the host tier now."""

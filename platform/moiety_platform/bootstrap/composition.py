@@ -37,7 +37,7 @@ from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, REPORTING, SERVING, Database
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.files.images import UploadedImages
+from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.limits import AnswerStorageLimits
@@ -171,15 +171,11 @@ async def _open_services(
     metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, report_database, keys}))
     store, objects, objects_ready = _open_objects(stack, settings, database)
     usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
-    idempotency = IdempotencyKeys(database, KeyStore(now=overrides.now), AnswerStorageLimits.of(settings))
-    await idempotency.start()
-    stack.push_async_callback(idempotency.stop)
+    idempotency = await _start_idempotency(stack, settings, database, overrides)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
     recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
     stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
-    meter = MeterReader(database, stored_usage.holds)
-    await meter.start()
-    stack.push_async_callback(meter.stop)
+    meter = await _start_meter(stack, database, stored_usage)
     metrics.registry.register(StoreCollector(clock, store, stored_usage, quotas, meter, recorder))
     contents = AdapterContents(database, objects)
     engines = Engines(
@@ -211,7 +207,7 @@ async def _open_services(
         process_id, database, objects, authenticator, quotas, metrics, telemetry.tracing, clock, settings,
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
     )  # fmt: skip
-    uploaded = UploadedImages(batches.files)
+    uploaded = UploadedPromptFiles(batches.files)
     documents = document_preparation_of(settings, live, uploaded)
     stack.push_async_callback(documents.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
@@ -250,6 +246,24 @@ async def _open_services(
         documents=documents,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+async def _start_idempotency(
+    stack: AsyncExitStack, settings: GatewaySettings, database: Database, overrides: Overrides
+) -> IdempotencyKeys:
+    """Start the store of idempotency keys, until the stack is closed."""
+    keys = IdempotencyKeys(database, KeyStore(now=overrides.now), AnswerStorageLimits.of(settings))
+    await keys.start()
+    stack.push_async_callback(keys.stop)
+    return keys
+
+
+async def _start_meter(stack: AsyncExitStack, database: Database, stored_usage: UsageRecorder) -> MeterReader:
+    """Start the reader of metered tokens, until the stack is closed."""
+    meter = MeterReader(database, stored_usage.holds)
+    await meter.start()
+    stack.push_async_callback(meter.stop)
+    return meter
 
 
 async def _start_accounting(

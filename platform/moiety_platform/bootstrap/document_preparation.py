@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.document_extraction.extractor import DocumentLimits, PdfExtractor
-from moiety_platform.files.images import UploadedImages
+from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
@@ -15,7 +15,7 @@ DOCUMENT_SETTINGS = [
 
 
 def document_preparation_of(
-    settings: GatewaySettings, live: LiveSettings[GatewaySettings], uploaded: UploadedImages
+    settings: GatewaySettings, live: LiveSettings[GatewaySettings], uploaded: UploadedPromptFiles
 ) -> DocumentPreparation:
     """Return a preparation of documents that follows the settings. Its owner closes it."""
     prepared = DocumentPreparation(

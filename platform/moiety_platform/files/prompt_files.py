@@ -24,7 +24,7 @@ MAX_READS = 8  # at the same time in this process
 MAX_READS_PER_TENANT = 2
 
 
-class UploadedImages:
+class UploadedPromptFiles:
     """Reader of uploaded images and documents in one gateway process."""
 
     def __init__(self, files: Files) -> None:
