@@ -61,7 +61,7 @@ ReadFile = Callable[[str, Principal], Awaitable[bytes]]
 
 @dataclass(slots=True)
 class _DocumentBudget:
-    """What the documents of one request may still have."""
+    """Remaining limits of the documents of one request."""
 
     limits: DocumentLimits
 
