@@ -33,11 +33,11 @@ def main(spec: dict[str, Any]) -> None:
         open_to_others(root, folder)
     for name in ("proc", "sys", "dev"):
         mount(f"/{name}", str(root / name), None, BIND | REC)
+    hidden = keep_hidden(base, root, spec)
     for volume in spec["mounts"]:
         place(root, volume["source"], volume["path"], read_only=volume["read_only"])
-    for folder in spec["needed"]:
-        if any(Path(folder).is_relative_to(volume["path"]) for volume in spec["mounts"]):  # the mount hides the folder
-            place(root, folder, folder, read_only=True)
+    for path, kept in hidden.items():
+        place(root, str(kept), path, read_only=True)
     place(root, spec["names"], "/run/names", read_only=True)
     (root / "etc/hosts").unlink(missing_ok=True)
     (root / "etc/hosts").symlink_to("/run/names/hosts")
@@ -65,6 +65,17 @@ def open_to_others(root: Path, folder: Path) -> None:
         mount(str(folder), str(inner), None, BIND | REC)
     elif inner.is_dir() and inner.stat().st_mode & 0o5 != 0o5:
         inner.chmod(inner.stat().st_mode | 0o55)
+
+
+def keep_hidden(base: Path, root: Path, spec: dict[str, Any]) -> dict[str, Path]:
+    """Bind the needed folders that a volume will hide elsewhere, as the container's user may read them."""
+    kept: dict[str, Path] = {}
+    for folder in spec["needed"]:
+        if any(Path(folder).is_relative_to(volume["path"]) for volume in spec["mounts"]):
+            kept[folder] = base / f"kept-{len(kept)}"
+            kept[folder].mkdir()
+            mount(str(root / Path(folder).relative_to("/")), str(kept[folder]), None, BIND | REC)
+    return kept
 
 
 def place(root: Path, source: str, path: str, *, read_only: bool) -> None:
