@@ -32,8 +32,8 @@ from moiety_engine.server.gateway_keys import read_gateway_keys, require_known_g
 from moiety_engine.server.process import MakeCore, run_server
 from moiety_engine.server.settings import ServerSettings
 from moiety_options.commands import command_of
+from moiety_options.engine_options import EngineOptions
 from moiety_options.model_options import model_name
-from moiety_options.serving_options import EngineOptions
 from moiety_text.errors import TextError
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.reasoning_formats import check_reasoning_format

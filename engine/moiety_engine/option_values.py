@@ -7,8 +7,8 @@ from typing import Any
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, GrammarLimits, ImageOptions, OffloadConfig, TransferConfig
+from moiety_options.engine_options import EngineOptions
 from moiety_options.model_options import ModelOptions
-from moiety_options.serving_options import EngineOptions
 from moiety_wire.roles import EngineRole
 from moiety_wire.shared_fields import field_names
 

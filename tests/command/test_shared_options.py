@@ -19,8 +19,8 @@ from moiety_engine.cli import engine
 from moiety_engine.in_process.cli import batch_run
 from moiety_options.commands import arguments_of, command_of
 from moiety_options.declaration import DeclaredOption, declared_options
+from moiety_options.engine_options import EngineOptions, ServingOptions
 from moiety_options.model_options import ModelOptions, ServedModelOptions
-from moiety_options.serving_options import EngineOptions, ServingOptions
 from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.gateway import gateway
 from moiety_platform.cli.lazy import as_command

@@ -19,7 +19,7 @@ from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
-from moiety_engine.sampling.allowed import Allowed, ban_others, write_out
+from moiety_engine.sampling.token_masks import TokenMasks, ban_others, write_out
 from moiety_engine.startup import load_loop
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
 from moiety_engine.structured_outputs.errors import GrammarRefused
@@ -246,7 +246,7 @@ def test_tokens_are_banned_alike_from_bits_on_a_device_and_from_bools_on_a_proce
         for token in range(vocab_size):
             if token >= 96 or not (int(words[j, token // 32]) >> (token % 32)) & 1:
                 expected[i, token] = -torch.inf
-    for allowed in (Allowed(rows, words), Allowed(rows, words, banned)):
+    for allowed in (TokenMasks(rows, words), TokenMasks(rows, words, banned)):
         found = logits.clone()
         ban_others(found, allowed, torch.from_numpy)
         assert torch.equal(found, expected)

@@ -11,8 +11,8 @@ import torch
 
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.sampling import Sampler, is_plain
-from moiety_engine.sampling.allowed import Allowed
 from moiety_engine.sampling.rows import Drafted
+from moiety_engine.sampling.token_masks import TokenMasks
 from moiety_engine.sequence import Sequence
 from moiety_engine.server.validation import MAX_RULE_IDS, ModelLimits, find_refusal
 from moiety_wire.classes import STANDARD
@@ -32,7 +32,7 @@ def row_of(
 
 
 def best_of(
-    order: list[int], *rows: Any, sampled: list[int] | None = None, allowed: Allowed | None = None
+    order: list[int], *rows: Any, sampled: list[int] | None = None, allowed: TokenMasks | None = None
 ) -> list[int]:
     """Return the greedy tokens of rows for which the tokens in `order` are the most likely ones."""
     logits_V = torch.zeros(V)
@@ -78,7 +78,7 @@ def test_draft_tokens_count_as_output() -> None:
 def test_a_grammar_comes_before_allowed_tokens_and_these_before_banned_runs() -> None:
     words = np.zeros((1, 2), dtype=np.int32)
     words[0, 0] = 1 << 7 | 1 << 8
-    mask = Allowed([0], words)
+    mask = TokenMasks([0], words)
     assert best_of([30, 5, 7, 8], row_of(allowed=(5, 8)), allowed=mask) == [8]
     assert best_of([30, 5, 7, 8], row_of(allowed=(5, 6)), allowed=mask) == [7], "the grammar leaves none of them"
     assert best_of([30, 5, 6], row_of(allowed=(5, 6), runs=((5,), (6,)))) == [5]

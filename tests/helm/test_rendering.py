@@ -85,14 +85,14 @@ def test_a_changed_setting_starts_the_gateways_anew(chart: helm_python.Chart) ->
 
 
 def test_the_readme_is_made_of_the_values() -> None:
-    script = runpy.run_path(str(CHART.parent / "readme.py"))
-    assert (CHART / "README.md").read_text(encoding="utf-8") == script["readme"](), "run: python helm/readme.py"
+    script = runpy.run_path(str(CHART.parent / "write_readme.py"))
+    assert (CHART / "README.md").read_text(encoding="utf-8") == script["readme"](), "run: python helm/write_readme.py"
 
 
 def test_the_schema_has_the_options_of_the_engine() -> None:
-    script = runpy.run_path(str(CHART.parent / "schema.py"))
+    script = runpy.run_path(str(CHART.parent / "write_schema.py"))
     written = (CHART / "values.schema.json").read_text(encoding="utf-8")
-    assert written == script["written"](script["schema"]()), "run: python helm/schema.py"
+    assert written == script["written"](script["schema"]()), "run: python helm/write_schema.py"
 
 
 VLLM = {"name": "v", "kind": "vllm", "model": {"name": "a", "hub": "a/b", "tokenizerClaim": "t"}}

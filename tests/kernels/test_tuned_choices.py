@@ -15,16 +15,16 @@ import pytest
 
 import moiety_kernels
 from moiety_kernels.gpu.targets import H200
-from moiety_kernels.grouped_gemm.choice import OPERATION, key
-from moiety_kernels.grouped_gemm.tiles import Problem, candidates, choose
+from moiety_kernels.grouped_gemm.launch_config import OPERATION, key
+from moiety_kernels.grouped_gemm.tile_cost_model import Problem, candidates, choose
 from moiety_kernels.tuning.choices import Choice, Choices, cache_folder, path_of, read
 
 PROBLEM = Problem(num_experts=128, top_k=8, width=2048, hidden=768, tokens=64)
 OTHER = next(one for one in candidates(PROBLEM, H200) if one != choose(PROBLEM, H200))
 ASK = f"""
 from moiety_kernels.gpu.targets import H200
-from moiety_kernels.grouped_gemm.choice import configuration
-from moiety_kernels.grouped_gemm.tiles import Problem, choose
+from moiety_kernels.grouped_gemm.launch_config import configuration
+from moiety_kernels.grouped_gemm.tile_cost_model import Problem, choose
 problem = Problem(128, 8, 2048, 768, tokens=%d)
 print("tuned" if configuration(problem, H200).name == {OTHER.name!r} else "model")
 assert configuration(problem, H200).name == {OTHER.name!r} or configuration(problem, H200) == choose(problem, H200)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moiety_options.commands import arguments_of, command_of
 from moiety_options.declaration import declared_options, option
-from moiety_options.serving_options import EngineOptions
+from moiety_options.engine_options import EngineOptions
 
 
 class Color(StrEnum):

@@ -21,7 +21,7 @@ from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, LayerSp
 from moiety_engine.model.weights import LatentAttentionWeights, MoeWeights, allocate, products_of
 from moiety_engine.planning.models import INDEX_KEY_ITEMSIZE
 from moiety_kernels.bench.work import Speeds, Work, expected_active, floor_s
-from moiety_kernels.grouped_gemm.tiles import LAUNCH_S, Problem, candidates, choose, seconds
+from moiety_kernels.grouped_gemm.tile_cost_model import LAUNCH_S, Problem, candidates, choose, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.planning.machines import GpuNetwork, Link, Machine
     from moiety_engine.planning.models import Served
-    from moiety_kernels.grouped_gemm.tiles import Scales, Weights
+    from moiety_kernels.grouped_gemm.tile_cost_model import Scales, Weights
 
 _ITEM_BYTES = 2  # per activation
 _STATE_FLOPS = 6.0  # per entry of the state: recall, correct, read

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from moiety_engine.sampling import Best, Drawn
-from moiety_engine.sampling.allowed import Allowed, write_out
 from moiety_engine.sampling.rows import Row
+from moiety_engine.sampling.token_masks import TokenMasks, write_out
 from moiety_engine.sequence import Sequence
 from moiety_engine.staging import DeviceMark
 from moiety_engine.structured_outputs.state import ASTRAY
@@ -56,11 +56,11 @@ class _Task:
 class StepMasks:
     """Masks of one step, possibly still being computed."""
 
-    def __init__(self, allowed: Allowed, parts: list[Future[list[GrammarProblem]]]) -> None:
+    def __init__(self, allowed: TokenMasks, parts: list[Future[list[GrammarProblem]]]) -> None:
         self._allowed, self._parts = allowed, parts
         self.problems: list[GrammarProblem] = []  # filled by wait()
 
-    def wait(self) -> Allowed:
+    def wait(self) -> TokenMasks:
         """Wait for all masks and return them."""
         for part in self._parts:
             self.problems += part.result()
@@ -101,7 +101,7 @@ class MaskMaker:
             self._threads.submit(_fill, worker, tasks, words_JW, banned_JV, before)
             for worker, tasks in by_worker.items()
         ]
-        return StepMasks(Allowed(constrained, words_JW, banned_JV), parts)
+        return StepMasks(TokenMasks(constrained, words_JW, banned_JV), parts)
 
 
 def _task(place: int, row: Row) -> _Task:

@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
 from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
-from moiety_engine.sampling.allowed import Allowed, ban_others
 from moiety_engine.sampling.finite import finite_rows, finite_rows_on_device
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.rows import Row
+from moiety_engine.sampling.token_masks import TokenMasks, ban_others
 from moiety_engine.sampling.token_rules import apply_token_rules, has_token_rules
 from moiety_engine.staging import Staging, Upload
 from moiety_kernels.sample import Draws, Penalties, penalised
@@ -120,7 +120,7 @@ class Sampler:
         logits_LV: Tensor,
         rows: Rows[Row],
         sampled_L: Tensor | None = None,
-        allowed: Allowed | None = None,
+        allowed: TokenMasks | None = None,
     ) -> Drawn:
         """Draw one token per row.
 

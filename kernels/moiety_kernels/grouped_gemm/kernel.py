@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.gpu.devices import device_model
-from moiety_kernels.grouped_gemm.choice import configuration
 from moiety_kernels.grouped_gemm.kernels.cases import compile_cases
 from moiety_kernels.grouped_gemm.kernels.down import combine, down
 from moiety_kernels.grouped_gemm.kernels.launching import WORD, kind_of_scales
 from moiety_kernels.grouped_gemm.kernels.rounding import round_rows
 from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
-from moiety_kernels.grouped_gemm.tiles import Four, Problem, Scales, TileConfig, Weights, choose
+from moiety_kernels.grouped_gemm.launch_config import configuration
+from moiety_kernels.grouped_gemm.tile_cost_model import Four, Problem, Scales, TileConfig, Weights, choose
 from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
 from moiety_kernels.route import group

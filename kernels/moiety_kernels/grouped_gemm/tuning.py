@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.grouped_gemm import choice, kernel, tiles
-from moiety_kernels.grouped_gemm.tiles import Problem, Scales, TileConfig, Weights
+from moiety_kernels.grouped_gemm.tile_cost_model import Problem, Scales, TileConfig, Weights
 from moiety_kernels.quantization.weight import BLOCK, SCALE_BLOCK
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from moiety_options.commands import arguments_of, command_of
 from moiety_options.declaration import declared_options
+from moiety_options.engine_options import ServingOptions
 from moiety_options.model_options import model_name
-from moiety_options.serving_options import ServingOptions
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.serve_options import ServeArguments
 from moiety_platform.supervisor.console import standard_console

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from moiety_options.declaration import option
-from moiety_options.serving_options import ServingOptions
+from moiety_options.engine_options import ServingOptions
 from moiety_platform.cli.config_file import take_defaults
 
 

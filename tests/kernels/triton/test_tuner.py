@@ -13,7 +13,7 @@ from moiety_kernels.bench.clocks import Prepared, clock_of
 from moiety_kernels.bench.shapes import layer_of
 from moiety_kernels.cli import _WEIGHTS
 from moiety_kernels.gpu.targets import H200
-from moiety_kernels.grouped_gemm.tiles import Problem, candidates, choose
+from moiety_kernels.grouped_gemm.tile_cost_model import Problem, candidates, choose
 from moiety_kernels.grouped_gemm.tuning import KINDS, GroupedGemmTunable
 from moiety_kernels.tuning.choices import path_of, read
 from moiety_kernels.tuning.tuner import Tuned, TuningFailed, tune

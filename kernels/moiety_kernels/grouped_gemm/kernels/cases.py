@@ -15,7 +15,7 @@ from moiety_kernels.grouped_gemm.kernels import down, rounding, rows, up
 from moiety_kernels.grouped_gemm.kernels.launching import GROUP
 
 if TYPE_CHECKING:
-    from moiety_kernels.grouped_gemm.tiles import TileConfig
+    from moiety_kernels.grouped_gemm.tile_cost_model import TileConfig
 
 _OTHERS_HEIGHTS = (16, 128)  # tile heights whose variants are built for targets other than Hopper
 _GROUPS = dict.fromkeys(("p_order", "p_starts", "p_tiles", "p_num_tiles", "p_expert"), "*i32")

@@ -35,7 +35,7 @@ from moiety_kernels.grouped_gemm.kernels.shared import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.grouped_gemm.tiles import TileConfig
+    from moiety_kernels.grouped_gemm.tile_cost_model import TileConfig
     from moiety_kernels.route import Groups
 
 _COMBINE_BLOCK = 1024  # columns that a program sums

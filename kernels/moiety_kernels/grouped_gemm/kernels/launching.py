@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.grouped_gemm.tiles import Block, Scales
+    from moiety_kernels.grouped_gemm.tile_cost_model import Block, Scales
 
 GROUP = 8  # tiles that traverse the blocks of columns together
 _INTERPRETED_PROGRAMS = 3  # so that programs have several pieces, and unequal numbers of pieces

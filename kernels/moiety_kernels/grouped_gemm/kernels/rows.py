@@ -22,7 +22,7 @@ from moiety_kernels.grouped_gemm.kernels.shared import SCALE_BLOCK, activate
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moiety_kernels.grouped_gemm.tiles import Block, Four
+    from moiety_kernels.grouped_gemm.tile_cost_model import Block, Four
     from moiety_kernels.moe.activation import Activation
 
 

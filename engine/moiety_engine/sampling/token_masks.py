@@ -15,7 +15,7 @@ from moiety_engine.staging import Upload
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class TokenMasks:
     """Bit mask of allowed tokens, lowest bit of a word first.
 
     For a CPU the mask is expanded to `banned_JV` before the step needs it.
@@ -34,7 +34,7 @@ def write_out(words_JW: np.ndarray, banned_JV: np.ndarray) -> None:
     banned_JV[:, width:] = True
 
 
-def ban_others(logits_LV: Tensor, allowed: Allowed, upload: Upload) -> None:
+def ban_others(logits_LV: Tensor, allowed: TokenMasks, upload: Upload) -> None:
     """Ban all tokens that are not allowed, in place."""
     vocab_size = logits_LV.shape[1]
     if allowed.banned_JV is not None:

@@ -1,4 +1,4 @@
-"""Generator of Grafana's boards in helm/moiety/boards: `python helm/boards.py [FOLDER]`.
+"""Generator of Grafana's boards in helm/moiety/boards: `python helm/write_boards.py [FOLDER]`.
 
 Each board is Python data here and JSON there, since JSON of that length cannot be reviewed. A test compares the files
 with the output of this script, and every expression with the existing metrics.

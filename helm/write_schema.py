@@ -1,4 +1,4 @@
-"""Generator of the engine's options in the chart's schema: `python helm/schema.py`. A test compares its result."""
+"""Generator of the engine options in the chart's schema: `python helm/write_schema.py`. A test compares them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moiety_options.declaration import DeclaredOption, declared_options
-from moiety_options.serving_options import EngineOptions
+from moiety_options.engine_options import EngineOptions
 
 SCHEMA = Path(__file__).parent / "moiety" / "values.schema.json"
 DEFINITION = "engineOptions"

@@ -1,4 +1,4 @@
-"""Generator of Prometheus' alert rules in helm/moiety/alerts/alert_rules.yaml: `python helm/alerts.py [FOLDER]`.
+"""Generator of Prometheus' alert rules in helm/moiety/alerts/alert_rules.yaml: `python helm/write_alerts.py [FOLDER]`.
 
 SLOs are watched as in the SRE workbook: by the burn rate of the error budget over a long window (is it serious?) and a
 short one (does it continue?). Every alert has a runbook of its name in docs/runbooks.md.
@@ -194,7 +194,7 @@ def document() -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    text = "# Written by helm/alerts.py.\n" + yaml.safe_dump(document(), sort_keys=False, width=100_000)
+    text = "# Written by helm/write_alerts.py.\n" + yaml.safe_dump(document(), sort_keys=False, width=100_000)
     (folder / "alert_rules.yaml").write_text(text, encoding="utf-8")
 
 

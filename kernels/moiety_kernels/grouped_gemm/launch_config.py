@@ -6,7 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from moiety_kernels.grouped_gemm.tiles import Problem, TileConfig, candidates, choose
+from moiety_kernels.grouped_gemm.tile_cost_model import Problem, TileConfig, candidates, choose
 from moiety_kernels.tuning.choices import tuned
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_kernels.gpu.targets import GFX942, H200, SM_80, DeviceModel
-from moiety_kernels.grouped_gemm.tiles import (
+from moiety_kernels.grouped_gemm.tile_cost_model import (
     LATENCY_S,
     Problem,
     Scales,

@@ -7,7 +7,7 @@ from pathlib import Path
 from moiety_engine.config import EngineConfig, TransferConfig
 from moiety_engine.option_values import serving_config
 from moiety_engine.server.settings import ServerSettings
-from moiety_options.serving_options import EngineOptions
+from moiety_options.engine_options import EngineOptions
 
 
 def test_options_that_are_not_given_make_the_configuration_of_a_program_that_sets_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Generator of the chart's README from its values: `python helm/readme.py`. A test compares the two."""
+"""Generator of the chart's README from its values: `python helm/write_readme.py`. A test compares the two."""
 
 from __future__ import annotations
 
