@@ -15,7 +15,7 @@ from torch import Tensor
 from moiety_kernels.bench.clocks import Call
 from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import LayerShape
-from moiety_kernels.grouped_gemm import tiles
+from moiety_kernels.grouped_gemm import tile_cost_model
 from moiety_kernels.moe import experts, grouped
 from moiety_kernels.moe.reference import activate
 from moiety_kernels.quantization import FP8, INT4, MXFP4, QuantizedWeight, WeightFormat, quantize
@@ -33,8 +33,8 @@ NARROW: dict[str, tuple[WeightFormat, str]] = {
 }
 NarrowWeights = tuple[QuantizedWeight, QuantizedWeight]
 # Names of the formats in the expert layer's cost model.
-_WIDE: tuple[tiles.Weights, tiles.Scales, tiles.Four] = ("wide", "none", "")
-_KINDS: dict[str, tuple[tiles.Weights, tiles.Scales, tiles.Four]] = {
+_WIDE: tuple[tile_cost_model.Weights, tile_cost_model.Scales, tile_cost_model.Four] = ("wide", "none", "")
+_KINDS: dict[str, tuple[tile_cost_model.Weights, tile_cost_model.Scales, tile_cost_model.Four]] = {
     "fp8": ("fp8", "row", ""),
     "int4": ("int4", "group", "int4"),
     "mxfp4": ("mxfp4", "group", "mxfp4"),
@@ -130,11 +130,11 @@ def ours_by_tiles(inputs: Inputs, narrow: NarrowWeights | None) -> Callable[[], 
     shape, spec, model = inputs.shape, spec_of(inputs.shape), device_model(inputs.x_TD.device)
     weights, scales, four = _WIDE if narrow is None else _KINDS[narrow[0].format.name]
     layer = shape.num_experts, shape.top_k, shape.width, shape.hidden, inputs.x_TD.shape[0]
-    problem = tiles.Problem(*layer, weights=weights, scales=scales)
-    if tiles.choose(problem, model).BM > 1:
+    problem = tile_cost_model.Problem(*layer, weights=weights, scales=scales)
+    if tile_cost_model.choose(problem, model).BM > 1:
         return None
-    tiled = [config for config in tiles.candidates(problem, model) if config.BM > 1]
-    config = min(tiled, key=lambda one: tiles.seconds(problem, one, model))
+    tiled = [config for config in tile_cost_model.candidates(problem, model) if config.BM > 1]
+    config = min(tiled, key=lambda one: tile_cost_model.seconds(problem, one, model))
     gate_up, gate_up_scale, down, down_scale = _held(inputs.weights, narrow)
 
     def run() -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moiety_kernels.grouped_gemm import choice, kernel, tiles
+from moiety_kernels.grouped_gemm import kernel, launch_config, tile_cost_model
 from moiety_kernels.grouped_gemm.tile_cost_model import Problem, Scales, TileConfig, Weights
 from moiety_kernels.quantization.weight import BLOCK, SCALE_BLOCK
 
@@ -38,7 +38,7 @@ class GroupedGemmTunable:
     It holds the weights of the last prepared layer, since all its problems need the same ones.
     """
 
-    operation = choice.OPERATION
+    operation = launch_config.OPERATION
 
     def __init__(self) -> None:
         self._layer: tuple[object, ...] = ()
@@ -51,11 +51,11 @@ class GroupedGemmTunable:
         ]
 
     def key(self, problem: Problem) -> str:
-        return choice.key(problem)
+        return launch_config.key(problem)
 
     def candidates(self, problem: Problem, model: DeviceModel) -> Sequence[TileConfig]:
-        every = tiles.candidates(problem, model)
-        return sorted(every, key=lambda config: tiles.seconds(problem, config, model))
+        every = tile_cost_model.candidates(problem, model)
+        return sorted(every, key=lambda config: tile_cost_model.seconds(problem, config, model))
 
     def prepare(self, problem: Problem, device: torch.device) -> Callable[[TileConfig], Call]:
         """Draw even routing; the first experts of a token are drawn without replacement."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moiety_kernels.grouped_gemm import reference, tiles
+from moiety_kernels.grouped_gemm import reference, tile_cost_model
 from moiety_kernels.moe import SILU, Activation
 from moiety_kernels.quantization import INT4, MXFP4, dequantize, quantize
 from moiety_kernels.quantization.weight import GPU_PACK
@@ -77,13 +77,13 @@ class Case:
         return {"rtol": value, "atol": value}
 
 
-def assert_up_agrees(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_up_agrees(kernels: Any, config: tile_cost_model.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
     inputs = case.x, groups, 1, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation
     torch.testing.assert_close(kernels.up(*inputs, config), reference.up(*inputs), **case.tolerance)
 
 
-def assert_down_agrees(kernels: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_down_agrees(kernels: Any, config: tile_cost_model.TileConfig, case: Case) -> None:
     groups = group(case.expert, len(case.counts), config.BM)
     inputs = case.inner, groups, case.weight, case.down, case.down_scale, case.down_bias
     torch.testing.assert_close(kernels.down(*inputs, config), reference.down(*inputs), **case.tolerance)
@@ -97,7 +97,7 @@ def assert_rounded_alike(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-def assert_eight_bits_agree(ups: Any, downs: Any, config: tiles.TileConfig, case: Case) -> None:
+def assert_eight_bits_agree(ups: Any, downs: Any, config: tile_cost_model.TileConfig, case: Case) -> None:
     """Both products of rounded rows are those of what they stand for; the first one's result is rounded once more,
     which a last bit of its sums may turn by a step of float8."""
     groups = group(case.expert, len(case.counts), config.BM)
@@ -117,7 +117,7 @@ def assert_eight_bits_agree(ups: Any, downs: Any, config: tiles.TileConfig, case
 
 
 def assert_rows_agree(kernels: Any, case: Case) -> None:
-    groups, block = group(case.expert, len(case.counts), 1), tiles.ROWS.up
+    groups, block = group(case.expert, len(case.counts), 1), tile_cost_model.ROWS.up
     inner = kernels.up_rows(
         case.x, case.expert, case.gate_up, case.gate_up_scale, case.gate_up_bias, case.activation, block
     )
@@ -127,7 +127,7 @@ def assert_rows_agree(kernels: Any, case: Case) -> None:
     )
     torch.testing.assert_close(inner, expected, **case.tolerance)
     ours = kernels.down_rows(
-        inner, case.expert, case.weight, case.down, case.down_scale, case.down_bias, tiles.ROWS.down
+        inner, case.expert, case.weight, case.down, case.down_scale, case.down_bias, tile_cost_model.ROWS.down
     )
     in_order = inner[groups.order_R.long()]
     theirs = reference.down(in_order, groups, case.weight, case.down, case.down_scale, case.down_bias)
@@ -143,7 +143,7 @@ def assert_sums_agree(kernels: Any, device: str) -> None:
 FOUR_BITS = {"int4": replace(INT4, pack=GPU_PACK), "mxfp4": replace(MXFP4, pack=GPU_PACK)}
 
 
-def assert_four_bits_agree(ups: Any, downs: Any, name: str, config: tiles.TileConfig, case: Case) -> None:
+def assert_four_bits_agree(ups: Any, downs: Any, name: str, config: tile_cost_model.TileConfig, case: Case) -> None:
     """The products are those of the weights that the four bits stand for."""
     config = replace(config, four=name)
     gate_up, lower = quantize(case.gate_up, FOUR_BITS[name]), quantize(case.down, FOUR_BITS[name])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.gpu.targets import H200
-from moiety_kernels.grouped_gemm import kernel, reference, tiles
+from moiety_kernels.grouped_gemm import kernel, reference, tile_cost_model
 from moiety_kernels.grouped_gemm.kernels import down, rounding, rows, up
 from moiety_kernels.moe import GELU_TANH, RELU2, SILU, Activation
 from moiety_kernels.moe import experts as moe_experts
@@ -43,8 +43,8 @@ COUNTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("config", "counts"),
-    [(config, counts) for config in tiles.HOPPER[1:] for counts in COUNTS.values()]
-    + [(config, COUNTS["few, many and none"]) for config in (*tiles.PORTABLE[1:], *tiles.SINGLE)],
+    [(config, counts) for config in tile_cost_model.HOPPER[1:] for counts in COUNTS.values()]
+    + [(config, COUNTS["few, many and none"]) for config in (*tile_cost_model.PORTABLE[1:], *tile_cost_model.SINGLE)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, device: str) -> None:
@@ -53,7 +53,9 @@ def test_products_agree_however_rows_fall_to_experts(config: Any, counts: Any, d
     assert_down_agrees(down, config, case)
 
 
-@pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-1], tiles.PORTABLE[2]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [tile_cost_model.HOPPER[1], tile_cost_model.HOPPER[-1], tile_cost_model.PORTABLE[2]], ids=lambda c: c.name
+)
 @pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLIPPED, LIMITED, SCALED, RELU2], ids=lambda a: a.kind)
 def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activation, device: str) -> None:
     case = Case((3, 0, 18), 136, 72, torch.float16, activation, biases=True, device=device)
@@ -64,11 +66,11 @@ def test_biases_and_activations_in_sixteen_bits(config: Any, activation: Activat
 @pytest.mark.parametrize("narrow", ["", "int8", "fp8 rows", "fp8"])
 def test_experts_without_gates(narrow: str, device: str) -> None:
     kind: dict[str, Any] = {"activation": RELU2, "biases": True, "narrow": narrow, "device": device}
-    config = tiles.NARROW[1] if narrow else tiles.HOPPER[-1]
+    config = tile_cost_model.NARROW[1] if narrow else tile_cost_model.HOPPER[-1]
     assert_up_agrees(up, config, Case((3, 0, 18), 208, 144, torch.float16, **kind))
     assert_rows_agree(rows, Case((0, 2, 1), 141, 77, **kind))
     if narrow.startswith("fp8"):
-        assert_eight_bits_agree(up, down, tiles.EIGHT[0], Case((3, 0, 18), 208, 144, **kind))
+        assert_eight_bits_agree(up, down, tile_cost_model.EIGHT[0], Case((3, 0, 18), 208, 144, **kind))
     elif not narrow:
         case = Case((2, 1, 0), 40, 24, **kind)
         inputs = case.x, case.weight, case.expert, case.gate_up, case.down
@@ -79,7 +81,9 @@ def test_experts_without_gates(narrow: str, device: str) -> None:
         torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
-@pytest.mark.parametrize("config", [tiles.HOPPER[1], tiles.HOPPER[-2]], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", [tile_cost_model.HOPPER[1], tile_cost_model.HOPPER[-2]], ids=lambda config: config.name
+)
 def test_weights_that_the_copy_engine_cannot_fetch_are_read_by_address(config: Any, device: str) -> None:
     case = Case((3, 0, 18), 37, 33, biases=True, device=device)
     assert_up_agrees(up, config, case)
@@ -87,7 +91,7 @@ def test_weights_that_the_copy_engine_cannot_fetch_are_read_by_address(config: A
 
 
 @pytest.mark.parametrize("narrow", ["int8", "fp8"])
-@pytest.mark.parametrize("config", tiles.NARROW[1:3], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tile_cost_model.NARROW[1:3], ids=lambda config: config.name)
 def test_weights_of_eight_bits_are_widened_and_scaled(config: Any, narrow: str, device: str) -> None:
     case = Case((3, 0, 18), 208, 144, torch.float16, biases=True, narrow=narrow, device=device)
     assert_up_agrees(up, config, case)
@@ -114,13 +118,13 @@ def test_rows_are_rounded_to_eight_bits_by_scales_of_their_own(device: str) -> N
 
 
 @pytest.mark.parametrize("narrow", ["fp8 rows", "fp8"])
-@pytest.mark.parametrize("config", tiles.EIGHT, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tile_cost_model.EIGHT, ids=lambda config: config.name)
 def test_rounded_rows_are_multiplied_with_float8_weights(config: Any, narrow: str, device: str) -> None:
     assert_eight_bits_agree(up, down, config, Case((3, 0, 18, 65), 208, 144, biases=True, narrow=narrow, device=device))
 
 
 def test_float8_weights_and_rows_that_the_copy_engine_cannot_fetch(device: str) -> None:
-    assert_eight_bits_agree(up, down, tiles.EIGHT[-1], Case((3, 0, 18), 141, 77, narrow="fp8", device=device))
+    assert_eight_bits_agree(up, down, tile_cost_model.EIGHT[-1], Case((3, 0, 18), 141, 77, narrow="fp8", device=device))
 
 
 def test_a_layer_in_float8_errs_at_most_as_much_again_as_its_weights_do(device: str) -> None:
@@ -129,7 +133,7 @@ def test_a_layer_in_float8_errs_at_most_as_much_again_as_its_weights_do(device: 
     case = Case((40, 0, 30), 256, 128, device=device)
     exact = reference_layer(case)
     error = {}
-    for config in (tiles.NARROW[2], tiles.EIGHT[-1]):
+    for config in (tile_cost_model.NARROW[2], tile_cost_model.EIGHT[-1]):
         fp8 = Case((40, 0, 30), 256, 128, narrow="fp8", device=device)
         fp8.x, fp8.weight, fp8.expert = case.x, case.weight, case.expert
         for name in ("gate_up", "down"):
@@ -165,8 +169,8 @@ def test_addresses_go_beyond_32_bits(untouched: Any, device: str) -> None:
     for name in ("gate_up", "down"):
         near = getattr(case, name)
         setattr(case, name, far.as_strided(near.shape, (apart, near.stride(1), 1), len(name)).copy_(near))
-        assert_up_agrees(up, tiles.HOPPER[1], case)
-        assert_down_agrees(down, tiles.HOPPER[1], case)
+        assert_up_agrees(up, tile_cost_model.HOPPER[1], case)
+        assert_down_agrees(down, tile_cost_model.HOPPER[1], case)
         assert_rows_agree(rows, case)
 
 
@@ -174,7 +178,7 @@ def test_tokens_parts_are_summed_in_their_order(device: str) -> None:
     assert_sums_agree(down, device)
 
 
-@pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [tile_cost_model.ROWS, tile_cost_model.HOPPER[1]], ids=lambda config: config.name)
 def test_experts_that_are_elsewhere_add_nothing(config: Any, device: str) -> None:
     case = Case((12, 0, 0), 40, 24, biases=True, device=device)
     expert = torch.randint(-1, 3, (12, 2), dtype=torch.int32, device=device)
@@ -186,7 +190,11 @@ def test_experts_that_are_elsewhere_add_nothing(config: Any, device: str) -> Non
     torch.testing.assert_close(ours, theirs, **case.tolerance)
 
 
-@pytest.mark.parametrize("config", [tiles.ROWS, tiles.HOPPER[1], tiles.HOPPER[4]], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [tile_cost_model.ROWS, tile_cost_model.HOPPER[1], tile_cost_model.HOPPER[4]],
+    ids=lambda config: config.name,
+)
 def test_a_layer_agrees(config: Any, device: str) -> None:
     case = Case((2, 1, 0), 40, 24, biases=True, device=device)
     expert = torch.tensor([[2, 0], [0, 1], [1, 2]], dtype=torch.int32, device=device)
@@ -222,7 +230,7 @@ def test_weights_kept_in_eight_bits_are_read_by_triton_and_those_packed_for_a_cp
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
-@pytest.mark.parametrize("config", tiles.FOUR, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tile_cost_model.FOUR, ids=lambda config: config.name)
 def test_weights_of_four_bits_are_widened_and_scaled(config: Any, name: str, device: str) -> None:
     for activation in (SILU, RELU2):
         case = Case((3, 0, 18), 192, 64, torch.float16, activation, biases=True, device=device)
@@ -240,7 +248,7 @@ def test_experts_in_four_bits_are_read_by_triton_where_activations_have_sixteen(
         moe_experts(case.x.float(), *routed[1:], *narrow, kernel="triton")
 
 
-INVARIANT = tiles.candidates(tiles.Problem(3, 2, 136, 72, 1, invariant=True), H200)
+INVARIANT = tile_cost_model.candidates(tile_cost_model.Problem(3, 2, 136, 72, 1, invariant=True), H200)
 
 
 def telling(*shape: int) -> Tensor:
@@ -250,7 +258,7 @@ def telling(*shape: int) -> Tensor:
     return torch.randint(-8, 9, shape) * 2.0 ** (-8.0 - 17.0 * (step > 0) - step)
 
 
-def bits(config: tiles.TileConfig, case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
+def bits(config: tile_cost_model.TileConfig, case: Case, first: int, last: int) -> tuple[Tensor, Tensor]:
     """What both products make of row 25 among the rows `first` … `last`."""
     groups = group(case.expert[first:last], len(case.counts), config.BM)
     inner = up.up(case.x[first:last], groups, 1, case.gate_up, None, None, SILU, config)
@@ -270,5 +278,5 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch_whatever_tiles_are_chose
         for first, last in ((0, 40), (25, 26), (20, 29)):
             for ours, theirs in zip(bits(config, case, first, last), alone, strict=True):
                 assert torch.equal(ours, theirs), config.name
-    for ours, theirs in zip(bits(tiles.SINGLE[0], case, 25, 26), alone, strict=True):
+    for ours, theirs in zip(bits(tile_cost_model.SINGLE[0], case, 25, 26), alone, strict=True):
         assert not torch.equal(ours, theirs), "shorter steps went unnoticed"

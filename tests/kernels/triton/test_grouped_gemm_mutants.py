@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 
-from moiety_kernels.grouped_gemm import tiles
+from moiety_kernels.grouped_gemm import tile_cost_model
 from moiety_kernels.grouped_gemm.kernels import down, four_bits, rounding, rows, up
 
 from .grouped_products import (
@@ -39,7 +39,9 @@ def test_a_mutant_of_the_products_with_four_bits_is_found(
     with failing_mutant(four_bits, edit) as mutant:
         monkeypatch.setattr(up, "up_sums", mutant.up_sums)
         monkeypatch.setattr(down, "down_sums", mutant.down_sums)
-        assert_four_bits_agree(up, down, "int4", tiles.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device))
+        assert_four_bits_agree(
+            up, down, "int4", tile_cost_model.FOUR[0], Case((3, 0, 18), 192, 64, torch.float16, device=device)
+        )
 
 
 @mutants_by(
@@ -57,7 +59,7 @@ def test_a_mutant_that_scales_otherwise_is_found(mutated: Any, narrow: str, edit
     mutant = mutated(up, *edit)
     with pytest.raises(AssertionError):
         assert_up_agrees(
-            mutant, tiles.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device)
+            mutant, tile_cost_model.NARROW[1], Case((3, 0, 18), 208, 144, torch.float16, narrow=narrow, device=device)
         )
 
 
@@ -82,7 +84,10 @@ def test_a_mutant_that_scales_rounded_rows_otherwise_is_found(
     kernels = {up: up, down: down} | {module: mutated(module, *edit)}
     with pytest.raises(noticed):
         assert_eight_bits_agree(
-            kernels[up], kernels[down], tiles.EIGHT[-1], Case((3, 0, 18), 208, 144, narrow="fp8", device=device)
+            kernels[up],
+            kernels[down],
+            tile_cost_model.EIGHT[-1],
+            Case((3, 0, 18), 208, 144, narrow="fp8", device=device),
         )
 
 
@@ -115,7 +120,7 @@ MUTANT_COUNTS = (3, 0, 70, 64)
 )
 def test_a_mutant_of_the_first_product_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
     with failing_mutant(up, edit) as mutant:
-        for config in (tiles.HOPPER[1], tiles.HOPPER[-2]):
+        for config in (tile_cost_model.HOPPER[1], tile_cost_model.HOPPER[-2]):
             assert_up_agrees(mutant, config, Case(MUTANT_COUNTS, 72, 67, biases=True, device=device))
 
 
@@ -131,7 +136,7 @@ def test_a_mutant_of_the_first_product_is_found(failing_mutant: FailingMutant, e
 )
 def test_a_mutant_of_the_second_product_is_found(failing_mutant: FailingMutant, edit: Edit, device: str) -> None:
     with failing_mutant(down, edit) as mutant:
-        assert_down_agrees(mutant, tiles.HOPPER[1], Case(MUTANT_COUNTS, 133, 40, device=device))
+        assert_down_agrees(mutant, tile_cost_model.HOPPER[1], Case(MUTANT_COUNTS, 133, 40, device=device))
 
 
 @mutants(

@@ -10,7 +10,7 @@ import torch
 from tests.kernels.mutants import Edit, FailingMutant, mutants_by
 
 from moiety_kernels.gpu.targets import H200
-from moiety_kernels.grouped_gemm import kernel, reference, tiles
+from moiety_kernels.grouped_gemm import kernel, reference, tile_cost_model
 from moiety_kernels.grouped_gemm.kernels import four_rows, rows
 from moiety_kernels.moe import RELU2, Activation
 from moiety_kernels.quantization import INT4, MXFP4, dequantize, quantize
@@ -39,7 +39,9 @@ def assert_up_agrees(
     ups = activation.num_inputs * columns
     weight = quantize(torch.randn(EXPERTS, ups, width, device=device) * width**-0.5, FOUR_BITS[name])
     x, bias = padded[:, :width], torch.randn(EXPERTS, ups, device=device)
-    ours = rows.up_rows(x, expert, weight.values_NK, weight.scales_NG, bias, activation, tiles.ROWS_FOUR.up, name)
+    ours = rows.up_rows(
+        x, expert, weight.values_NK, weight.scales_NG, bias, activation, tile_cost_model.ROWS_FOUR.up, name
+    )
     here = (expert >= 0).flatten()
     groups = group(expert.flatten()[here][:, None], EXPERTS, 1)
     theirs = torch.empty_like(ours[here])
@@ -58,7 +60,9 @@ def assert_down_agrees(name: str, columns: int, hidden: int, routing: list[list[
     inner[here] = torch.randn(int(here.sum()), hidden, device=device).half()
     weight = quantize(torch.randn(EXPERTS, columns, hidden, device=device) * hidden**-0.5, FOUR_BITS[name])
     bias, share = torch.randn(EXPERTS, columns, device=device), torch.rand(tokens, top_k, device=device)
-    ours = rows.down_rows(inner, expert, share, weight.values_NK, weight.scales_NG, bias, tiles.ROWS_FOUR.down, name)
+    ours = rows.down_rows(
+        inner, expert, share, weight.values_NK, weight.scales_NG, bias, tile_cost_model.ROWS_FOUR.down, name
+    )
     groups = group(expert.flatten()[here][:, None], EXPERTS, 1)
     in_order, shares = inner[here][groups.order_R.long()].float(), share.flatten()[here][:, None]
     parts = torch.zeros(len(inner), columns, device=device)
@@ -90,26 +94,26 @@ def test_four_bit_values_are_decoded_exactly_at_every_position(name: str, device
     gate, upper = dequantize(replace(weight, scales_NG=ones))[0].T.chunk(2, dim=1)
     expert = torch.zeros(64, 1, dtype=torch.int32, device=device)
     x = torch.eye(64, dtype=torch.float16, device=device)
-    ours = rows.up_rows(x, expert, weight.values_NK, ones, None, linear, tiles.ROWS_FOUR.up, name)
+    ours = rows.up_rows(x, expert, weight.values_NK, ones, None, linear, tile_cost_model.ROWS_FOUR.up, name)
     assert len(weight.values_NK.unique()) > 100
     assert torch.equal(ours.float(), (upper + 1.0) * gate * 0.5)
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_a_layer_takes_them_where_tokens_are_few_and_its_weights_can_be_read_as_words(name: str, device: str) -> None:
-    problem = tiles.Problem(128, 8, 2048, 768, 1, weights=name, scales="group")
-    assert tiles.choose(problem, H200) == replace(tiles.ROWS_FOUR, four=name)
-    assert tiles.choose(replace(problem, invariant=True), H200).BM > 1
+    problem = tile_cost_model.Problem(128, 8, 2048, 768, 1, weights=name, scales="group")
+    assert tile_cost_model.choose(problem, H200) == replace(tile_cost_model.ROWS_FOUR, four=name)
+    assert tile_cost_model.choose(replace(problem, invariant=True), H200).BM > 1
     x = torch.randn(1, 64, dtype=torch.float16, device=device)
     expert, share = torch.tensor([[1, 0]], dtype=torch.int32, device=device), torch.rand(1, 2, device=device)
     gate_up = quantize(torch.randn(2, 128, 64, device=device) / 8, FOUR_BITS[name])
     lower = quantize(torch.randn(2, 64, 64, device=device) / 8, FOUR_BITS[name])
     scales = gate_up.scales_NG, lower.scales_NG
-    config = replace(tiles.ROWS_FOUR, four=name)
+    config = replace(tile_cost_model.ROWS_FOUR, four=name)
     ours, tiled = (
         kernel.experts(x, share, expert, gate_up.values_NK, lower.values_NK, gate_up_scale=scales[0],
                        down_scale=scales[1], four=name, config=one)
-        for one in (config, replace(tiles.FOUR[0], four=name))
+        for one in (config, replace(tile_cost_model.FOUR[0], four=name))
     )  # fmt: skip
     torch.testing.assert_close(ours, tiled, **TOLERANCE)
     shifted = torch.zeros(gate_up.values_NK.numel() + 1, dtype=torch.uint8, device=device)[1:]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moiety_kernels.gpu.cases import CompileCase
-from moiety_kernels.grouped_gemm import tiles
+from moiety_kernels.grouped_gemm import tile_cost_model
 from moiety_kernels.grouped_gemm.kernels import down, rounding, rows, up
 from moiety_kernels.grouped_gemm.kernels.launching import GROUP
 
@@ -30,8 +30,12 @@ _FLOATS = {
     "alpha": "fp32",
 }
 _COMMON = _GROUPS | _SIZES | _FLOATS
-_EIGHT_BITS: tuple[tuple[tiles.Weights, tiles.Scales], ...] = (("int8", "row"), ("fp8", "row"), ("fp8", "block"))
-_FOUR_BITS: tuple[tiles.Four, ...] = ("int4", "mxfp4")
+_EIGHT_BITS: tuple[tuple[tile_cost_model.Weights, tile_cost_model.Scales], ...] = (
+    ("int8", "row"),
+    ("fp8", "row"),
+    ("fp8", "block"),
+)
+_FOUR_BITS: tuple[tile_cost_model.Four, ...] = ("int4", "mxfp4")
 _KEPT = {"int8": "i8", "fp8": "fp8e4nv", "int4": "u8", "mxfp4": "u8"}
 
 
@@ -40,31 +44,31 @@ def compile_cases() -> list[CompileCase]:
     found = _row_cases()
     for special in (False, True):
         found += _hopper_cases(special=special)
-    for config in tiles.PORTABLE[1:]:
+    for config in tile_cost_model.PORTABLE[1:]:
         if config.BM in _OTHERS_HEIGHTS:
             found += _tile_cases(config, "bf16", ("sm_80", "gfx942"), engine=False)
-    found += _tile_cases(tiles.HOPPER[1], "bf16", ("sm_90",), engine=False)
-    found += _tile_cases(tiles.HOPPER[-1], "bf16", ("sm_90",), engine=True, activation="relu2")[:1]
-    older = replace(tiles.PORTABLE[1], four="mxfp4")
+    found += _tile_cases(tile_cost_model.HOPPER[1], "bf16", ("sm_90",), engine=False)
+    found += _tile_cases(tile_cost_model.HOPPER[-1], "bf16", ("sm_90",), engine=True, activation="relu2")[:1]
+    older = replace(tile_cost_model.PORTABLE[1], four="mxfp4")
     return found + _tile_cases(older, "bf16", ("sm_80", "gfx942"), engine=False, weights="mxfp4", scales="group")
 
 
 def _hopper_cases(*, special: bool) -> list[CompileCase]:
     found = []
-    for config in tiles.HOPPER[1:]:
+    for config in tile_cost_model.HOPPER[1:]:
         usual = config.BM in _OTHERS_HEIGHTS and config.up.flat and config.up.BK == 64 and not special
         targets = ("sm_90", "sm_100") if usual else ("sm_90",)
         found += _tile_cases(config, "bf16", targets, engine=True, special=special)
-    for config in (*tiles.NARROW[1:], *tiles.EIGHT):
+    for config in (*tile_cost_model.NARROW[1:], *tile_cost_model.EIGHT):
         for weights, scales in _EIGHT_BITS[1 if config.eight else 0 :]:
-            if scales == "row" or config.eight or config.BM <= tiles.BLOCK_SCALED_ROWS:
+            if scales == "row" or config.eight or config.BM <= tile_cost_model.BLOCK_SCALED_ROWS:
                 kind: dict[str, Any] = {"weights": weights, "scales": scales}
                 found += _tile_cases(config, "bf16", ("sm_90",), engine=True, special=special, **kind)
-    for config in tiles.FOUR:
+    for config in tile_cost_model.FOUR:
         for four in _FOUR_BITS:
             only, kind = replace(config, four=four), {"weights": four, "scales": "group"}
             found += _tile_cases(only, "bf16", ("sm_90",), engine=True, special=special, **kind)
-    for config in tiles.SINGLE:
+    for config in tile_cost_model.SINGLE:
         found += _tile_cases(config, "fp32", ("sm_90",), engine=True, special=special)
     return found
 
@@ -76,8 +80,8 @@ def _tile_cases(
     *,
     engine: bool,
     special: bool = False,
-    weights: tiles.Weights = "wide",
-    scales: tiles.Scales = "none",
+    weights: tile_cost_model.Weights = "wide",
+    scales: tile_cost_model.Scales = "none",
     activation: str = "silu",
 ) -> list[CompileCase]:
     """Return up and down of one configuration.
@@ -90,7 +94,7 @@ def _tile_cases(
     suffix = f"{dtype}{'' if engine else ' by addresses'}{' special' if special else ''}"
     suffix += f" {weights} a scale a {scales}" if weights != "wide" else ""
     suffix += " without gates" if activation == "relu2" else ""
-    problem = tiles.Problem(1, 1, 1, 1, 1, 4 if dtype == "fp32" else 2, weights=weights, scales=scales)
+    problem = tile_cost_model.Problem(1, 1, 1, 1, 1, 4 if dtype == "fp32" else 2, weights=weights, scales=scales)
     cases = []
     for kernel, block, gated in ((up._up, config.up, True), (down._down, config.down, False)):
         pointers = dict.fromkeys(("p_x", "p_inner"), f"*{rows_in}") | {"p_out": f"*{dtype}"}
@@ -117,7 +121,7 @@ def _tile_cases(
         # One stage fewer on GPUs older than Hopper, and where weights are widened in registers.
         ahead = block.stages - (0 if engine and (weights == "wide" or config.eight) else 1)
         both = gated and activation != "relu2"
-        least = 0 if dtype == "fp32" else ahead * tiles.stage_bytes(config, block, problem, gated=both)
+        least = 0 if dtype == "fp32" else ahead * tile_cost_model.stage_bytes(config, block, problem, gated=both)
         signature = _COMMON | pointers
         cases.append(CompileCase(name, kernel, signature, constants, block.warps, block.stages, only, least))
     return cases
@@ -128,7 +132,13 @@ def _row_cases() -> list[CompileCase]:
     cases = []
     for weights, scales in (("wide", "none"), *_EIGHT_BITS, *((four, "group") for four in _FOUR_BITS)):
         four = weights if scales == "group" else ""
-        config = tiles.ROWS_FOUR if four else tiles.ROWS if weights == "wide" else tiles.ROWS_EIGHT
+        config = (
+            tile_cost_model.ROWS_FOUR
+            if four
+            else tile_cost_model.ROWS
+            if weights == "wide"
+            else tile_cost_model.ROWS_EIGHT
+        )
         kept = "i32" if four else _KEPT.get(weights, "bf16")
         pointers = dict.fromkeys(("p_x", "p_inner", "p_out"), "*bf16") | {"p_w": f"*{kept}"}
         only = {"fp8": ("sm_90", "sm_100"), "int4": ("sm_90",)}.get(weights, ())
