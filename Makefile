@@ -22,13 +22,13 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the bundled demo model (or ARGS="--model …") to tenants with keys
 	@exec $(BIN)/moiety serve $(ARGS)
 
-test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, every test function
+test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, tests
 	@$(MAKE) --no-print-directory --jobs=2 checks tests
 
 checks: style contracts types
 
 tests:
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
+	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 4)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 

@@ -25,6 +25,19 @@ LONG = TESTS / "long_tests.txt"  # functions that `make test-fast` leaves out
 LONG_S = 0.4  # a test of them takes more than this, while others run on the same processors
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
+ALTERNATING = frozenset(  # files whose functions start several processes each: half of them is run, then the other half
+    {
+        *(f"engine/test_parallel{what}.py" for what in ("", "_adapters", "_disk", "_drafts", "_failures", "_offload")),
+        *(f"system/test_{what}.py" for what in ("decisions", "engine_kills", "experts", "failover", "harmony")),
+        *(f"system/test_{what}.py" for what in ("recorded_requests", "structured_outputs", "trace_completeness")),
+        "command/test_serve.py",
+        "dashboard/test_pages.py",
+        "engine/test_parallel_transfer.py",
+        "gateway/test_processes.py",
+        "offline/test_batch_run.py",
+        "tenancy/test_batch_processes.py",
+    }
+)
 
 
 def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -43,9 +56,10 @@ def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int
     """Return the tests that can be left out of functions marked `one_in(n)`, or that `steps` has: all but each n-th.
 
     Functions begin to count at different ones, so that each value is in some function's sample. `first` shifts all of
-    them: n consecutive numbers choose every test of a function once. Functions marked `every_value` are not sampled.
+    them: n consecutive numbers choose every test of a function once. Even numbers choose one half of the functions of
+    `ALTERNATING` files, odd ones the other. Functions marked `every_value` are not sampled.
     """
-    beyond: set[pytest.Item] = set()
+    beyond = {item for item in items if _alternates(item) and (crc32(_name(item).encode()) + first) % 2}
     for function in _by_function(items):
         marker = function[0].get_closest_marker("one_in")
         step = (marker.args[0] if marker else 1) * steps.get(_name(function[0]), 1)
@@ -54,6 +68,11 @@ def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int
             sample = function[begin % min(step, len(function)) :: step]
             beyond.update(set(function).difference(sample))
     return beyond
+
+
+def _alternates(item: pytest.Item) -> bool:
+    alternating = os.path.relpath(item.path, TESTS) in ALTERNATING
+    return alternating and item.get_closest_marker("every_value") is None
 
 
 def _by_function(items: list[pytest.Item]) -> Iterable[list[pytest.Function]]:

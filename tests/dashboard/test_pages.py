@@ -326,6 +326,7 @@ def a_kept_trace(http: httpx.Client, serve: Any) -> str:
 
 @pytest.mark.slow
 @needs_browser
+@pytest.mark.every_value
 def test_a_tenants_administrator_sees_nothing_of_another_on_any_page_or_by_any_address(
     serve: Any, open_browser: Callable[[], Browser]
 ) -> None:

@@ -53,6 +53,31 @@ def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytes
     assert sum(item.originalname == "test_table" for item in kept) == 4
 
 
+def test_consecutive_samples_contain_each_function_of_an_alternating_file_once(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeini("[pytest]\nmarkers = every_value")
+    items = pytester.getitems("""
+        import pytest
+
+        def test_a(): pass
+        def test_b(): pass
+        def test_c(): pass
+
+        @pytest.mark.every_value
+        def test_always(): pass
+    """)
+    assert beyond_sample(items, {}, 7) == set(), "files that are not listed are whole"
+    monkeypatch.setattr(selection, "ALTERNATING", frozenset({os.path.relpath(items[0].path, selection.TESTS)}))
+    even, odd = ({item.name for item in beyond_sample(items, {}, first)} for first in (100, 101))
+    assert even | odd == {"test_a", "test_b", "test_c"}
+    assert not even & odd
+
+
+def test_alternating_files_exist() -> None:
+    assert [name for name in selection.ALTERNATING if not (selection.TESTS / name).is_file()] == []
+
+
 def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = one_in")
     items = pytester.getitems("""
