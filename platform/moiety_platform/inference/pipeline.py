@@ -50,7 +50,7 @@ from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import billed_prompt_tokens, encode_options
-from moiety_platform.inference.quota_reservation import Tariffs
+from moiety_platform.inference.quota_reservation import Tariff, Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
@@ -210,6 +210,7 @@ class RequestPipeline:
         try:
             _refuse_unattainable(matched)
             if matched.has_images or _has_documents(matched.generation):
+                await self._reserve_least(record, matched)
                 matched = await self._read_files(record, matched)
             text = await services.texts.get(matched.card)
             record.generation = generation = matched.generation
@@ -338,10 +339,7 @@ class RequestPipeline:
         Raises QuotaExceeded, RequestExceedsQuota, Forbidden or Unavailable.
         """
         card, chosen, principal = matched.card, matched.chosen, record.principal
-        adapter = "" if matched.adapter is None else matched.adapter.engine_name
-        prices = await self.services.prices.current()
-        priced_model = f"{card.model}:{adapter}" if adapter else card.model  # names of adapters are their tenants'
-        tariff = self._tariffs.of(prices, matched.catalogue, chosen, priced_model, card.model)
+        tariff = await self._tariff_of(matched)
         credit_tokens = most_tokens
         if are_extensible(matched.states, card.model):
             credit_tokens = min(most_tokens, self.limits.credit_window_tokens)
@@ -353,15 +351,32 @@ class RequestPipeline:
             model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
-            cache_salt=_cache_salt(principal, adapter, record.generation),
+            cache_salt=_cache_salt(principal, matched.adapter_name, record.generation),
             arrival_unix_ns=record.arrival_unix_ns,
             credit_tokens=credit_tokens,
             weight=principal.weight,
             traceparent=record.trace.traceparent,
             bill=record.reserved(num_prompt_tokens),
             gathers=not streams,
-            adapter=adapter,
+            adapter=matched.adapter_name,
         )
+
+    async def _reserve_least(self, record: RequestRecord, matched: _Matched) -> None:
+        """Reserve a lower bound of a request with files, so that none is read for a tenant whose quota is used up.
+
+        Each document and image has at least one token. Raises the errors of `_reserve`.
+        """
+        prompt = matched.generation.prompts[0]
+        assert isinstance(prompt, Conversation), "only conversations have files"
+        num_files, tariff = len(prompt.documents) + len(prompt.images), await self._tariff_of(matched)
+        await record.reservation.begin_least(num_files, record.num_sequences, tariff)
+
+    async def _tariff_of(self, matched: _Matched) -> Tariff:
+        """Return the prices of the classes that may serve the request."""
+        card, adapter = matched.card, matched.adapter_name
+        prices = await self.services.prices.current()
+        priced_model = f"{card.model}:{adapter}" if adapter else card.model  # names of adapters are their tenants'
+        return self._tariffs.of(prices, matched.catalogue, matched.chosen, priced_model, card.model)
 
 
 class _Matched(msgspec.Struct, frozen=True):
@@ -377,6 +392,11 @@ class _Matched(msgspec.Struct, frozen=True):
     chosen: ChosenClass
     adapter: NamedAdapter | None
     has_images: bool
+
+    @property
+    def adapter_name(self) -> str:
+        """The engines' name of the adapter, or an empty text."""
+        return "" if self.adapter is None else self.adapter.engine_name
 
 
 def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:

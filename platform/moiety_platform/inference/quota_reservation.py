@@ -109,6 +109,13 @@ class QuotaReservation:
         self._reserved = self._reserved_cost = 0  # tokens, and their maximum cost
         self.refusal_code = QuotaExceeded.default_code  # reason of a refused extension
 
+    async def begin_least(self, num_prompt_tokens: int, num_sequences: int, tariff: Tariff) -> None:
+        """Reserve a lower bound of a request whose prompt is not known yet: one token of output for each sequence.
+
+        `begin` raises the reservation to the whole request. Raises the errors of `begin`.
+        """
+        await self.begin(num_prompt_tokens, num_sequences, 1, tariff)
+
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt and output for each sequence, and return the credit of each sequence.
 
@@ -121,14 +128,18 @@ class QuotaReservation:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
             amounts = self._amounts(tokens)
             try:
-                self._hold = await self._enforcer.hold(self._scopes, amounts, least)
+                if self._hold is None:
+                    self._hold = await self._enforcer.hold(self._scopes, amounts, least)
+                else:
+                    await self._enforcer.raise_hold(self._hold, amounts, least)
             except QuotaExceeded as refusal:
-                affordable = self._affordable(refusal.unit, 0, refusal.available) - num_prompt_tokens
+                affordable = self._affordable(refusal.unit, refusal.available) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)
                 if credit_tokens < 1:
                     raise
             else:
-                self._reserved, self._reserved_cost = tokens, amounts[Unit.MONEY]
+                self._reserved = max(self._reserved, tokens)
+                self._reserved_cost = max(self._reserved_cost, amounts[Unit.MONEY])
                 if not tariff.is_complete and self._hold.leases:
                     self._require_price()
                 return credit_tokens
@@ -152,7 +163,7 @@ class QuotaReservation:
                 self._reserved = max(self._reserved, tokens + more)
                 self._reserved_cost = max(self._reserved_cost, amounts[Unit.MONEY])
                 return more
-            more = min(more - 1, self._affordable(refusal.limit.kind.unit, self._reserved, refusal.available) - tokens)
+            more = min(more - 1, self._affordable(refusal.limit.kind.unit, refusal.available) - tokens)
             if more <= 0 and refusal.limit.kind.meter is Meter.RATE:
                 raise Throttled
         return 0
@@ -222,17 +233,13 @@ class QuotaReservation:
         tokens = min(used.prompt_tokens + used.output_tokens, self._reserved)
         return {Unit.TOKENS: tokens, Unit.REQUESTS: min(1, tokens), Unit.MONEY: min(cost, self._reserved_cost)}
 
-    def _affordable(self, unit: Unit, reserved: int, available: int) -> int:
-        """Return the total number of tokens that the request can have.
-
-        `reserved` tokens are reserved, and `available` more of the unit can be.
-        """
+    def _affordable(self, unit: Unit, available: int) -> int:
+        """Return the total number of tokens that the request can have with `available` more of the unit."""
         if unit is Unit.TOKENS:
-            return reserved + available
+            return self._reserved + available
         if unit is not Unit.MONEY or self._most_expensive.output == 0:
             return 0
-        budget = available + (self._most_cost(reserved) if reserved else 0)
-        left = budget * MILLION - self._prompt_tokens * self._most_expensive.input
+        left = (available + self._reserved_cost) * MILLION - self._prompt_tokens * self._most_expensive.input
         return self._prompt_tokens + left // self._most_expensive.output
 
     def _require_price(self) -> None:

@@ -108,18 +108,24 @@ class QuotaEnforcer:
         accounts = self._known_accounts(scopes)
         if accounts is None:
             accounts = await self._accounts_of(scopes)
-        smallest = amounts if least is None else least
-        for account in accounts:
-            needed = smallest.get(account.lease.unit, 0)
-            if needed > account.limit.cap:
-                raise never_fits(account.limit, needed)
         hold = Hold([account.lease for account in accounts])
+        await self.raise_hold(hold, amounts, least)
+        return hold
+
+    async def raise_hold(
+        self, hold: Hold, amounts: Mapping[Unit, int], least: Mapping[Unit, int] | None = None
+    ) -> None:
+        """Raise a hold to the amounts in total, or leave it unchanged and raise the errors of `hold`."""
+        smallest = amounts if least is None else least
+        for lease in hold.leases:
+            limit, needed = self._accounts[lease.window].limit, smallest.get(lease.unit, 0)
+            if needed > limit.cap:
+                raise never_fits(limit, needed)
         refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self.clock.now())
             error.headers = headers(self.limit_statuses(hold))
             raise error
-        return hold
 
     async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> LimitRefusal | None:
         """Raise the hold to the amounts in total, or return the refusal; on a refusal nothing is reserved.
