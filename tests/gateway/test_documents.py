@@ -6,10 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
-import signal
-import time
-import tracemalloc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,11 @@ import pytest
 import tokenizers
 
 from moiety_platform.bootstrap.document_preparation import document_preparation_of
-from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused, PdfExtractor
+from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.errors import Unavailable
 from moiety_platform.files.prompt_files import UploadedPromptFiles
-from moiety_platform.inference.prompt_documents import shown_document
+from moiety_platform.inference.document_preparation import MAX_INLINE_BYTES
+from moiety_platform.inference.prompt_documents import _PIECE_BYTES, shown_document, text_of_file
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_wire.messages import ModelCard
@@ -214,6 +211,35 @@ async def test_a_file_that_is_named_twice_costs_its_characters_twice(
         assert status == 200, answer
 
 
+@pytest.mark.parametrize("size", [0, 1, _PIECE_BYTES - 1, _PIECE_BYTES, 2 * _PIECE_BYTES + 1])
+def test_a_text_file_is_decoded_in_pieces_as_a_whole_is(size: int) -> None:
+    text = "é😀\ufeffa" * (size // 10) + "a" * (size % 10)
+    data = b"\xef\xbb\xbf" + text.encode()
+    assert text_of_file(data, size) == text
+    for broken in (data + b"\xc3", data + b"\xff" + data, data + b"\0"):
+        with pytest.raises(DocumentRefused, match="neither a PDF file nor plain text"):
+            text_of_file(broken, len(broken))
+    if size > _PIECE_BYTES:
+        assert 10 < len(text_of_file(data, 10)) < len(text)
+
+
+async def test_large_text_files_are_decoded_beside_the_event_loop(
+    start_gateway: StartGateway, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = list[str]()
+
+    def decode(data: bytes, max_characters: int) -> str:
+        decoding.append(threading.current_thread().name)
+        return text_of_file(data, max_characters)
+
+    monkeypatch.setattr("moiety_platform.inference.document_preparation.text_of_file", decode)
+    async with start_gateway([FakeEngineClient(card)]) as gateway:
+        for size in (MAX_INLINE_BYTES, MAX_INLINE_BYTES + 1):
+            await gateway.post(CHAT, asking(CHAT, part_of(CHAT, b"a" * size)))
+    first, second = decoding
+    assert first == threading.current_thread().name and second.startswith("document-text")
+
+
 async def test_a_pdf_file_that_only_restricts_its_use_is_read(gateway: RunningGateway) -> None:
     status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, encrypted_pdf("The sky.", ""))))
     assert status == 200, answer
@@ -336,93 +362,6 @@ async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
         assert (row.outcome, row.prompt_tokens) == ("disconnected", 0)
         status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
         assert status == 200, answer
-
-
-@pytest.fixture
-def extractor() -> Any:
-    made = PdfExtractor()
-    yield made
-    made.close()
-
-
-def test_the_memory_of_a_process_is_bounded(extractor: PdfExtractor) -> None:
-    with pytest.raises(DocumentRefused, match="takes more than 64 MiB of memory"):
-        extractor.extract(endless_pdf(), DocumentLimits(memory_bytes=64 << 20))
-    assert extractor.extract(PAGES, DocumentLimits()).text == READ
-
-
-def test_a_process_that_takes_too_long_is_not_the_fault_of_its_file(extractor: PdfExtractor) -> None:
-    with pytest.raises(Unavailable, match=r"took more than 0\.3 s"):
-        extractor.extract(endless_pdf(), DocumentLimits(wall_s=0.3))
-    assert extractor.extract(PAGES, DocumentLimits()).num_pages == 3
-
-
-LIAR = """
-import os, signal, socket, sys, time
-from moiety_limited_processes.frames import receive_frame, send_frame
-from moiety_limited_processes.template import Template
-from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder
-
-
-def answer(link):
-    receive_frame(link, ExtractionOrder)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    link.sendall((ANNOUNCED).to_bytes(4, "little"))
-    while True:
-        time.sleep(0.05)
-        if ANNOUNCED == 4096:
-            link.sendall(b"a")
-
-
-control = socket.socket(fileno=int(sys.argv[1]))
-send_frame(control, DocumentTemplateReady())
-Template(control, answer).serve()
-"""
-
-
-@pytest.mark.parametrize("num_announced", [4096, 1 << 30])
-def test_a_process_that_was_taken_over_neither_holds_its_place_nor_takes_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_announced: int
-) -> None:
-    monkeypatch.setattr("moiety_platform.document_extraction.extractor.GRACE_S", 0.5)
-    worker = tmp_path / "worker.py"
-    worker.write_text(LIAR.replace("ANNOUNCED", str(num_announced)))
-    extractor = PdfExtractor([str(worker)])
-    begun_s = time.monotonic()
-    tracemalloc.start()
-    try:
-        if num_announced == 4096:
-            with pytest.raises(Unavailable, match="took more than 1 s"):
-                extractor.extract(PAGES, DocumentLimits(wall_s=1.0))
-        else:
-            with pytest.raises(DocumentRefused, match="nonsense"):
-                extractor.extract(PAGES, DocumentLimits(wall_s=60.0))
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
-        extractor.close()
-    assert time.monotonic() - begun_s < 30
-
-
-def test_processes_have_no_secrets_of_the_gateway(extractor: PdfExtractor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOIETY_KEY_PEPPER", "a secret")
-    extractor.extract(PAGES, DocumentLimits())
-    template = extractor._template
-    assert template is not None
-    environment = Path(f"/proc/{template.pid}/environ").read_bytes()
-    assert b"PATH=" in environment and b"a secret" not in environment
-
-
-def test_a_killed_template_is_started_again_and_a_closed_extractor_reads_nothing(extractor: PdfExtractor) -> None:
-    extractor.extract(PAGES, DocumentLimits())
-    template = extractor._template
-    assert template is not None
-    os.kill(template.pid, signal.SIGKILL)
-    assert extractor.extract(PAGES, DocumentLimits()).text == READ
-    assert template.restarts_total == 1
-    extractor.close()
-    with pytest.raises(Unavailable, match="shutting down"):
-        extractor.extract(PAGES, DocumentLimits())
 
 
 async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGateway) -> None:

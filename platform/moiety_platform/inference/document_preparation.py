@@ -39,6 +39,8 @@ from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_wire.images import is_image_file
 
 TOO_MANY_DOCUMENTS = "too_many_documents"  # an error code
+NUM_DECODERS = 2  # threads that decode text files
+MAX_INLINE_BYTES = 1 << 16  # of a text file that is decoded on the event loop, not in a thread
 MAX_INLINE_CHARACTERS = 1 << 18  # of documents whose prompt is built on the event loop, not in a thread
 
 
@@ -79,13 +81,15 @@ class DocumentPreparation:
         self._read_head, self._read_file = read_head, read_file
         self._num_processes = num_processes
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="document")
+        self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="document-text")
         self._slots = TenantSlots(num_processes)
         self._num_requests: Counter[str] = Counter()  # by tenant
 
     async def close(self) -> None:
         """End all processes, and wait for the threads."""
         await asyncio.to_thread(self._extractor.close)
-        await asyncio.to_thread(self._threads.shutdown)
+        for threads in (self._threads, self._decoders):
+            await asyncio.to_thread(threads.shutdown)
 
     async def prepare(self, generation: Generation, owner: Principal) -> tuple[Generation, list[str]]:
         """Return the generation with the text of each document, and the paths of documents that are not shown.
@@ -177,10 +181,17 @@ class DocumentPreparation:
             budget.take(max_pages=extracted.num_pages)
             text = extracted.text
         else:
-            text = text_of_file(document.data or await self._read_file(document.file_id, owner))
+            text = await self._decode(document.data or await self._read_file(document.file_id, owner), budget.limits)
         if len(text) > budget.limits.max_characters:
             raise self._too_many_characters()
         return text
+
+    async def _decode(self, data: bytes, limits: DocumentLimits) -> str:
+        """Return the text of a plain-text file; large ones are decoded in a thread. Raises DocumentRefused."""
+        if len(data) <= MAX_INLINE_BYTES:
+            return text_of_file(data, limits.max_characters)
+        decode = partial(text_of_file, data, limits.max_characters)
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
 
     def _too_many_characters(self) -> DocumentRefused:
         most = self.limits.max_characters

@@ -6,6 +6,7 @@ A message with a document that is not read yet has a list of parts as its conten
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -20,6 +21,7 @@ _DATA_URL = "data:"
 _ENCODED = ";base64"
 _PDF_HEAD = b"%PDF-"
 _HEAD_BYTES = 1024  # in which a PDF file begins
+_PIECE_BYTES = 1 << 18  # of text that is decoded without a pause
 
 
 def document_part(document: PromptDocument) -> dict[str, Any]:
@@ -55,17 +57,26 @@ def document_of_file_data(text: str) -> PromptDocument:
     return document_of_base64(data)
 
 
-def text_of_file(data: bytes) -> str:
-    """Return the text of a plain-text file in UTF-8. Raises DocumentRefused."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DocumentRefused(
-            "is neither a PDF file nor plain text in UTF-8; extract its text, and send that"
-        ) from None
-    if "\0" in text:
-        raise DocumentRefused("is neither a PDF file nor plain text; extract its text, and send that")
-    return text
+def text_of_file(data: bytes, max_characters: int) -> str:
+    """Return the text of a plain-text file in UTF-8, or its beginning, which is longer than `max_characters`.
+
+    It is decoded in pieces, between which other threads can run. Raises DocumentRefused.
+    """
+    decoder, texts, num_characters = getincrementaldecoder("utf-8-sig")(), list[str](), 0
+    for start in range(0, len(data), _PIECE_BYTES):
+        try:
+            text = decoder.decode(data[start : start + _PIECE_BYTES], final=start + _PIECE_BYTES >= len(data))
+        except UnicodeDecodeError:
+            raise DocumentRefused(
+                "is neither a PDF file nor plain text in UTF-8; extract its text, and send that"
+            ) from None
+        if "\0" in text:
+            raise DocumentRefused("is neither a PDF file nor plain text; extract its text, and send that")
+        texts.append(text)
+        num_characters += len(text)
+        if num_characters > max_characters:
+            break
+    return "".join(texts)
 
 
 def tagged(tag: str, text: str, **attributes: str | None) -> str:
