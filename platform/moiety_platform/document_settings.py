@@ -23,6 +23,12 @@ class DocumentSettings(ProcessSettings):
     document_wall_s: float = live(
         60.0, "Time after which the process of a PDF file is ended, in seconds. The request gets 503.", gt=0, le=3600
     )
+    document_cache_bytes: int = live(
+        64 * _MIB,
+        "Memory for the texts of recent PDF files, by tenant, in bytes. 0: none is cached.",
+        ge=0,
+        le=64 << 30,
+    )
     max_document_bytes: int = live(
         32 * _MIB, "Largest size of the document files of a request together, in bytes.", ge=1024, le=512 * _MIB
     )

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 import tokenizers
+from prometheus_client import CollectorRegistry
 
 from moiety_platform.bootstrap.document_preparation import document_preparation_of
 from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused
+from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.inference.document_preparation import MAX_INLINE_BYTES
@@ -366,14 +368,16 @@ async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
 
 async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGateway) -> None:
     live = LiveSettings(GatewaySettings(data_dir=tmp_path))
-    prepared = document_preparation_of(live.now, live, UploadedPromptFiles(gateway.assembled.services.batches.files))
-    assert prepared.limits == DocumentLimits()
+    uploaded = UploadedPromptFiles(gateway.assembled.services.batches.files)
+    cache = DocumentTextCache(0)
+    prepared = document_preparation_of(live.now, live, uploaded, cache, CollectorRegistry())
+    assert (prepared.limits, cache.max_bytes) == (DocumentLimits(), 64 << 20)
     await live.change(
         GatewaySettings(
             data_dir=tmp_path, document_memory_bytes=100 << 20, document_cpu_s=2, document_wall_s=3,
             max_document_bytes=2048, max_document_pages=4, max_document_characters=5,
-            max_document_requests_per_tenant=6,
+            max_document_requests_per_tenant=6, document_cache_bytes=7,
         )
     )  # fmt: skip
-    assert prepared.limits == DocumentLimits(2048, 4, 5, 2, 3, 100 << 20, 6)
+    assert (prepared.limits, cache.max_bytes) == (DocumentLimits(2048, 4, 5, 2, 3, 100 << 20, 6), 7)
     await prepared.close()

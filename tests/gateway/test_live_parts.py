@@ -328,8 +328,9 @@ LOOKED_AT_ELSEWHERE = {
     "clamp_max_tokens",  # test_message_fields.py
     "sse_keep_alive_s", "cors_allowed_origins",  # test_http_clients.py
     "max_image_links", "image_link_networks", "max_image_link_requests_per_tenant",  # test_image_links.py
-    "document_memory_bytes", "document_cpu_s", "document_wall_s", "max_document_bytes", "max_document_pages",
-    "max_document_characters", "max_document_requests_per_tenant",  # test_documents.py
+    "document_memory_bytes", "document_cpu_s", "document_wall_s", "document_cache_bytes",
+    "max_document_bytes", "max_document_pages", "max_document_characters",
+    "max_document_requests_per_tenant",  # test_documents.py
     "max_resumed_streams_per_tenant",  # test_resumed_streams.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
 }  # fmt: skip

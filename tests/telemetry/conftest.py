@@ -106,6 +106,13 @@ class Running:
         chosen = {"Authorization": f"Bearer {key or self.serve.tenant_key}", **headers}
         return self.client.post("/v1/chat/completions", json=HELLO, headers=chosen)
 
+    def send_document(self) -> httpx.Response:
+        """Send a chat with a text file."""
+        part = {"type": "file", "file": {"filename": "a.txt", "file_data": "YQ=="}}
+        body = {**HELLO, "messages": [{"role": "user", "content": [part]}]}
+        headers = {"Authorization": f"Bearer {self.serve.tenant_key}"}
+        return self.client.post("/v1/chat/completions", json=body, headers=headers)
+
 
 @pytest.fixture(scope="module")
 def running(

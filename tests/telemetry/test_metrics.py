@@ -51,6 +51,7 @@ def used(running: Any) -> Any:
     """The serve after requests of several kinds."""
     assert running.chat(**{"Idempotency-Key": "one"}).status_code == 200
     assert running.chat(**{"Idempotency-Key": "one"}).status_code == 200  # replayed
+    assert running.send_document().status_code == 200
     assert running.chat(key="mty_nobody.nothing").status_code == 401
     (tenant,) = running.admin("GET", "/tenants")["data"]
     limit = {"level": "tenant", "scope_id": tenant["id"], "kind": "requests_per_minute", "cap": 2}

@@ -16,6 +16,7 @@ from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
+from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.live_settings import LiveSettings
@@ -52,10 +53,11 @@ class Administration:
     clock: Clock
     adapters: AdapterCache
     replicas: Replicas
+    document_texts: DocumentTextCache
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._engine_notice = EngineNotice(self.database, self.replicas.connected)
+        self._engine_notice = EngineNotice(self.database, lambda: [*self.replicas.connected(), self.document_texts])
         self._reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(

@@ -36,6 +36,7 @@ from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import CHECKING, REPORTING, SERVING, Database
+from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.files.store import Now
@@ -193,8 +194,9 @@ async def _open_services(
     retention = await _start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reload_metrics = ReloadMetrics(metrics.registry)
     reloader = None if source.path is None else Reloader(source, live, reload_metrics, beside=key_files)
+    texts = DocumentTextCache(settings.document_cache_bytes)
     administration = Administration(
-        settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas
+        settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas, texts
     )
     await stack.enter_async_context(administration)
     telemetry.send_metrics(settings)
@@ -208,7 +210,7 @@ async def _open_services(
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
     )  # fmt: skip
     uploaded = UploadedPromptFiles(batches.files)
-    documents = document_preparation_of(settings, live, uploaded)
+    documents = document_preparation_of(settings, live, uploaded, texts, metrics.registry)
     stack.push_async_callback(documents.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):

@@ -14,7 +14,12 @@ import structlog
 from moiety_limited_processes.errors import WorkerFailed
 from moiety_limited_processes.frames import ChildExit, FrameTooLong, receive_frame, send_frame
 from moiety_limited_processes.processes import ForkTemplate, ProcessLimit, is_own_fault, name_of, reached_limit
-from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder, ExtractionReport
+from moiety_platform.document_extraction.frames import (
+    DocumentTemplateReady,
+    ExtractionOrder,
+    ExtractionReport,
+    RefusalReason,
+)
 from moiety_platform.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -32,6 +37,10 @@ _PASSED_ON = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME",
 
 class DocumentRefused(Exception):
     """A document cannot be read. The message continues a sentence about it."""
+
+    def __init__(self, message: str, reason: RefusalReason) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +114,18 @@ class PdfExtractor:
                 return receive_frame(child.link, ExtractionReport, deadline_s=deadline_s, max_bytes=max_bytes)
             except FrameTooLong as exc:
                 child.kill()
-                raise DocumentRefused(COMPROMISED) from exc
+                raise DocumentRefused(COMPROMISED, RefusalReason.INVALID_REPORT) from exc
             except (EOFError, OSError):  # including TimeoutError
                 end = child.kill()
             except msgspec.MsgspecError as exc:  # a file may take over its process, which then says what it likes
                 child.kill()
-                raise DocumentRefused(COMPROMISED) from exc
+                raise DocumentRefused(COMPROMISED, RefusalReason.INVALID_REPORT) from exc
         is_late = time.monotonic() - begun_s > order.wall_s
         log.warning("document_process_ended", ended_by="unknown" if end is None else name_of(end), is_late=is_late)
         if end is None:
             template.restart(template_pid)
         elif reached_limit(end) is not ProcessLimit.WALL_TIME and is_own_fault(end):
-            raise DocumentRefused(_cost_of(end, order))
+            raise _cost_refusal(end, order)
         if is_late:
             raise _unavailable(f"reading a document took more than {order.wall_s:g} s on this busy server")
         if is_last:
@@ -136,19 +145,21 @@ class PdfExtractor:
 def _checked(report: ExtractionReport, limits: DocumentLimits) -> ExtractedText:
     """Return the text of a report, whose sizes are checked, since a file may have taken over the process."""
     if report.refusal:
-        raise DocumentRefused(report.refusal[:MAX_REFUSAL_CHARS])
+        raise DocumentRefused(report.refusal[:MAX_REFUSAL_CHARS], report.reason)
     if len(report.text) > limits.max_characters or not 0 < report.num_pages <= limits.max_pages:
-        raise DocumentRefused(COMPROMISED)
+        raise DocumentRefused(COMPROMISED, RefusalReason.INVALID_REPORT)
     return ExtractedText(report.text, report.num_pages)
 
 
-def _cost_of(end: ChildExit, order: ExtractionOrder) -> str:
+def _cost_refusal(end: ChildExit, order: ExtractionOrder) -> DocumentRefused:
     limit = reached_limit(end)
     if limit is ProcessLimit.CPU_TIME:
-        return f"takes more than {order.cpu_s:g} s of processor time to read; send fewer pages, or its text"
+        why = f"takes more than {order.cpu_s:g} s of processor time to read; send fewer pages, or its text"
+        return DocumentRefused(why, RefusalReason.CPU_TIME)
     if limit is ProcessLimit.MEMORY:
-        return f"takes more than {order.memory_bytes >> 20} MiB of memory to read; send fewer pages, or its text"
-    return f"crashes its reader ({name_of(end)}); send its text"
+        why = f"takes more than {order.memory_bytes >> 20} MiB of memory to read; send fewer pages, or its text"
+        return DocumentRefused(why, RefusalReason.MEMORY)
+    return DocumentRefused(f"crashes its reader ({name_of(end)}); send its text", RefusalReason.CRASH)
 
 
 def _unavailable(message: str) -> Unavailable:

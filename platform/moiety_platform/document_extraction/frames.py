@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
+
+
+class RefusalReason(StrEnum):
+    """Why a document is not read, as metrics count it."""
+
+    ENCRYPTED = "encrypted"
+    DAMAGED = "damaged"
+    NO_TEXT = "no_text"
+    NOT_TEXT = "not_text"  # neither a PDF file nor plain text
+    WRONG_PURPOSE = "wrong_purpose"  # of an upload
+    TOO_MANY_BYTES = "too_many_bytes"
+    TOO_MANY_PAGES = "too_many_pages"
+    TOO_MANY_CHARACTERS = "too_many_characters"
+    CPU_TIME = "cpu_time"
+    MEMORY = "memory"
+    CRASH = "crash"
+    INVALID_REPORT = "invalid_report"  # of its process
 
 
 class DocumentTemplateReady(msgspec.Struct, frozen=True, array_like=True):
@@ -26,3 +45,4 @@ class ExtractionReport(msgspec.Struct, frozen=True, array_like=True):
     refusal: str
     text: str = ""
     num_pages: int = 0
+    reason: RefusalReason = RefusalReason.DAMAGED  # of a refusal

@@ -22,7 +22,12 @@ from pypdf.errors import LimitReachedError
 from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import serve_template
-from moiety_platform.document_extraction.frames import DocumentTemplateReady, ExtractionOrder, ExtractionReport
+from moiety_platform.document_extraction.frames import (
+    DocumentTemplateReady,
+    ExtractionOrder,
+    ExtractionReport,
+    RefusalReason,
+)
 
 NICENESS = 5  # extraction yields to the gateway's event loop
 
@@ -52,12 +57,12 @@ def extract_text(order: ExtractionOrder) -> ExtractionReport:
     try:
         reader = PdfReader(io.BytesIO(order.data))
         if reader.is_encrypted and reader.decrypt("") is PasswordType.NOT_DECRYPTED:
-            return ExtractionReport(ENCRYPTED)
+            return _refusal(ENCRYPTED, RefusalReason.ENCRYPTED)
         return _text_of_pages(reader, order)
     except MemoryError:
         raise
     except LimitReachedError:
-        return ExtractionReport(TOO_COMPRESSED)
+        return _refusal(TOO_COMPRESSED, RefusalReason.MEMORY)
     except Exception as exc:  # top of what one file can cause: pypdf raises many kinds for damaged files
         return ExtractionReport(f"cannot be read ({type(exc).__name__}); send a valid PDF file, or its text")
 
@@ -65,9 +70,10 @@ def extract_text(order: ExtractionOrder) -> ExtractionReport:
 def _text_of_pages(reader: PdfReader, order: ExtractionOrder) -> ExtractionReport:
     num_pages = len(reader.pages)
     if num_pages > order.max_pages:
-        return ExtractionReport(f"has {num_pages:,} pages, of which {order.max_pages:,} are allowed; send fewer")
+        why = f"has {num_pages:,} pages, of which {order.max_pages:,} are allowed; send fewer"
+        return _refusal(why, RefusalReason.TOO_MANY_PAGES)
     if not num_pages:
-        return ExtractionReport(NO_PAGES)
+        return _refusal(NO_PAGES, RefusalReason.NO_TEXT)
     texts, num_characters, has_text = list[str](), 0, False
     for number in range(num_pages):
         text = _clean(reader.pages[number].extract_text())
@@ -75,10 +81,15 @@ def _text_of_pages(reader: PdfReader, order: ExtractionOrder) -> ExtractionRepor
         texts.append(f"[page {number + 1}]\n{text}" if text else f"[page {number + 1} has no text]")
         num_characters += len(texts[-1]) + 2
         if num_characters > order.max_characters:
-            return ExtractionReport(
-                f"has more than the {order.max_characters:,} characters of text that are allowed; send fewer pages"
-            )
-    return ExtractionReport("", "\n\n".join(texts), num_pages) if has_text else ExtractionReport(NO_TEXT)
+            why = f"has more than the {order.max_characters:,} characters of text that are allowed; send fewer pages"
+            return _refusal(why, RefusalReason.TOO_MANY_CHARACTERS)
+    if not has_text:
+        return _refusal(NO_TEXT, RefusalReason.NO_TEXT)
+    return ExtractionReport("", "\n\n".join(texts), num_pages)
+
+
+def _refusal(why: str, reason: RefusalReason) -> ExtractionReport:
+    return ExtractionReport(why, reason=reason)
 
 
 def _clean(text: str) -> str:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.document_extraction.extractor import DocumentRefused
+from moiety_platform.document_extraction.frames import RefusalReason
 from moiety_platform.errors import Gone, NotFound
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
@@ -81,7 +82,8 @@ class UploadedPromptFiles:
     async def _documents_file(self, file_id: str, owner: Principal) -> StoredFile:
         file = await self._files.get(owner.project_id, file_id)
         if file.purpose not in IMAGE_PURPOSES:
-            raise DocumentRefused(f"has the purpose {file.purpose!r}; upload it as 'user_data'")
+            why = f"has the purpose {file.purpose!r}; upload it as 'user_data'"
+            raise DocumentRefused(why, RefusalReason.WRONG_PURPOSE)
         return file
 
     async def _read(self, file: StoredFile) -> bytes:

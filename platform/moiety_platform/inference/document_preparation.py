@@ -7,16 +7,19 @@ and the conversation can go on without it. Any other document that cannot be rea
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.document_extraction.extractor import (
@@ -25,6 +28,9 @@ from moiety_platform.document_extraction.extractor import (
     ExtractedText,
     PdfExtractor,
 )
+from moiety_platform.document_extraction.frames import RefusalReason
+from moiety_platform.document_extraction.metrics import PDF, TEXT, DocumentMetrics
+from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
 from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
 from moiety_platform.inference.prompt_documents import (
@@ -66,6 +72,7 @@ class _DocumentBudget:
     """Remaining limits of the documents of one request."""
 
     limits: DocumentLimits
+    cache_salt: str
 
     def take(self, **used: int) -> None:
         self.limits = replace(self.limits, **{name: getattr(self.limits, name) - num for name, num in used.items()})
@@ -74,9 +81,18 @@ class _DocumentBudget:
 class DocumentPreparation:
     """Preparation of documents in one gateway process. `limits` can be changed. Closed by its owner."""
 
-    def __init__(self, extractor: PdfExtractor, num_processes: int, read_head: ReadHead, read_file: ReadFile) -> None:
+    def __init__(
+        self,
+        extractor: PdfExtractor,
+        num_processes: int,
+        read_head: ReadHead,
+        read_file: ReadFile,
+        cache: DocumentTextCache,
+        registry: CollectorRegistry,
+    ) -> None:
         """Create it. The functions read an uploaded file of a caller; they raise the errors of `prepare`."""
         self.limits = DocumentLimits()
+        self.cache = cache
         self._extractor = extractor
         self._read_head, self._read_file = read_head, read_file
         self._num_processes = num_processes
@@ -84,6 +100,7 @@ class DocumentPreparation:
         self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="document-text")
         self._slots = TenantSlots(num_processes)
         self._num_requests: Counter[str] = Counter()  # by tenant
+        self._metrics = DocumentMetrics(registry, cache, self._num_requests.total)
 
     async def close(self) -> None:
         """End all processes, and wait for the threads."""
@@ -100,22 +117,22 @@ class DocumentPreparation:
         prompt = generation.prompts[0]  # a chat has only one
         if not isinstance(prompt, Conversation) or not prompt.documents:
             return generation, []
-        prepared, replaced = await self.prepare_conversation(prompt, owner)
+        prepared, replaced = await self.prepare_conversation(prompt, owner, generation.cache_salt)
         return msgspec.structs.replace(generation, prompts=(prepared,)), replaced
 
     async def prepare_conversation(
-        self, conversation: Conversation, owner: Principal
+        self, conversation: Conversation, owner: Principal, cache_salt: str = ""
     ) -> tuple[Conversation, list[str]]:
         """Return the conversation with the text of each document, and the paths of documents that are not shown.
 
-        Raises the errors of `prepare`.
+        Texts are cached for the tenant, and for a `cache_salt` if the request has one. Raises the errors of `prepare`.
         """
         if not conversation.documents:
             return conversation, []
         read: dict[str | bytes, Found] = {}
         found: list[Found] = []  # for each document of the conversation
         with self._counted_request(owner.tenant_id):
-            budget = _DocumentBudget(self.limits)
+            budget = _DocumentBudget(self.limits, cache_salt)
             for document in conversation.documents:
                 if (key := _key_of(document)) not in read:
                     try:
@@ -137,7 +154,9 @@ class DocumentPreparation:
             return found
         num_characters = len(found) + len(document.title or "") + len(document.context or "")
         if num_characters > budget.limits.max_characters:
-            return _refusal_of(document, self._too_many_characters())
+            reason = self._too_many_characters()
+            self._metrics.observe_refusal(reason.reason)
+            return _refusal_of(document, reason)
         budget.take(max_characters=num_characters)
         return found
 
@@ -161,6 +180,7 @@ class DocumentPreparation:
         try:
             return await self._read_within(document, owner, budget)
         except DocumentRefused as exc:
+            self._metrics.observe_refusal(exc.reason)
             raise _refusal_of(document, exc) from exc
 
     async def _read_within(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
@@ -173,11 +193,12 @@ class DocumentPreparation:
                 return IsImage()
         if num_bytes > budget.limits.max_bytes:
             raise DocumentRefused(
-                f"is too large: the documents of a request may have {self.limits.max_bytes:,} bytes; send fewer"
+                f"is too large: the documents of a request may have {self.limits.max_bytes:,} bytes; send fewer",
+                RefusalReason.TOO_MANY_BYTES,
             )
         budget.take(max_bytes=num_bytes)
         if is_pdf(head):
-            extracted = await self._extract(document, owner, budget.limits)
+            extracted = await self._extract_once(document, owner, budget)
             budget.take(max_pages=extracted.num_pages)
             text = extracted.text
         else:
@@ -188,14 +209,37 @@ class DocumentPreparation:
 
     async def _decode(self, data: bytes, limits: DocumentLimits) -> str:
         """Return the text of a plain-text file; large ones are decoded in a thread. Raises DocumentRefused."""
+        begun_s = time.monotonic()
         if len(data) <= MAX_INLINE_BYTES:
-            return text_of_file(data, limits.max_characters)
-        decode = partial(text_of_file, data, limits.max_characters)
-        return await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+            text = text_of_file(data, limits.max_characters)
+        else:
+            decode = partial(text_of_file, data, limits.max_characters)
+            text = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+        self._metrics.observe_read(TEXT, time.monotonic() - begun_s)
+        return text
 
     def _too_many_characters(self) -> DocumentRefused:
         most = self.limits.max_characters
-        return DocumentRefused(f"is too large: the documents of a request may have {most:,} characters; send fewer")
+        why = f"is too large: the documents of a request may have {most:,} characters; send fewer"
+        return DocumentRefused(why, RefusalReason.TOO_MANY_CHARACTERS)
+
+    async def _extract_once(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> ExtractedText:
+        """Return the text of a PDF file from the cache, or read it. Raises DocumentRefused."""
+        limits, begun_s = budget.limits, time.monotonic()
+        digest = partial(_cache_key, document, budget.cache_salt)
+        key = digest() if len(document.data) <= MAX_INLINE_BYTES else await asyncio.to_thread(digest)
+        found = self.cache.find(owner.tenant_id, key, limits)
+        if found is not None:
+            return found
+        try:
+            found = await self._extract(document, owner, limits)
+        except DocumentRefused as exc:
+            if exc.reason not in (RefusalReason.WRONG_PURPOSE, RefusalReason.CRASH):
+                self.cache.put(owner.tenant_id, key, DocumentRefused(str(exc), exc.reason), limits)
+            raise
+        self.cache.put(owner.tenant_id, key, found, limits)
+        self._metrics.observe_read(PDF, time.monotonic() - begun_s)
+        return found
 
     async def _extract(self, document: PromptDocument, owner: Principal, limits: DocumentLimits) -> ExtractedText:
         """Return the text of a PDF file. The tenant's slot is held until its process has ended."""
@@ -215,6 +259,13 @@ class DocumentPreparation:
             raise
         reading.add_done_callback(end)
         return await asyncio.shield(reading)
+
+
+def _cache_key(document: PromptDocument, cache_salt: str) -> bytes:
+    """Return the key of a document's text: of an upload by its id, whose content never changes, else by the content."""
+    salt = blake2b(cache_salt.encode(errors="replace"), digest_size=32).digest()
+    content = document.file_id.encode(errors="replace") or document.data
+    return blake2b(content, digest_size=32, key=salt, person=b"upload" if document.file_id else b"content").digest()
 
 
 def _key_of(document: PromptDocument) -> str | bytes:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from moiety_platform.document_extraction.extractor import DocumentRefused
+from moiety_platform.document_extraction.frames import RefusalReason
 from moiety_platform.inference.generation import PromptDocument
 from moiety_platform.inference.prompt_images import decode_base64
 
@@ -68,10 +69,12 @@ def text_of_file(data: bytes, max_characters: int) -> str:
             text = decoder.decode(data[start : start + _PIECE_BYTES], final=start + _PIECE_BYTES >= len(data))
         except UnicodeDecodeError:
             raise DocumentRefused(
-                "is neither a PDF file nor plain text in UTF-8; extract its text, and send that"
+                "is neither a PDF file nor plain text in UTF-8; extract its text, and send that",
+                RefusalReason.NOT_TEXT,
             ) from None
         if "\0" in text:
-            raise DocumentRefused("is neither a PDF file nor plain text; extract its text, and send that")
+            why = "is neither a PDF file nor plain text; extract its text, and send that"
+            raise DocumentRefused(why, RefusalReason.NOT_TEXT)
         texts.append(text)
         num_characters += len(text)
         if num_characters > max_characters:

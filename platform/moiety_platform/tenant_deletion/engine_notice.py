@@ -1,4 +1,4 @@
-"""Sends the ids of deleted tenants to the engines, so that none of their data stays in prefix caches, memory or disks.
+"""Sends the ids of deleted tenants to the engines and caches, so that none of their data stays in memory or on disks.
 
 The database keeps the list of deleted tenants for good. Each gateway reads it every few seconds and sends it to all
 connected engines, and to each engine again after a reconnect: an engine that was down during a deletion, or that
@@ -7,23 +7,34 @@ restarted with files on disk, gets it as soon as it can serve requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from sqlalchemy import func, select
 
 from moiety_platform.db.session import Database
-from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.tenants.models import TenantDeletion
 
 POLL_INTERVAL_S = 2.5  # shorter than a deletion
 
 
+class TenantDataHolder(Protocol):
+    """An engine, or a cache of this process, that holds data of tenants."""
+
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
+        """Drop the data of all deleted tenants. Never raises."""
+        ...
+
+
 class EngineNotice:
-    """Periodic sender. Owned by the entry point; for one event loop. `engines` returns the current engines."""
+    """Periodic sender. Owned by the entry point; for one event loop.
+
+    `engines` returns the current engines and the caches of this process.
+    """
 
     def __init__(
-        self, database: Database, engines: Callable[[], Sequence[EngineClient]], *, every_s: float = POLL_INTERVAL_S
+        self, database: Database, engines: Callable[[], Sequence[TenantDataHolder]], *, every_s: float = POLL_INTERVAL_S
     ) -> None:
         self._database, self._engines = database, engines
         self._tenant_ids: list[str] = []
