@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.expert_meter import ExpertMeter
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 if TYPE_CHECKING:
     from moiety_engine.moe.history import ExpertPace
+    from moiety_engine.moe.load import StepExperts
     from moiety_engine.moe.load_watch import CountTransfers, ExpertLoadTracker
     from moiety_engine.runner.rebalancing import Rebalancing
+    from moiety_engine.scheduling.plan import Plan
 
 
 class ExpertMonitor:
@@ -18,6 +21,7 @@ class ExpertMonitor:
     def __init__(self, watch: ExpertLoadTracker | None, rebalancing: Rebalancing | None) -> None:
         self._watch = watch
         self.rebalancing = rebalancing
+        self.meter = ExpertMeter()
 
     @property
     def pace(self) -> ExpertPace | None:
@@ -34,7 +38,14 @@ class ExpertMonitor:
             return
         self._watch.update(now_s, transfers)
         if self.rebalancing is not None:
+            before = self.rebalancing.moved_bytes_total
             self.rebalancing.update(now_s, self._watch.take_picks(), worked=worked)
+            self.meter.add_moves(self.rebalancing.moved_bytes_total - before)
+
+    def charge(self, plan: Plan, experts: StepExperts | None) -> None:
+        """Charge the requests of a step for the experts that it used, before the step is committed."""
+        if experts is not None:
+            self.meter.charge(plan, experts)
 
     def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""

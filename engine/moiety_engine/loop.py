@@ -18,7 +18,8 @@ import torch
 from moiety_engine.cache.block_hashes import tenant_mark
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.load_reporter import TenantBlocks, load_of
-from moiety_engine.messages import CoreFailure, CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.messages import CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.scheduling.outputs.finish import failure_after
 from moiety_wire.messages import FailureCode, FinishReason
 
 if TYPE_CHECKING:
@@ -265,7 +266,12 @@ class EngineLoop:
             executor.controls.waited_s(),
             executor.controls.excluded_ranks,
             self._tenant_blocks.read(self.scheduler, now_ns),
-            {**intake.grammars.metrics(), **executor.image_metrics(), **intake.image_metrics()},
+            {
+                **intake.grammars.metrics(),
+                **executor.image_metrics(),
+                **intake.image_metrics(),
+                **(self.experts.meter.metrics() if self.experts.is_active else {}),
+            },
             now_ns,
         )
 
@@ -280,11 +286,12 @@ class EngineLoop:
         for key, code, message in flight.invalid_rows:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
-                self._reporter.add_failures(CoreFailure(key, code, message, ended.finish.num_output_tokens))
+                self._reporter.add_failures(failure_after(ended.finish, key, code, message))
 
     def _collect(self, device_state: DeviceState, flight: InFlightStep | None) -> None:
         if flight is not None:
             found = device_state.runner.collect(flight)
+            self.experts.charge(flight.plan, flight.experts)
             now_ns = self._clock_ns()
             reporter = self._reporter
             reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)
@@ -303,7 +310,6 @@ class EngineLoop:
         for ended in self.scheduler.end_non_finite(now_ns, also):
             if self.intake.disk is not None:
                 self.intake.disk.invalidate(ended.hashes)
-            log.error("output_not_finite", adapter=ended.adapter, num_output_tokens=ended.num_output_tokens)
-            self._reporter.add_failures(
-                CoreFailure(ended.key, FailureCode.NON_FINITE, ended.message, ended.num_output_tokens)
-            )
+            num_output_tokens = ended.finish.num_output_tokens
+            log.error("output_not_finite", adapter=ended.adapter, num_output_tokens=num_output_tokens)
+            self._reporter.add_failures(failure_after(ended.finish, ended.key, FailureCode.NON_FINITE, ended.message))

@@ -69,6 +69,8 @@ def build_loop(
     kv_connector = connector_of(config.transfer, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots()
+    if model.expert_counter is not None:
+        model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=False)
     options = DeviceOptions(kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config))
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, tenants, clock_ns)

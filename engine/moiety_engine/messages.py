@@ -163,6 +163,8 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     arrival: KvTransferTimes | None = None
     num_speculative_tokens: int = 0
+    expert_read_bytes: int = 0
+    expert_moved_bytes: int = 0
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):
@@ -194,6 +196,8 @@ class CoreFailure(msgspec.Struct, frozen=True, array_like=True):
     reason: Reason | None = None
     retry_after_s: float | None = None
     in_first_step: bool | None = None  # as in Failed
+    expert_read_bytes: int = 0
+    expert_moved_bytes: int = 0
 
 
 class CoreLoad(LoadMetrics, frozen=True, array_like=True):

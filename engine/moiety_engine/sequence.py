@@ -18,6 +18,7 @@ from moiety_engine.sequence_records import (
     NO_DRAFTS,
     NOT_PADDED,
     BlockHashes,
+    ExpertUse,
     KvState,
     RequestFacts,
     Timeline,
@@ -52,6 +53,7 @@ class Sequence:
         "deadlines",
         "drafts",
         "entry",
+        "experts",
         "kv",
         "padded_row",
         "pending_row",
@@ -99,6 +101,7 @@ class Sequence:
         self.deadlines = TokenDeadlines()
         self.timeline = Timeline()
         self.drafts = NO_DRAFTS
+        self.experts = ExpertUse()
         self.padded_row = NOT_PADDED
         self.predicted_output = 0.0  # tokens; set by the policy: a prediction, never the truth
         self.entry = 0  # incremented on entering or leaving a policy's queue; older entries are void; odd while queued

@@ -237,6 +237,13 @@ class DraftCounts(NamedTuple):
     num_accepted: int = 0
 
 
+class ExpertUse(msgspec.Struct, eq=False, gc=False):
+    """Experts that one sequence used: its shares of the bytes that steps read and moved (`expert_meter`)."""
+
+    read_bytes: int = 0
+    moved_bytes: int = 0
+
+
 class PaddedRow(NamedTuple):
     """Row of one sequence in padded batching; all zero with other strategies, whose sequences share one."""
 

@@ -106,6 +106,9 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     prefetched_experts_total: int = 0
     prefetched_expert_hits_total: int = 0  # prefetched experts that the next pass used
     expert_loaded_bytes_total: int = 0
+    expert_read_bytes_total: int = 0  # bytes of experts' weights that steps read
+    charged_expert_read_bytes_total: int = 0  # of these, bytes that requests were charged for
+    charged_expert_moved_bytes_total: int = 0  # of loaded and moved bytes, those that requests were charged for
     rebalances_total: int = 0  # expert rebalances across ranks
     moved_expert_bytes_total: int = 0  # moved between ranks
     rank_balancedness: float = 1.0  # balancedness at the last evaluation of the load …
@@ -220,6 +223,9 @@ COUNTERS = (
     ("prefetched_experts", "Offloaded experts that were prefetched to the device."),
     ("prefetched_expert_hits", "Prefetched experts that the next pass over their layer used."),
     ("expert_loaded_bytes", "Bytes of offloaded experts loaded to the device."),
+    ("expert_read_bytes", "Bytes of expert weights that steps read: of each layer, each active expert once a step."),
+    ("charged_expert_read_bytes", "Bytes of expert weights read that requests were charged for."),
+    ("charged_expert_moved_bytes", "Bytes of expert weights loaded or moved that requests were charged for."),
     ("rebalances", "Expert rebalances across ranks (EPLB)."),
     ("moved_expert_bytes", "Bytes of expert weights moved between ranks."),
     ("grammar_compile_seconds", "CPU seconds spent compiling grammars, rejected ones included."),

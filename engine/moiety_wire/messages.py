@@ -406,6 +406,8 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     # With `Submit.speculative_prefill`: tokens that were computed; `detail` then says how it ended. Otherwise:
     # cached tokens that speculative prefill had computed.
     num_speculative_tokens: int = 0
+    expert_read_bytes: int = 0  # its share of the experts' weights that its steps read; 0 for a model without experts
+    expert_moved_bytes: int = 0  # its share of the experts that were loaded or moved to other ranks for these steps
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -420,6 +422,8 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     retry_after_s: float | None = None  # predicted time after which a retry succeeds
     # If the core died: whether it was computing this request's first token, which may be the cause.
     in_first_step: bool | None = None
+    expert_read_bytes: int = 0  # as in Finished
+    expert_moved_bytes: int = 0
 
 
 class MeteredUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -431,6 +435,8 @@ class MeteredUsage(msgspec.Struct, frozen=True, array_like=True):
     served_class: str
     num_cached_tokens: int
     num_output_tokens: int
+    expert_read_bytes: int = 0
+    expert_moved_bytes: int = 0
 
 
 class UnacknowledgedUsage(msgspec.Struct, frozen=True, tag="unacknowledged"):

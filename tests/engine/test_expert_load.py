@@ -18,7 +18,7 @@ from moiety_engine.moe.load_watch import REPORT_INTERVAL_S, TAKE_S
 from moiety_engine.moe.shape import ExpertShape
 from moiety_engine.moe.tenants import NO_TENANT, OTHER_SLOT, TenantSlots
 from moiety_engine.offline import run_all
-from moiety_kernels.expert_count import count_picks, reference
+from moiety_kernels.expert_count import ExpertSums, count_picks, owner_code, reference
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.experts import OTHER_TENANTS, ExpertLoad, ExpertLoadQuery, pack_counts, unpack_counts, unpack_shares
@@ -112,22 +112,47 @@ def test_a_slow_decode_that_is_replayed_counts_as_one_that_is_not(loops: Any, or
     assert minute.steps == 40
 
 
-def test_kernel_and_reference_count_the_same() -> None:
+def empty_sums(num_experts: int = 8, parts: int = 800) -> ExpertSums:
+    shapes = (4, 3, num_experts), (3,), (3, num_experts), (parts,), (parts, 3, -(-num_experts // 64))
+    return ExpertSums(*(torch.zeros(shape, dtype=torch.int64) for shape in shapes))
+
+
+@pytest.mark.parametrize("num_experts", [8, 130])
+def test_kernel_and_reference_count_the_same(num_experts: int) -> None:
     generator = torch.Generator().manual_seed(3)
+    sizes = {"expert_bytes": 1001, "num_with_weights": num_experts - 1}
     for rows in (1, 3, 700):
-        chosen = [torch.rand(rows, 8, generator=generator).topk(2).indices.int() for _ in SHAPE.layers]
-        owner_T = torch.randint(0, 4, (rows,), generator=generator)
-        counts = []
-        for count in (count_picks, reference.count_picks):
-            picks_SLE, active_L = torch.ones(4, 3, 8, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
-            count(chosen, owner_T, picks_SLE, active_L)
-            counts.append((picks_SLE, active_L))
-        (ours_SLE, ours_L), (theirs_SLE, theirs_L) = counts
-        assert torch.equal(ours_SLE, theirs_SLE)
-        assert torch.equal(ours_L, theirs_L)
-        by_hand = [len({e for t in range(rows) if owner_T[t] for e in layer[t].tolist()}) for layer in chosen]
-        assert ours_L.tolist() == [1 + active for active in by_hand]
-        assert ours_SLE.sum() == 4 * 3 * 8 + 3 * 2 * rows
+        chosen = [torch.rand(rows, num_experts, generator=generator).topk(2).indices.int() for _ in SHAPE.layers]
+        slots = torch.randint(0, 4, (rows,), generator=generator).tolist()
+        owner_T = torch.tensor([slot and owner_code(slot, 1 + slot % 2, t // 3) for t, slot in enumerate(slots)])
+        ours, theirs = empty_sums(num_experts), empty_sums(num_experts)
+        for _ in range(2):  # sums are added to, bits are replaced
+            count_picks(chosen, owner_T, ours, **sizes)
+            reference.count_picks(chosen, owner_T, theirs, **sizes)
+        for name, one, other in zip(ExpertSums._fields, ours, theirs, strict=True):
+            assert torch.equal(one, other), name
+        active = [{e for t in range(rows) if slots[t] for e in layer[t].tolist()} for layer in chosen]
+        assert ours.active_L.tolist() == [2 * len(one) for one in active]
+        assert ours.picks_SLE.sum() == 2 * 3 * 2 * rows
+        assert ours.weighted_LE.sum() == 2 * 3 * 2 * sum(1 + slot % 2 for slot in slots if slot)
+        with_weights = sum(len(one - {num_experts - 1}) for one in active)
+        assert ours.bytes_P.sum() == 2 * 1001 * with_weights, "each active expert is read once, and nothing is lost"
+        for part in range(-(-rows // 3)):
+            mine = [t for t in range(3 * part, min(3 * part + 3, rows)) if slots[t]]
+            words = ours.bits_PLW[part].numpy().astype("<i8").tobytes() if ours.bits_PLW is not None else b""
+            found = int.from_bytes(words, "little")
+            width = 64 * -(-num_experts // 64)
+            last = [(layer, e) for layer in range(3) for e in chosen[layer][mine[-1]].tolist()] if mine else []
+            assert found == sum(1 << (layer * width + e) for layer, e in last)
+
+
+def test_tokens_of_an_expert_share_its_bytes_in_whole_bytes() -> None:
+    chosen = [torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)]
+    owner_T = torch.tensor([owner_code(1, 1, 0), owner_code(2, 1, 1), owner_code(2, 1, 1)])
+    sums = ExpertSums(*(one[:, :1] if one.dim() > 2 else one[:1] if one.shape[0] == 3 else one for one in empty_sums()))
+    sums = ExpertSums(*(one.contiguous() for one in sums))
+    count_picks(chosen, owner_T, sums, expert_bytes=100, num_with_weights=8)
+    assert sums.bytes_P[:2].tolist() == [33 + 100 + 1, 33 + 100 + 33 + 100], "the remainder goes to the first token"
 
 
 def even(count: int) -> np.ndarray:

@@ -15,8 +15,14 @@ KEPT_A_MINUTE = 0.9  # decay of a tenant's weight per minute
 class TenantSlots:
     """Owner of the assignment of tenants to slots. Used by the step loop's thread only."""
 
-    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+    def __init__(self, num_slots: int = NUM_SLOTS, rank_weights: Sequence[int] | None = None) -> None:
+        """Create the slots.
+
+        `rank_weights`: weight of a token of service rank 0, 1, 2 … in the weighted counts; further ranks have the last
+        weight. None: every token counts as 1.
+        """
         self._num_slots = num_slots
+        self.rank_weights = None if rank_weights is None else tuple(rank_weights)
         self._slot_of: dict[str, int] = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT}
         self._weight_of: dict[str, float] = {}
         self._steps = 0
@@ -36,6 +42,11 @@ class TenantSlots:
                     weight_of[tenant_id] = weight_of.get(tenant_id, 0.0) + count
         self._steps += any(slots)
         return slots
+
+    def weight_of_rank(self, rank: int) -> int:
+        """Return the weight of a token of this service rank in the weighted counts."""
+        weights = self.rank_weights
+        return 1 if weights is None else weights[min(rank, len(weights) - 1)]
 
     def weigh(self, tokens_of: Mapping[str, int]) -> None:
         """Add the tokens counted for tenants with a slot to their weights."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from moiety_engine.config import ExpertEviction
+from moiety_engine.offload.load_shares import LoadShares
 from moiety_engine.offload.prefetch import PrefetchAccuracy
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ExpertCacheCounters:
     prefetched_total: int = 0  # loads started before a pass requested the expert
     prefetch_hits_total: int = 0  # prefetched experts that the next pass requested
     loaded_bytes_total: int = 0
+    shares: LoadShares = field(default_factory=LoadShares)  # of the step's tokens in the loaded bytes
 
 
 class LayerExperts:
@@ -62,6 +64,7 @@ class LayerExperts:
         self._wanted: list[int] = []  # experts of the pass
         self._missing: list[int] = []  # wanted experts without a slot so far
         self._chosen: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
+        self._predicted: NDArray[np.int32] = self._chosen  # choices that `expect` predicted
 
     @property
     def num_slots(self) -> int:
@@ -141,6 +144,7 @@ class LayerExperts:
         counts_E = np.bincount(chosen_TK[chosen_TK >= 0], minlength=len(self._slot_table.slot_E))
         self._take_arrived()
         self._accuracy = self._accuracy_by_size[chosen_TK.size <= len(counts_E)]
+        self._predicted = chosen_TK
         expected = np.flatnonzero(counts_E)
         missing = sorted((e for e in expected.tolist() if not self._has(e)), key=lambda expert: -counts_E[expert])
         self._prefilled_ahead = set(missing)
@@ -149,6 +153,7 @@ class LayerExperts:
         slots = self._slot_table.victims(len(missing), itertools.chain(expected.tolist(), self._tickets))
         for expert, slot in zip(missing, slots, strict=False):
             self._load_expert(expert, slot, urgent=False)
+            self._traffic.shares.add(chosen_TK, expert, self._expert_bytes)
             self._fetched.add(expert)
             self._traffic.prefetched_total += 1
 
@@ -166,7 +171,9 @@ class LayerExperts:
         """Start to load up to `most` of the experts left, evicting experts that are neither `kept` nor in flight."""
         slots = self._slot_table.victims(min(most, len(self._missing)), itertools.chain(kept, self._tickets))
         for slot in slots:
-            self._load_expert(self._missing.pop(0), slot, urgent=True)
+            expert = self._missing.pop(0)
+            self._load_expert(expert, slot, urgent=True)
+            self._traffic.shares.add(self._chosen, expert, self._expert_bytes)
 
     def _arriving(self, computed: list[int]) -> list[int]:
         """Return the pass's experts that are in flight after those in `computed` have been computed."""
@@ -209,6 +216,7 @@ class LayerExperts:
                 del self._tickets[expert]
                 self._slot_table.drop(expert)
                 self._traffic.loaded_bytes_total -= self._expert_bytes
+                self._traffic.shares.add(self._predicted, expert, -self._expert_bytes)
         self._prefilled_ahead.clear()
         self._fetched.clear()
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_engine.model.batch import Batch, GroupTable, ImageRows, Spread
-from moiety_engine.moe.tenants import NO_TENANT, TenantSlots
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.block_tables import BlockTables, HostTable
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
 from moiety_engine.runner.state_rows import HostStates
+from moiety_engine.runner.token_owners import owners_of_decodes, owners_of_parts
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -153,9 +154,8 @@ class BatchBuilder:
         if self._tenants is None:
             return hosts
         chunks = [chunk for part in plans for chunk in part.chunks]
-        num_tokens = [chunk.num_tokens for chunk in chunks]
-        slots = self._tenants.slots_of([chunk.sequence.request.tenant for chunk in chunks], num_tokens)
-        return [replace(hosts[0], owner_T=np.repeat(np.array(slots, dtype=np.int64), num_tokens)), *hosts[1:]]
+        rows = [chunk.sequence for chunk in chunks], [chunk.num_tokens for chunk in chunks], [0] * len(chunks)
+        return [replace(hosts[0], owner_T=owners_of_parts(self._tenants, *rows, plan.chunks)), *hosts[1:]]
 
     def _arrange_decodes(self, sequences: list[Sequence]) -> HostBatch:
         """Return the same as `_arrange` for a step of one decode per sequence, with fewer intermediate arrays.
@@ -170,14 +170,12 @@ class BatchBuilder:
         for s in pending:
             token_ids[s] = 0
         ones, rows, starts = _of_decodes(len(sequences))
-        owners, table = [NO_TENANT] * len(ones), self._tables.of_decodes(sequences, positions, size)
-        if self._tenants is not None:
-            owners = self._tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
+        table = self._tables.of_decodes(sequences, positions, size)
         return HostBatch(
             token_ids_T=np.array(token_ids, dtype=np.int64),
             positions_T=np.array(rotary, dtype=np.int64),
             slots_T=table.slots_T,
-            owner_T=np.array(owners, dtype=np.int64),
+            owner_T=owners_of_decodes(self._tenants, sequences, ones),
             query_start_S1=starts,
             context_len_S=np.array([position + 1 for position in positions], dtype=np.int32),
             block_table_SB=table.block_table_SB,
@@ -223,7 +221,7 @@ class BatchBuilder:
             token_ids_T=token_ids,
             positions_T=rotary_T,
             slots_T=table.slots_T,
-            owner_T=_owners(tenants, parts, lengths, starts),
+            owner_T=owners_of_parts(tenants, sequences, parts.num_tokens, parts.num_pads, chunks),
             query_start_S1=starts,
             context_len_S=contexts,
             block_table_SB=table.block_table_SB,
@@ -343,20 +341,6 @@ def scored_of(chunk: Chunk) -> Scored | None:
     if count is None or first >= end:
         return None
     return Scored(sequence.key, first + 1, sequence.tokens[first + 1 : end + 1], count)
-
-
-def _owners(tenants: TenantSlots | None, parts: _Parts, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the tenant slot of each row; padding rows get NO_TENANT."""
-    if tenants is None:
-        return np.full(starts[-1], NO_TENANT, dtype=np.int64)
-    slots = tenants.slots_of([sequence.request.tenant for sequence in parts.sequences], parts.num_tokens)
-    owner_T = np.array(slots, dtype=np.int64)
-    if len(owner_T) < starts[-1]:
-        owner_T = np.repeat(owner_T, lengths)
-    if any(parts.num_pads):
-        for end, num_pad in zip(starts[1:], parts.num_pads, strict=True):
-            owner_T[end - num_pad : end] = NO_TENANT
-    return owner_T
 
 
 def _scored_rows(chunks: list[Chunk], parts: _Parts, starts: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.messages import CoreLogprob, CoreScores
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.transformer import Transformer
+from moiety_engine.moe.load import StepExperts
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.control_messages import ControlSender, EncodeImage, ForgetImages
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
@@ -31,6 +32,7 @@ from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
+from moiety_engine.runner.token_owners import bytes_of_chunks
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
 from moiety_engine.scheduling.plan import Plan
@@ -52,6 +54,7 @@ class InFlightStep:
     scores: Scores | None
     done: DeviceMark
     invalid_rows: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
+    experts: StepExperts | None = None  # experts of each chunk; None where they are not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Runner:
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
         self._num_groups = model.ranks.across.size
+        self._expert_counter = None if tenants is None else model.expert_counter
         self._newest: InFlightStep | None = None
         self._sampled: Drawn | Best | None = None  # sampled by the newest step
         self.graphs: DecodeGraphs | None = None
@@ -137,8 +141,19 @@ class Runner:
             self._newest = self._launch(plan, hosts, rows)
         else:
             self._sampled = best
-            self._newest = InFlightStep(plan, best, None, None, DeviceMark(None), [])
+            self._newest = InFlightStep(plan, best, None, None, DeviceMark(None), [], self._experts_of(plan, hosts))
         return self._newest
+
+    def _experts_of(self, plan: Plan, hosts: list[HostBatch]) -> StepExperts | None:
+        """Return the experts that the chunks of the step used, after a mark; None where they are not counted."""
+        counter, cache = self._expert_counter, self._model.expert_cache
+        loaded_T = None if cache is None else cache.traffic.shares.take()
+        if counter is None:
+            return None
+        experts = counter.take_step(len(plan.chunks), self.staging.download)
+        if loaded_T is None or len(loaded_T) != len(hosts[0].owner_T):  # with ranks that exchange tokens
+            return experts
+        return replace(experts, moved_P=bytes_of_chunks(hosts[0].owner_T, loaded_T, len(plan.chunks)))
 
     def _encode_images(self, plan: Plan, features: FeatureCache) -> None:
         """Encode the images of the step that are not encoded yet, on all ranks."""
@@ -215,7 +230,9 @@ class Runner:
         if num_scored:
             scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
         invalid_rows = [] if masks is None else masks.problems
-        return InFlightStep(plan, drawn.download(self.staging), unit_ED, scores, self.staging.mark(), invalid_rows)
+        results = drawn.download(self.staging), unit_ED, scores
+        experts = self._experts_of(plan, hosts)
+        return InFlightStep(plan, *results, self.staging.mark(), invalid_rows, experts)
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """Return the step's batch of each rank group."""

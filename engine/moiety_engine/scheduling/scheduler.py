@@ -227,8 +227,7 @@ class Scheduler:
             hashes = self.groups.of(sequence).invalidate(sequence)
             output = self.abort(key, FinishReason.ABORT, now_ns=now_ns)
             if output is not None and output.finish is not None:
-                num_output = output.finish.num_output_tokens
-                ended.append(NonFiniteEnd(key, sequence.request.submit.adapter, num_output, hashes))
+                ended.append(NonFiniteEnd(key, sequence.request.submit.adapter, output.finish, hashes))
         self.output_processor.non_finite_keys.clear()
         self._retire_padding_rows()
         return ended

@@ -243,6 +243,8 @@ class OpenRequest:
             steps=b"" if self._steps is None else self._steps.packed(),
             prompt_logprobs=self._prompt_logprobs(),
             num_speculative_tokens=finish.num_speculative_tokens,
+            expert_read_bytes=finish.expert_read_bytes,
+            expert_moved_bytes=finish.expert_moved_bytes,
         )
 
     def fail(self, failure: CoreFailure) -> Failed:
@@ -255,6 +257,8 @@ class OpenRequest:
             failure.reason,
             failure.retry_after_s,
             failure.in_first_step,
+            failure.expert_read_bytes,
+            failure.expert_moved_bytes,
         )
 
     def _ended(self, reason: FinishReason, detail: str) -> CoreFinish:

@@ -275,7 +275,9 @@ class RequestManager:
     def _fail(self, request: OpenRequest, session: GatewaySession, failure: CoreFailure) -> None:
         if request.stopped_by is not None:  # its output was sent completely, so the later failure is irrelevant
             ended = CoreFinish(
-                FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, (), 0
+                *(FinishReason.STOP, "", 0, request.num_output, 0, 0, self._clock_ns(), request.served_class, (), 0),
+                expert_read_bytes=failure.expert_read_bytes,
+                expert_moved_bytes=failure.expert_moved_bytes,
             )
             self._finish(request, session, ended)
             return

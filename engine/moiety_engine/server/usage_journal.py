@@ -26,6 +26,8 @@ class UsageLine(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    expert_read_bytes: int = 0
+    expert_moved_bytes: int = 0
 
 
 class UsageJournal:

@@ -85,13 +85,20 @@ class UsageMeter:
         if not served_class:
             return
         num_cached = end.num_cached_tokens if isinstance(end, Finished) else 0
-        self._write_down(replica_id, submit, served_class, num_cached, end.num_output_tokens)
+        self._write_down(replica_id, submit, served_class, num_cached, end)
         if not submit.billing_context:
             return
         self._running.pop((replica_id, submit.request_id), None)
         self._keep(
             MeteredUsage(
-                replica_id, submit.request_id, submit.billing_context, served_class, num_cached, end.num_output_tokens
+                replica_id,
+                submit.request_id,
+                submit.billing_context,
+                served_class,
+                num_cached,
+                end.num_output_tokens,
+                end.expert_read_bytes,
+                end.expert_moved_bytes,
             )
         )
 
@@ -113,7 +120,9 @@ class UsageMeter:
             )
             self.acknowledge(lost.replica_id, [lost.request_id])
 
-    def _write_down(self, replica_id: str, submit: Submit, served_class: str, num_cached: int, num_output: int) -> None:
+    def _write_down(
+        self, replica_id: str, submit: Submit, served_class: str, num_cached: int, end: Finished | Failed
+    ) -> None:
         if self._journal is None:
             return
         line = UsageLine(
@@ -126,7 +135,9 @@ class UsageMeter:
             served_class=served_class,
             prompt_tokens=len(submit.prompt_ids),
             cached_tokens=num_cached,
-            output_tokens=num_output,
+            output_tokens=end.num_output_tokens,
+            expert_read_bytes=end.expert_read_bytes,
+            expert_moved_bytes=end.expert_moved_bytes,
         )
         try:
             self._journal.add(line)
@@ -135,7 +146,7 @@ class UsageMeter:
                 "usage_journal_failed",
                 error=str(error),
                 request_id=submit.request_id,
-                output_tokens=num_output,
+                output_tokens=end.num_output_tokens,
                 advice="check the free space and the permissions of the folder of the journal",
             )
 

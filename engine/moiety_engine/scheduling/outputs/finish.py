@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moiety_engine.messages import CoreFinish
+from moiety_engine.messages import CoreFailure, CoreFinish
 from moiety_engine.sequence import Sequence
-from moiety_wire.messages import FinishReason
+from moiety_wire.messages import FailureCode, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class NonFiniteEnd:
 
     key: int
     adapter: str
-    num_output_tokens: int
+    finish: CoreFinish  # its report up to here
     hashes: list[bytes]
 
     @property
@@ -44,6 +44,18 @@ def why_it_ends(sequence: Sequence, token_id: int) -> tuple[FinishReason, str] |
     return None
 
 
+def failure_after(finish: CoreFinish, key: int, code: FailureCode, message: str) -> CoreFailure:
+    """Return the failure of a request that was ended with this report, with its usage up to here."""
+    return CoreFailure(
+        key,
+        code,
+        message,
+        finish.num_output_tokens,
+        expert_read_bytes=finish.expert_read_bytes,
+        expert_moved_bytes=finish.expert_moved_bytes,
+    )
+
+
 def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: bytes) -> CoreFinish:
     """Return the report of a finished sequence for the engine server."""
     return CoreFinish(
@@ -61,4 +73,6 @@ def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: 
         num_drafted_tokens=sequence.drafts.num_drafted,
         num_accepted_tokens=sequence.drafts.num_accepted,
         num_speculative_tokens=sequence.kv.num_speculative,
+        expert_read_bytes=sequence.experts.read_bytes,
+        expert_moved_bytes=sequence.experts.moved_bytes,
     )

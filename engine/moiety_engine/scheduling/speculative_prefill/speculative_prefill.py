@@ -264,6 +264,7 @@ class SpeculativePrefill:
             wanted.watched = None
         if not any(one.sequence.request.tenant == sequence.request.tenant for one in self._wanted.values()):
             self._served.pop(sequence.request.tenant, None)
+        sequence.timeline.finished_unix_ns = now_ns
         finish = CoreFinish(
             reason=FinishReason.ABORT if outcome is None else FinishReason.STOP,
             detail=outcome or "",
@@ -276,5 +277,7 @@ class SpeculativePrefill:
             events=(),
             num_recomputed_tokens=0,
             num_speculative_tokens=wanted.num_computed,
+            expert_read_bytes=sequence.experts.read_bytes,
+            expert_moved_bytes=sequence.experts.moved_bytes,
         )
         self._ended.append(CoreOutput(sequence.key, [], None, finish))

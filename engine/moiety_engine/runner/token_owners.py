@@ -1,0 +1,82 @@
+"""Owners of a step's tokens, as the expert counts need them: tenant slot, weight of the class, and chunk of the plan.
+
+T tokens of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moiety_engine.moe.tenants import NO_TENANT
+from moiety_kernels.expert_count import MAX_SLOTS, PART_SHIFT, owner_code
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from moiety_engine.moe.tenants import TenantSlots
+    from moiety_engine.scheduling.plan import Chunk
+    from moiety_engine.sequence import Sequence as TokenSequence
+
+
+def owners_of_decodes(
+    tenants: TenantSlots | None, sequences: Sequence[TokenSequence], ones: Sequence[int]
+) -> np.ndarray:
+    """Return the owner of each row of a step with one token per chunk, [T], int64.
+
+    `ones` is the number of tokens of each chunk. Without `tenants` nothing is counted.
+    """
+    if tenants is None:
+        return np.zeros(len(ones), dtype=np.int64)
+    slots = tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
+    if tenants.rank_weights is None:
+        owner_T: np.ndarray = np.array(slots, dtype=np.int64) | _plain_codes(len(slots))
+        return owner_T
+    weight_of = tenants.weight_of_rank
+    weights = [weight_of(sequence.service.rank) for sequence in sequences]
+    return np.array(list(map(owner_code, slots, weights, range(len(slots)))), dtype=np.int64)
+
+
+def owners_of_parts(
+    tenants: TenantSlots | None,
+    sequences: Sequence[TokenSequence],
+    num_tokens: Sequence[int],
+    num_pads: Sequence[int],
+    chunks: Iterable[Chunk],
+) -> np.ndarray:
+    """Return the owner of each row, [T], int64; padding rows get NO_TENANT.
+
+    Part i has `num_tokens[i]` tokens of `sequences[i]` and then `num_pads[i]` padding rows. Each sequence has one chunk
+    in `chunks`, all of the plan's.
+    """
+    lengths = np.array(num_tokens, dtype=np.int64) + np.array(num_pads, dtype=np.int64)
+    if tenants is None:
+        return np.full(int(lengths.sum()), NO_TENANT, dtype=np.int64)
+    slots = tenants.slots_of([sequence.request.tenant for sequence in sequences], num_tokens)
+    chunk_of = {chunk.sequence: number for number, chunk in enumerate(chunks)}
+    weight_of = tenants.weight_of_rank
+    codes = [
+        owner_code(slot, weight_of(sequence.service.rank), chunk_of[sequence])
+        for slot, sequence in zip(slots, sequences, strict=True)
+    ]
+    owner_T = np.repeat(np.array(codes, dtype=np.int64), lengths)
+    if any(num_pads):
+        for end, num_pad in zip(np.cumsum(lengths), num_pads, strict=True):
+            owner_T[end - num_pad : end] = NO_TENANT
+    return owner_T
+
+
+def bytes_of_chunks(owner_T: np.ndarray, bytes_T: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Return the sums of the bytes of each chunk's tokens, int64; tokens without an owner do not count."""
+    slot_T, chunk_T = owner_T & (MAX_SLOTS - 1), owner_T >> PART_SHIFT
+    sums = np.zeros(num_chunks, dtype=np.int64)
+    np.add.at(sums, chunk_T[slot_T != NO_TENANT], bytes_T[slot_T != NO_TENANT])
+    return sums
+
+
+@functools.cache
+def _plain_codes(count: int) -> np.ndarray:
+    """Return the owners of `count` parts without their slots, with a weight of 1. Do not modify the result."""
+    return np.array([owner_code(0, 1, part) for part in range(count)], dtype=np.int64)
