@@ -58,3 +58,17 @@ def test_a_plan_names_the_experts_that_are_in_several_places_the_most_first() ->
     assert experts.plan_frame(plan).iloc[0].to_dict() == {
         "layer": 3, "before": 0.5, "after": 1.0, "replicated": 2, "replicas": "2 ×3, 1 ×2",
     }  # fmt: skip
+
+
+def test_expert_bytes_of_tenants_are_ranked_and_a_tenant_without_any_is_left_out() -> None:
+    def group(name: str, read: int, moved: int, tokens: int) -> dict[str, Any]:
+        totals = {"expert_read_bytes": read, "expert_moved_bytes": moved, "prompt_tokens": 9, "cached_tokens": 9}
+        return {"group": {"tenant_id": name, "tenant_name": name}, "totals": totals | {"output_tokens": tokens}}
+
+    frame = experts.bytes_frame([group("a", 10**19, 5, 0), group("none", 0, 0, 4), group("b", 3 * 10**19, 0, 100)])
+    assert frame["tenant"].tolist() == ["b", "a"]
+    assert frame["share"].tolist() == [0.75, 0.25]
+    assert frame["per_token"].isna().tolist() == [False, True]
+    assert frame["per_token"][0] == 3 * 10**17
+    assert frame["moved"].tolist() == [0, 5]
+    assert experts.bytes_frame([]).empty

@@ -325,6 +325,8 @@ async def test_usage_sums_by_any_grouping(admin: Admin, demo: Demo) -> None:
         "attainment": pytest.approx(8 / 11),
         "speculative_tokens": 0,
         "speculative_used_tokens": 0,
+        "expert_read_bytes": 0,
+        "expert_moved_bytes": 0,
     }
     by_tenant = (await admin.call("GET", "usage", 200, params={"group_by": "tenant"}))["data"]
     assert [part["group"] for part in by_tenant] == [{"tenant_id": demo.tenant_id, "tenant_name": "acme"}]

@@ -134,3 +134,19 @@ async def test_a_row_that_comes_while_its_day_is_being_summed_up_is_not_lost(use
         assert (await session.scalars(undone)).all() == []
         requests = [await session.scalar(select(func.sum(table.requests))) for table in (UsageDay, UsageHour)]
     assert requests == [5 * 24 + 3] * 2
+
+
+async def test_sums_of_bytes_of_experts_are_exact_and_on_postgresql_beyond_64_bits(database: Database) -> None:
+    largest = 2**62 if database.engine.dialect.name == "postgresql" else 2**60
+    rows = [make_row(f"r{n}", started_at=FIRST + timedelta(hours=n), expert_read_bytes=largest - n,
+                     expert_moved_bytes=n) for n in range(5)]  # fmt: skip
+    async with database.write() as session:
+        await insert_rows(session, rows)
+    async with database.write() as session:
+        while await sum_up_some(session, NOW):
+            pass
+    for since, until in ((FIRST, NOW), (FIRST, FIRST + timedelta(hours=6)), (FIRST - DAY, FIRST + DAY)):
+        async with database.read() as session:
+            (group,) = (await sum_usage(session, UsageFilter(since, until), ())).data
+        assert group.totals.expert_read_bytes == 5 * largest - 10
+        assert group.totals.expert_moved_bytes == 10

@@ -165,6 +165,19 @@ async def test_inputs_that_were_embedded_are_billed_their_prompts_and_each_its_o
     assert found.agree()
 
 
+async def test_bytes_of_experts_of_answers_are_added_up(leased: Database) -> None:
+    bill = make_bill()
+    records = [
+        msgspec.structs.replace(metered(bill), expert_read_bytes=10**13, expert_moved_bytes=7),
+        msgspec.structs.replace(metered(bill, output=60), expert_read_bytes=10**13 + 1, expert_moved_bytes=0),
+    ]
+    assert await charge_all(leased, *records) == [True, True]
+    found = await usage_records(leased)
+    assert (found.request.expert_read_bytes, found.request.expert_moved_bytes) == (2 * 10**13 + 1, 7)
+    assert sum(hour.expert_read_bytes for hour in found.hours) == 2 * 10**13 + 1
+    assert found.agree()
+
+
 async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(leased: Database) -> None:
     assert await charge_all(leased, metered(make_bill(), served="flex")) == [True]
     found = await usage_records(leased)

@@ -89,6 +89,30 @@ def active_frame(model: Model) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["slot", "series", "active"])
 
 
+def bytes_frame(groups: Sequence[Model]) -> pd.DataFrame:
+    """Return one row per tenant with bytes of experts, the most read first; `groups` are usage sums by tenant.
+
+    `share` is of all bytes read; `per_token` is read per token of prompt (not cached) and answer, None without one.
+    """
+    totals = [(one["group"]["tenant_name"] or one["group"]["tenant_id"], one["totals"]) for one in groups]
+    totals = [(name, one) for name, one in totals if one["expert_read_bytes"]]
+    all_read = sum(one["expert_read_bytes"] for _, one in totals)
+    rows = []
+    for name, one in totals:
+        tokens = one["prompt_tokens"] - one["cached_tokens"] + one["output_tokens"]
+        rows.append(
+            {
+                "tenant": name,
+                "read": float(one["expert_read_bytes"]),
+                "share": one["expert_read_bytes"] / all_read,
+                "per_token": one["expert_read_bytes"] / tokens if tokens else None,
+                "moved": float(one["expert_moved_bytes"]),
+            }
+        )
+    frame = pd.DataFrame(rows, columns=["tenant", "read", "share", "per_token", "moved"])
+    return frame.sort_values(["read", "tenant"], ascending=[False, True], ignore_index=True)
+
+
 def plan_frame(plan: Model) -> pd.DataFrame:
     """Return one row per layer of a plan: its ranks' balancedness before and after, and its replicated experts."""
     rows = []

@@ -49,6 +49,27 @@ def draw_live(client: AdminClient) -> None:
         st.info(NO_LOAD, icon=":material/grid_on:")
         return
     draw_model(model, answer, window)
+    if not session.is_of_one_tenant():
+        draw_bytes(client)
+
+
+def draw_bytes(client: AdminClient) -> None:
+    """Draw the bytes of experts that each tenant's requests read and moved; a share depends on other tenants."""
+    since = datetime.now(UTC) - timedelta(hours=24)
+    answer = client.get("/usage", group_by="tenant", since=since.isoformat())
+    frame = frames.bytes_frame(answer.data["data"])
+    shown = frame.assign(**{name: [NO_VALUE if pd.isna(one) else f"{short(one)}B" for one in frame[name]]
+                            for name in ("read", "per_token", "moved")})  # fmt: skip
+    column = st.column_config
+    columns = {
+        "tenant": column.TextColumn("Tenant"),
+        "read": column.TextColumn("Read", help="Weights of experts that steps read, divided among their tokens"),
+        "share": column.ProgressColumn("Share", min_value=0.0, max_value=1.0, format="percent"),
+        "per_token": column.TextColumn("Read per token", help="Per token of prompt and answer, without cached ones"),
+        "moved": column.TextColumn("Moved", help="Experts loaded from host or disk, or moved between ranks"),
+    }
+    with panels.panel("Expert bytes by tenant", "last 24 h", [answer], key="expert bytes", frame=frame):
+        panels.table(shown, columns, "No request has read experts in the last 24 hours.", max_rows=12)
 
 
 def choose_tenant(client: AdminClient, row: Any) -> str | None:

@@ -30,6 +30,8 @@ TOTALS = {
     "preemptions": "preemptions",
     "speculative_tokens": "speculative",
     "speculative_used_tokens": "of them used",
+    "expert_read": "experts read",
+    "expert_moved": "experts moved",
     "cost": "$",
     "attainment": "SLO attained",
 }
@@ -100,8 +102,7 @@ def usage(
         show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
         return
     sums: list[dict[str, Any]] = [
-        {**named(one["group"]), **one["totals"], "attainment": percent(one["totals"]), "cost": cost(one["totals"])}
-        for one in report["data"]
+        {**named(one["group"]), **one["totals"], **for_people(one["totals"])} for one in report["data"]
     ]
     groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
     admin.show_rows(sums, {**groups, **TOTALS})
@@ -184,6 +185,27 @@ def show_reconciliation(report: dict[str, Any]) -> None:
         print_line(f"{engines['compared']} requests compared with the engines' count; {engines['unproven']} unproven")
         for one in engines["differences"]:
             print_line(f"  {one['request_id']}: billed {one['billed']}, counted {one['counted']}")
+
+
+def for_people(totals: dict[str, Any]) -> dict[str, str | None]:
+    """Return the totals that a table shows in another form than JSON."""
+    return {
+        "attainment": percent(totals),
+        "cost": cost(totals),
+        "expert_read": in_bytes(totals["expert_read_bytes"]),
+        "expert_moved": in_bytes(totals["expert_moved_bytes"]),
+    }
+
+
+def in_bytes(count: int | None) -> str | None:
+    """Return bytes with a decimal prefix, such as 12.3 GB."""
+    if count is None or count < 1000:
+        return None if count is None else f"{count} B"
+    size, prefixes = count / 1000, iter("kMGTPE")
+    prefix = next(prefixes)
+    while size >= 999.95 and (larger := next(prefixes, None)) is not None:
+        size, prefix = size / 1000, larger
+    return f"{size:.1f} {prefix}B"
 
 
 def percent(totals: dict[str, Any]) -> str | None:

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, DateTime, Dialect, MetaData, false
+from sqlalchemy import BigInteger, ColumnElement, DateTime, Dialect, MetaData, Numeric, false
 from sqlalchemy.orm import DeclarativeBase
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 REMEMBERED = 1024  # cached points in time: many rows of a transaction share one
 
@@ -39,6 +39,29 @@ class DeploymentTable:
     def of_tenant(cls, _tenant_id: str) -> ColumnElement[bool]:
         """Return the condition for the rows of a tenant, which are none."""
         return false()
+
+
+class WideInteger(TypeDecorator[int]):
+    """Column type for sums of bytes: integers of up to 38 digits on PostgreSQL, of 64 bits on SQLite.
+
+    A few large engines read more than 2^63 bytes of weights in a month.
+    """
+
+    impl = BigInteger
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """Return the database's type."""
+        kind = Numeric(38, 0) if dialect.name == "postgresql" else BigInteger()
+        return dialect.type_descriptor(kind)
+
+    def process_bind_param(self, value: int | None, dialect: Dialect) -> int | None:
+        """Return the value unchanged."""
+        return value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> int | None:
+        """Return the value as an integer; PostgreSQL's driver returns a decimal number."""
+        return None if value is None else int(value)
 
 
 class UtcDateTime(TypeDecorator[datetime]):

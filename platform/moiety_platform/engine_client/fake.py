@@ -110,6 +110,7 @@ class FakeEngineClient:
         self.load_age_s: float | None = 0.0
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
         self.balance: ExpertBalance | None = None
+        self.expert_bytes_per_token = 0  # that its requests are charged for
         self.submits: list[Submit] = []
         self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
         self.settled_ids: list[str] = []
@@ -336,6 +337,8 @@ class FakeEngineClient:
                 embedding=embedding,
                 prompt_logprobs=_prompt_logprobs(run.submit),
                 num_speculative_tokens=self._num_speculative(run.submit),
+                expert_read_bytes=self.expert_bytes_per_token * (len(run.submit.prompt_ids) + run.num_emitted),
+                expert_moved_bytes=self.expert_bytes_per_token,
             )
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from moiety_platform.errors import (
     UNSUPPORTED_RESPONSE_FORMAT,
@@ -76,6 +76,17 @@ class Inbox(Generic[Sender]):
         return self.deliveries.popleft()
 
 
+class ExpertBytes(NamedTuple):
+    """Bytes of experts' weights that a sequence read and moved at an engine, as the engine charged them."""
+
+    read: int = 0
+    moved: int = 0
+
+    def plus(self, other: ExpertBytes) -> ExpertBytes:
+        """Return the sum."""
+        return ExpertBytes(self.read + other.read, self.moved + other.moved)
+
+
 class EngineStream:
     """Stream of one request.
 
@@ -91,6 +102,7 @@ class EngineStream:
         self.credit_is_last = False  # no further credit follows
         self.num_output_tokens = len(submit.resumed_ids or ())
         self.num_cached_tokens = 0
+        self.expert_bytes = ExpertBytes()  # of experts, once the stream has ended
         self.accepted: Accepted | None = None
         self.finished: Finished | None = None
         self.ended = False
@@ -169,6 +181,7 @@ class EngineStream:
             self._take_finished(message)
         elif type(message) is Failed:
             self.num_output_tokens = max(self.num_output_tokens, message.num_output_tokens)
+            self.expert_bytes = ExpertBytes(message.expert_read_bytes, message.expert_moved_bytes)
             self.fail(error_of(message))
 
     def fail(self, error: PlatformError) -> None:
@@ -215,6 +228,7 @@ class EngineStream:
             self._break("the engine transferred a request for which no decode engine was chosen")
             return
         self.num_output_tokens, self.num_cached_tokens = message.num_output_tokens, message.num_cached_tokens
+        self.expert_bytes = ExpertBytes(message.expert_read_bytes, message.expert_moved_bytes)
         self.finished = message
         self._end()
         if message.reason is FinishReason.ABORT and not self._aborted:

@@ -229,6 +229,8 @@ class RequestRecorder:
             slo_attained=record.slo_attained(now_s),
             cost_nanodollars=cost,
             speculative_used_tokens=record.num_speculative_tokens,
+            expert_read_bytes=record.expert_bytes.read,
+            expert_moved_bytes=record.expert_bytes.moved,
             end_user=record.attribution.end_user,
             tags=record.attribution.tags,
             charges=charges,

@@ -316,6 +316,7 @@ class InferenceRun:
             record.progress.append(sequence.progress)
             record.was_begun |= sequence.was_begun
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
+            record.expert_bytes = record.expert_bytes.plus(sequence.expert_bytes)
             finished = sequence.stream.finished
             parts = sequence.prefill_done
             if finished is not None and finished not in parts:

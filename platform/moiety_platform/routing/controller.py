@@ -111,6 +111,9 @@ class LoadView(msgspec.Struct, frozen=True):
     prefetched_experts_total: int
     prefetched_expert_hits_total: int
     expert_loaded_bytes_total: int
+    expert_read_bytes_total: int
+    charged_expert_read_bytes_total: int
+    charged_expert_moved_bytes_total: int
     rebalances_total: int
     moved_expert_bytes_total: int
     rank_balancedness: float

@@ -15,6 +15,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
 import structlog
 
 from moiety_platform.clock import Clock
@@ -170,7 +171,9 @@ class NextTurnPrefill:
             if computed:
                 used = UsedTokens(record.service_class, computed, 0, 0)
                 cost, charges = await self._charge(record, used, price(used)) if is_charged else (0, ())
-                self._usage.record(self._row(record, submit.request_id, used, cost, charges))
+                row = self._row(record, submit.request_id, used, cost, charges)
+                read, moved = (0, 0) if stream is None else stream.expert_bytes
+                self._usage.record(msgspec.structs.replace(row, expert_read_bytes=read, expert_moved_bytes=moved))
         return LOST if finished is None else finished.detail
 
     async def _charge(self, record: RequestRecord, used: UsedTokens, cost: int) -> tuple[int, tuple[Charge, ...]]:

@@ -12,6 +12,7 @@ from litestar.di import NamedDependency, Provide
 from litestar.params import QueryParameter, SkipValidation
 
 from moiety_platform.access.actions import needs
+from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_USAGE, RECONCILE_USAGE
 from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
@@ -25,7 +26,7 @@ from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, pa
 from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAside
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
-from moiety_platform.usage.schemas import RequestPage, UsageReport
+from moiety_platform.usage.schemas import RequestPage, UsageReport, without_expert_bytes
 
 Groups = Annotated[
     str | None,
@@ -81,6 +82,7 @@ class UsageController(Controller):
     async def sum_usage(
         self,
         database: NamedDependency[Database],
+        caller: NamedDependency[Caller],
         usage_filter: UsageFilterDependency,
         group_by: Groups = None,
     ) -> UsageReport:
@@ -92,7 +94,8 @@ class UsageController(Controller):
         grouping = parse_grouping(group_by)
         async with database.read() as session:
             await take_snapshot_locks(session)
-            return await sum_usage(session, usage_filter, grouping)
+            report = await sum_usage(session, usage_filter, grouping)
+        return report if caller.tenant_id is None else without_expert_bytes(report)
 
     @get("/minutes", opt=needs(READ_USAGE))
     async def sum_minutes(
@@ -128,6 +131,7 @@ class UsageController(Controller):
     async def list_requests(
         self,
         database: NamedDependency[Database],
+        caller: NamedDependency[Caller],
         page: PageRequestDependency,
         usage_filter: UsageFilterDependency,
         outcome: Filter = None,
@@ -135,7 +139,8 @@ class UsageController(Controller):
         """List single requests, newest first."""
         of_outcome = replace(usage_filter, outcome=parse_text(outcome, "outcome"))
         async with database.read() as session:
-            return await list_requests(session, of_outcome, page)
+            found = await list_requests(session, of_outcome, page)
+        return found if caller.tenant_id is None else found.without_expert_bytes()
 
     @get("/reconciliation", opt=needs(RECONCILE_USAGE))
     async def reconcile(

@@ -129,5 +129,7 @@ def _with_count(row: UsageRow, bill: BillingContext, record: MeteredUsage, *, ha
         service_class=record.served_class,
         cached_tokens=cached,
         output_tokens=output,
+        expert_read_bytes=row.expert_read_bytes + record.expert_read_bytes,
+        expert_moved_bytes=row.expert_moved_bytes + record.expert_moved_bytes,
         cost_nanodollars=bill.cost(record.served_class, row.prompt_tokens, cached, output),
     )

@@ -18,7 +18,7 @@ from enum import StrEnum
 from sqlalchemy import BigInteger, Double, Index, Integer, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from moiety_platform.db.base import Base, SharedTable, UtcDateTime
+from moiety_platform.db.base import Base, SharedTable, UtcDateTime, WideInteger
 
 IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"
 """Condition of the rows in the index of end users. A query must contain it for SQLite to use that index."""
@@ -69,6 +69,8 @@ class UsageRecord(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    expert_read_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    expert_moved_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     end_user: Mapped[str | None] = mapped_column(Text)
     tags: Mapped[str | None] = mapped_column(Text)
 
@@ -124,6 +126,8 @@ class _Sums:
     num_slo_requests: Mapped[int] = mapped_column(BigInteger)
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
+    expert_moved_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
 
 
 class UsageHour(_Sums, Base):

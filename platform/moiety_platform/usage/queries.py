@@ -26,7 +26,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.types import TypeEngine
 
+from moiety_platform.db.base import WideInteger
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
@@ -265,6 +267,8 @@ def _rows(
         when(row.slo_attained.is_not(None)).label("num_slo_requests"),
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
+        cast(row.expert_read_bytes, WideInteger).label("expert_read_bytes"),
+        cast(row.expert_moved_bytes, WideInteger).label("expert_moved_bytes"),
         *more,
     ).where(in_time, *usage_filter.row_conditions(dialect))
 
@@ -291,8 +295,8 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
     """Return the columns for the fields of UsageTotals, in their order."""
     columns = source.c
 
-    def total(column: ColumnElement[Any]) -> ColumnElement[int]:
-        return cast(func.coalesce(func.sum(column), 0), BigInteger)
+    def total(column: ColumnElement[Any], kind: TypeEngine[int] | None = None) -> ColumnElement[int]:
+        return cast(func.coalesce(func.sum(column), 0), kind or BigInteger())
 
     def mean(column: ColumnElement[Any], count: ColumnElement[Any]) -> ColumnElement[float]:
         return cast(cast(func.sum(column), Double) / func.nullif(func.sum(count), 0), Double)
@@ -312,6 +316,8 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         mean(columns.num_slo_attained, columns.num_slo_requests),
         total(columns.speculative_tokens),
         total(columns.speculative_used_tokens),
+        total(columns.expert_read_bytes, WideInteger()),
+        total(columns.expert_moved_bytes, WideInteger()),
     ]
 
 

@@ -51,7 +51,9 @@ MAX_TEXT_LENGTH = 256
 
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
 _MAX_AMOUNT = 2**48  # limit, so that sums also fit into the database's types
+_MAX_BYTES = 2**62
 _INT32_MAX = 2**31 - 1
+_BYTES_FIELDS = frozenset({"expert_read_bytes", "expert_moved_bytes"})
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})
 _names_of = attrgetter(
     "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class", "outcome", "error_code"
@@ -404,6 +406,8 @@ def storable(row: UsageRow) -> UsageRow:
         and _are_plain_names(*_names_of(row))
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX
+        and 0 <= row.expert_read_bytes <= _MAX_BYTES
+        and 0 <= row.expert_moved_bytes <= _MAX_BYTES
         and min(times) >= 0.0
         and sum(times) <= _MAX_AMOUNT  # false if one of the times is NaN
     )
@@ -441,6 +445,6 @@ def _clean(name: str, value: Any) -> Any:
     if isinstance(value, float) and not abs(value) <= _MAX_AMOUNT:  # also NaN
         return 0.0 if name == "duration_ms" else None
     if isinstance(value, int):
-        bound = _INT32_MAX if name in _INT32_FIELDS else _MAX_AMOUNT
+        bound = _INT32_MAX if name in _INT32_FIELDS else _MAX_BYTES if name in _BYTES_FIELDS else _MAX_AMOUNT
         return value if -bound <= value <= bound else min(max(value, -bound), bound)
     return value

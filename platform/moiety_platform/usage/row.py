@@ -51,6 +51,8 @@ class UsageRow(msgspec.Struct, frozen=True):
     # tokens of a speculative prefill; a row of one has only them and its cost
     speculative_tokens: int = 0
     speculative_used_tokens: int = 0  # part of `cached_tokens` that came from speculative prefill
+    expert_read_bytes: int = 0  # its shares of the experts' weights that engines read, load and move for it
+    expert_moved_bytes: int = 0
     end_user: str | None = None  # that the client named
     tags: str | None = None  # that the client gave, as a JSON object
     charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column

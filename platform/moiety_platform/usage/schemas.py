@@ -34,6 +34,10 @@ class UsageTotals(RequestSums, frozen=True):
     attainment: float | None  # share of the requests with an SLO that attained it; rejected ones did not
     speculative_tokens: int  # prefilled speculatively; not part of the prompt tokens
     speculative_used_tokens: int  # part of them that requests began with; more may be used later
+    # Shares of the experts' weights that engines read, and that they loaded or moved between ranks, in bytes. Null for
+    # an administrator of one tenant: the shares depend on the requests of others.
+    expert_read_bytes: int | None
+    expert_moved_bytes: int | None
 
 
 class UsageGroup(msgspec.Struct, frozen=True):
@@ -50,6 +54,13 @@ class UsageReport(msgspec.Struct, frozen=True):
     until: datetime
     data: list[UsageGroup]
     truncated: bool
+
+
+def without_expert_bytes(report: UsageReport) -> UsageReport:
+    """Return the report for an administrator of one tenant, without figures that depend on other tenants."""
+    hidden = {"expert_read_bytes": None, "expert_moved_bytes": None}
+    replace = msgspec.structs.replace
+    return replace(report, data=[replace(one, totals=replace(one.totals, **hidden)) for one in report.data])
 
 
 class RequestView(msgspec.Struct, frozen=True):
@@ -77,6 +88,8 @@ class RequestView(msgspec.Struct, frozen=True):
     slo_attained: bool | None
     cost_nanodollars: int
     speculative_used_tokens: int
+    expert_read_bytes: int | None  # as in UsageTotals
+    expert_moved_bytes: int | None
     end_user: str | None  # that its client named
     tags: dict[str, str]  # that its client gave
 
@@ -87,3 +100,8 @@ class RequestView(msgspec.Struct, frozen=True):
 
 class RequestPage(Page[RequestView], frozen=True):
     """A page of requests, newest first; `next_cursor` is null on the last page."""
+
+    def without_expert_bytes(self) -> RequestPage:
+        """Return the page for an administrator of one tenant, without figures that depend on other tenants."""
+        replace = msgspec.structs.replace
+        return replace(self, data=[replace(one, expert_read_bytes=None, expert_moved_bytes=None) for one in self.data])

@@ -20,6 +20,7 @@ _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
     *("cost_nanodollars", "num_slo_attained", "num_slo_requests", "speculative_tokens", "speculative_used_tokens"),
+    *("expert_read_bytes", "expert_moved_bytes"),
 )
 
 
@@ -45,6 +46,8 @@ def _amounts(row: UsageRow) -> tuple[float, ...]:
         row.slo_attained is not None,
         row.speculative_tokens,
         row.speculative_used_tokens,
+        row.expert_read_bytes,
+        row.expert_moved_bytes,
     )
 
 
