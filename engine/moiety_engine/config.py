@@ -130,6 +130,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_kernel: MoeKernel = MoeKernel.AUTO
     batch_invariant: bool = False  # a request gets the same bits alone and in any batch
     batching: Batching = Batching.CONTINUOUS
+    expert_batching: bool = False  # of decodes whose order is open, those that use the same experts share a step
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     fleet_fairness: FleetFairness = FleetFairness.AUTO  # exchange of tenants' service with the model's other replicas
     max_batch_tokens: int | None = None  # token budget of one step
@@ -220,6 +221,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig(
                 "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more, "
                 f"not {self.redundant_experts} and {self.rebalance_every_s}"
+            )
+        if self.expert_batching and (self.policy is not PolicyName.MOIETY or self.batching is not Batching.CONTINUOUS):
+            raise InvalidConfig(
+                "--expert-batching needs --policy moiety and --batching continuous, since these choose the decodes of "
+                "a step: leave it out, or use them"
             )
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")

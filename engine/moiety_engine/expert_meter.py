@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from moiety_engine.moe.load import StepExperts
     from moiety_engine.scheduling.plan import Plan
 
@@ -41,6 +43,8 @@ class ExpertMeter:
                 sequence.experts.read_bytes += num_bytes
                 charged += num_bytes
         self.charged_read_bytes_total += charged
+        if experts.bits_PLW is not None:
+            _predict(plan, experts.bits_PLW)
         if experts.moved_P is not None:
             self._charge_moves(plan, experts.moved_P.tolist())
         if self._uncharged_moves and charged:
@@ -65,6 +69,15 @@ class ExpertMeter:
             if num_bytes and not sequence.timeline.finished_unix_ns:
                 sequence.experts.moved_bytes += num_bytes
                 self.charged_moved_bytes_total += num_bytes
+
+
+def _predict(plan: Plan, bits_PLW: np.ndarray) -> None:
+    """Note the experts of each chunk's last token as the prediction for its sequence's next one."""
+    size, data = bits_PLW[0].nbytes, bits_PLW.tobytes()
+    for number, chunk in enumerate(plan.chunks):
+        experts = int.from_bytes(data[number * size : (number + 1) * size], "little")
+        if experts:
+            chunk.sequence.experts.predicted = experts
 
 
 def divide_bytes(num_bytes: int, weights: Sequence[int]) -> list[int]:

@@ -70,7 +70,9 @@ def build_loop(
     adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots()
     if model.expert_counter is not None:
-        model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=False)
+        model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
+    elif config.expert_batching:
+        raise InvalidConfig(f"{config.name} has no experts: leave out --expert-batching")
     options = DeviceOptions(kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config))
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, tenants, clock_ns)

@@ -42,6 +42,7 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
         config.static_batch_size,
         config.batch_timeout_ms,
         encoder_cost=encoder_cost(model.spec, model.ranks.rank_position.layout),
+        batches_experts=config.expert_batching,
     )
     policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
     draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens

@@ -242,6 +242,8 @@ class ExpertUse(msgspec.Struct, eq=False, gc=False):
 
     read_bytes: int = 0
     moved_bytes: int = 0
+    predicted: int = 0  # experts of its newest token, one bit per expert and layer; 0: unknown, or not kept
+    num_passed_over: int = 0  # steps in a row in which it lost its turn for its experts; set by the policy
 
 
 class PaddedRow(NamedTuple):

@@ -80,6 +80,11 @@ class ModelOptions:
     static_batch_size: int = _batching(
         8, "Number of sequences in a batch with --batching static, dynamic and padded.", min=1
     )
+    expert_batching: bool = _batching(
+        False,
+        "Decode requests together that are predicted to use the same experts, when a step takes only a part of the "
+        "requests and their deadlines leave the order open.",
+    )
     overlap: Overlap = _batching(
         Overlap.AUTO, "Schedule and launch a step while the previous one runs. auto enables this on a GPU."
     )

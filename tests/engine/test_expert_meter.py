@@ -126,6 +126,25 @@ def test_loads_of_offloaded_experts_are_charged_to_those_who_needed_them(checkpo
     assert sum(moved) == load.charged_expert_moved_bytes_total == load.expert_loaded_bytes_total - at_start
 
 
+def test_the_experts_of_a_requests_newest_token_predict_its_next_ones(loops: Any) -> None:
+    config = EngineConfig(model=str(loops.folder), name="tiny", expert_batching=True, overlap=Overlap.OFF)
+    loop = build_loop(loops.model, config)
+    for key in (0, 1):
+        loop.submit(submit(key, "a", 5 + key, 30))
+    loop.step()
+    shape = loop.executor.model.experts
+    assert shape is not None
+    for _ in range(12):
+        loop.step()
+        before = [one.experts.predicted for one in loop.scheduler.queues.by_key.values()]
+        assert [one.bit_count() for one in before] == [len(shape.layers) * shape.top_k] * 2
+    alone = build_loop(loops.model, config)
+    alone.submit(submit(1, "a", 6, 30))
+    for _ in range(13):
+        alone.step()
+    assert alone.scheduler.queues.by_key[1].experts.predicted == before[1], "what else is in the batch does not matter"
+
+
 @given(st.integers(0, 10**15), st.lists(st.integers(0, 10**12), min_size=1, max_size=9).filter(any))
 def test_divided_bytes_add_up_and_follow_the_weights(num_bytes: int, weights: list[int]) -> None:
     parts = divide_bytes(num_bytes, weights)

@@ -18,3 +18,4 @@ class SchedulerLimits:
     max_waiting: int = 32768
     chunk_tokens: int | None = None  # rows per step if the policy does not size steps by time; None: max_batch_tokens
     encoder_cost: EncoderCost = NO_ENCODER
+    batches_experts: bool = False  # as in PolicyContext

@@ -91,6 +91,7 @@ class Scheduler:
                 num_blocks=kv.pool.num_blocks,
                 layout=kv.layout,
                 cached_tokens=groups.num_cached,
+                batches_experts=limits.batches_experts,
             ),
         )
         self.service_exchange: ServiceExchange | None = None  # set if tenants' service is exchanged between replicas

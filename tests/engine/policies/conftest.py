@@ -39,9 +39,10 @@ class Replica:
         max_waiting: int = 1 << 15,
         caching: bool = True,
         step_s: float = STEP_S,
+        batches_experts: bool = False,
     ) -> None:
         ledger = KvLedger(BlockPool(num_blocks), BLOCK_SIZE, prefix_caching=caching)
-        limits = SchedulerLimits(budget, max_running, max_waiting=max_waiting)
+        limits = SchedulerLimits(budget, max_running, max_waiting=max_waiting, batches_experts=batches_experts)
         right = (step_s, 100 * TOKEN_S, *[0.0] * 5)  # the step-time model: a constant, and a time per row
         strategy = STRATEGIES[Batching.CONTINUOUS]
         self.scheduler = Scheduler(ledger, limits, strategy, policy, step_time=StepTimeModel(right))

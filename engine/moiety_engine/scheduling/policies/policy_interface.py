@@ -112,6 +112,9 @@ class PolicyContext:
     num_blocks: int  # of each rank group
     layout: TableLayout  # block tables of a sequence
     cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
+    batches_experts: bool = (
+        False  # decodes whose order is open are chosen by the experts that they are predicted to use
+    )
 
     @property
     def kv_tokens(self) -> int:

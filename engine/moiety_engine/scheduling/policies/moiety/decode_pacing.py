@@ -4,6 +4,9 @@ One step gives each of its requests one token, and takes longer the more request
 would take longer than the best rank's SLOs allow, requests of worse ranks take turns. The best rank is in every step.
 Requests of worse ranks whose next token is due are in the step as well, up to a fixed part of the worse ranks per step,
 which bounds how long each of them waits for a token.
+
+With expert batching, the requests whose next token is not wanted within the next two steps are chosen by their experts
+instead of their deadlines (`expert_batching`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from moiety_engine.scheduling.plan import Chunk
+from moiety_engine.scheduling.policies.moiety.expert_batching import MAX_PASSED_OVER, choose_by_experts, union_of
 from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
@@ -21,8 +25,11 @@ from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTi
 class DecodePacing:
     """Chooses the decodes of a step."""
 
-    def __init__(self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel) -> None:
+    def __init__(
+        self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel, *, batches_experts: bool = False
+    ) -> None:
         self._tuning = tuning
+        self._batches_experts = batches_experts
         self._slo = pace
         self._step_time = step_time
         self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
@@ -61,8 +68,35 @@ class DecodePacing:
         self.limit_s = limit_s
         if not best_waits and not best:
             self._take_turn_of_floor()
-        taken = {chunk.sequence for chunk in worse[:num_taken]}
+        if self._batches_experts:
+            first = self._first_with_slack(worse, num_taken, now_s + 2 * limit_s)
+            taken = {chunk.sequence for chunk in self._by_experts(best, worse, num_taken, first)}
+        else:
+            taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
+
+    def _first_with_slack(self, worse: list[Chunk], num_taken: int, until_s: float) -> int:
+        """Return the first of the sorted requests whose next token is wanted later; at most `num_taken`."""
+        return min(num_taken, bisect_right(worse, until_s, key=self._wanted_at_s))
+
+    def _by_experts(self, best: list[Chunk], worse: list[Chunk], num_taken: int, first: int) -> list[Chunk]:
+        """Return `num_taken` of the worse ranks' requests: the first ones, then those that add few experts.
+
+        The first `first` requests are taken whatever they use, and so is each that was passed over MAX_PASSED_OVER
+        times in a row: it lost its turn, by its deadline, to others.
+        """
+        must, open_ = worse[:first], []
+        for chunk in worse[first:]:
+            waited = chunk.sequence.experts.num_passed_over >= MAX_PASSED_OVER
+            (must if waited and len(must) < num_taken else open_).append(chunk)
+        used = union_of(chunk.sequence.experts.predicted for chunk in (*best, *must))
+        predicted = [chunk.sequence.experts.predicted for chunk in open_]
+        taken = must + [open_[place] for place in choose_by_experts(used, predicted, num_taken - len(must))]
+        for chunk in worse[:num_taken]:
+            chunk.sequence.experts.num_passed_over += 1
+        for chunk in taken:
+            chunk.sequence.experts.num_passed_over = 0
+        return taken
 
     def _take_turn_of_floor(self) -> None:
         self._num_turns += 1

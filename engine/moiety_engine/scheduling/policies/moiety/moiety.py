@@ -57,7 +57,7 @@ class Moiety(Policy):
         self._slo = SloTracker(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._slo, self._accounts, self._records, context.tally)
         self._kv_admission = KvAdmission(context, self.tuning, self._accounts, self._records)
-        self._pacing = DecodePacing(self.tuning, self._slo, context.step_time)
+        self._pacing = DecodePacing(self.tuning, self._slo, context.step_time, batches_experts=context.batches_experts)
 
     # ── prefill queue ──
 
