@@ -8,6 +8,7 @@ L rows, C columns of each rank; N rows that a rank sends, M rows that it receive
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -72,18 +73,56 @@ class RankCollectives:
         return x
 
 
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Data that need not be waited for."""
+
+    _x: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the tensor."""
+        return self._x
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTensors:
+    """Tensors of the same number of rows in transfer, one of each sender."""
+
+    _parts: list[Tensor]
+    _works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """Return the tensors side by side, once all have arrived."""
+        for work in self._works:
+            work.wait()
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts, dim=1)
+
+
 class Pipeline:
     """The ranks of a pipeline, one per stage of layers. The first rank also has the vocabulary.
 
-    A pipeline of one rank sends nothing.
+    Sending never waits for the receiver, so a stage continues with its next step. A pipeline of one rank sends nothing.
     """
 
-    def __init__(self, ranks: Sequence[int] = (0,), stage: int = 0) -> None:
-        """Create the view of the rank at `stage`. `ranks` are all ranks of the pipeline, in order."""
-        self._ranks, self._stage = ranks, stage
+    def __init__(
+        self,
+        ranks: Sequence[int] = (0,),
+        stage: int = 0,
+        returning: dist.ProcessGroup | None = None,
+        *,
+        most_pending: int = 1,
+    ) -> None:
+        """Create the view of the rank at `stage`. `ranks` are all ranks of the pipeline, in order.
+
+        `returning` is the group of these ranks by which results go to the first stage, so that they do not queue behind
+        the rows of later steps. `most_pending` is the number of steps that may be in the pipeline at once.
+        """
+        self._ranks, self._stage, self._returning = ranks, stage, returning
         self.size = len(ranks)
         self.is_first = stage == 0
         self._is_last = stage == len(ranks) - 1
+        self._most_pending = 3 * most_pending  # rows, results and chosen experts of each step
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors are kept until they are sent
 
     def receive(self, x: Tensor) -> Tensor:
         """Receive the previous stage's output into x, which has its shape."""
@@ -92,35 +131,54 @@ class Pipeline:
         return x
 
     def send_to_next_stage(self, x: Tensor) -> None:
-        """Send x to the next stage, if there is one."""
+        """Send x, which must not change any more, to the next stage, if there is one. Return at once."""
         if not self._is_last and x.numel():
-            dist.send(x.contiguous(), self._ranks[self._stage + 1])
+            self._send(x, self._ranks[self._stage + 1], None)
 
-    def gather_columns_of_stages(self, x_TC: Tensor, num_columns: Sequence[int]) -> Tensor:
-        """Return all stages' columns side by side on the first stage; x itself on the others.
+    def begin_gather_columns(self, x_TC: Tensor, num_columns: Sequence[int]) -> PendingReceive[Tensor]:
+        """Begin to gather all stages' columns side by side on the first stage; the others get x itself.
 
-        `num_columns` are the numbers of columns of the stages.
+        `num_columns` are the numbers of columns of the stages. All stages must call this and `begin_return` in the
+        same order.
         """
         if not self.is_first:
             if x_TC.numel():
-                dist.send(x_TC.contiguous(), self._ranks[0])
-            return x_TC
-        parts = [x_TC]
+                self._send(x_TC, self._ranks[0], self._returning)
+            return Present(x_TC)
+        parts, works = [x_TC], []
         for rank, count in zip(self._ranks[1:], num_columns[1:], strict=True):
-            part = x_TC.new_empty(len(x_TC), count)
-            if part.numel():
-                dist.recv(part, rank)
-            parts.append(part)
-        return torch.cat(parts, dim=1)
+            parts.append(x_TC.new_empty(len(x_TC), count))
+            works += self._receive_later(parts[-1], rank)
+        return PendingTensors(parts, works)
 
-    def receive_from_last_stage(self, x: Tensor) -> Tensor:
-        """Return the last stage's tensor on the first stage; x has the same shape everywhere."""
-        if len(self._ranks) > 1 and x.numel():
-            if self._is_last:
-                dist.send(x.contiguous(), self._ranks[0])
-            elif self.is_first:
-                dist.recv(x, self._ranks[-1])
-        return x
+    def begin_return(self, x: Tensor) -> PendingReceive[Tensor]:
+        """Begin to transfer the last stage's tensor to the first stage; x has the same shape everywhere.
+
+        The other stages get x itself. On the first stage x is overwritten.
+        """
+        if len(self._ranks) == 1 or not x.numel():
+            return Present(x)
+        if self.is_first:
+            return PendingTensors([x], self._receive_later(x, self._ranks[-1]))
+        if self._is_last:
+            self._send(x, self._ranks[0], self._returning)
+        return Present(x)
+
+    def _receive_later(self, x: Tensor, rank: int) -> list[dist.Work]:
+        """Begin to receive a tensor on the way back; return what to wait for, nothing for a tensor without values."""
+        if not x.numel():
+            return []
+        work = dist.irecv(x, rank, group=self._returning)
+        assert work is not None, "this rank is none of the group"
+        return [work]
+
+    def _send(self, x: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+        x = x.contiguous()
+        work = dist.isend(x, rank, group=group)
+        assert work is not None, "this rank is none of the group"
+        self._sent.append((work, x))
+        while len(self._sent) > self._most_pending:  # of steps that have left the pipeline
+            self._sent.popleft()[0].wait()
 
 
 class DataParallelGroup:

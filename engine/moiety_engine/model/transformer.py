@@ -18,7 +18,7 @@ from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
-from moiety_engine.model.expert_choices import gather_choices
+from moiety_engine.model.expert_choices import begin_count, count_nothing
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.expert_setup import expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
@@ -29,6 +29,7 @@ from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_l
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
+from moiety_engine.model.pending_pass import PendingPass
 from moiety_engine.model.recorded_pass import record_programs
 from moiety_engine.model.remote_experts import RemoteExperts, take_turns
 from moiety_engine.model.residual_weights import scale_term
@@ -239,22 +240,27 @@ class Transformer:
     def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the wanted rows.
 
-        The first group of ranks gets the rows of all groups. See `own_hidden`.
+        The first group of ranks gets the rows of all groups. See `begin_pass`.
         """
-        return self.gather_groups(self.own_hidden(batch, kv, on_stored), batch)
+        return self.end_pass(self.begin_pass(batch, kv, on_stored))
+
+    def own_hidden(self, batch: Batch, kv: KvCache, *, before_TD: Tensor | None = None) -> Tensor:
+        """Store the batch's tokens in the cache and return hidden_LD of this rank's group; see `begin_pass`."""
+        return self._end_own_pass(self.begin_pass(batch, kv, before_TD=before_TD))
 
     @torch.inference_mode()
-    def own_hidden(
+    def begin_pass(
         self,
         batch: Batch,
         kv: KvCache,
         on_stored: Callable[[int], None] | None = None,
         *,
         before_TD: Tensor | None = None,
-    ) -> Tensor:
-        """Store the batch's tokens in the cache and return hidden_LD of the wanted rows of this rank's group.
+    ) -> PendingPass:
+        """Store the batch's tokens in the cache, and begin to transfer hidden_LD of the wanted rows of each group.
 
-        The result has no meaning on pipeline stages other than the first and the last. `on_stored` is called with the
+        Does not wait for later pipeline stages. `end_pass` must be called in the same order as this. The result has no
+        meaning on pipeline stages other than the first and the last. `on_stored` is called with the
         index of each layer that has stored the tokens. `before_TD`: for an MTP layer, the served model's hidden states
         of the tokens before these.
         """
@@ -286,9 +292,18 @@ class Transformer:
                 on_stored(len(kv.layers))
         chained = self._mtp_input is not None and self._mtp_input.has_streams  # the next pass needs the streams
         hidden_LD = (kept_TD if chained else normed_TD).index_select(0, batch.wanted_rows_L)
-        hidden_LD = pipeline.receive_from_last_stage(hidden_LD)
-        if pipeline.size > 1:
-            self._count_experts(batch)
+        returned = pipeline.begin_return(hidden_LD)
+        return PendingPass(batch, returned, self._begin_count(batch) if pipeline.size > 1 else count_nothing)
+
+    @torch.inference_mode()
+    def end_pass(self, pending: PendingPass) -> Tensor:
+        """Wait for the last stage, and return hidden_LD; the first group of ranks gets the rows of all groups."""
+        return self.gather_groups(self._end_own_pass(pending), pending.batch)
+
+    @torch.inference_mode()
+    def _end_own_pass(self, pending: PendingPass) -> Tensor:
+        hidden_LD = pending.hidden.wait()
+        pending.count_experts()
         return hidden_LD
 
     @torch.inference_mode()
@@ -356,7 +371,7 @@ class Transformer:
         else:
             (ended,) = take_turns([self._way(x_TD, batch, kv, on_stored)])
         if self.ranks.pipeline.size == 1:
-            self._count_experts(batch)
+            self._begin_count(batch)()
         return ended
 
     def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
@@ -418,17 +433,9 @@ class Transformer:
             x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
         return x_TD, normed_TD
 
-    def _count_experts(self, batch: Batch) -> None:
-        """Count the experts that all groups' tokens chose, in all stages; the first rank counts for all ranks."""
+    def _begin_count(self, batch: Batch) -> Callable[[], None]:
+        """Begin to gather the experts that the running pass chose; see `begin_count`."""
         if self.experts is None or self.expert_counter is None:
-            return
-        chosen, ranks = self._chosen, self.ranks
-        if batch.spread is not None or ranks.pipeline.size > 1:
-            if ranks.rank_position.tp_rank:
-                return
-            all_TC = gather_choices(chosen, batch, ranks, self.experts, len(self.spec.layers))
-            if ranks.rank_position.rank:
-                return
-            chosen = [picks_TK.contiguous() for picks_TK in torch.split(all_TC, self.experts.top_k, dim=1)]
-        if batch.owner_T is not None:
-            self.expert_counter.count(chosen, batch.owner_T)
+            return count_nothing
+        counted = self.experts, self.expert_counter
+        return begin_count(list(self._chosen), batch, self.ranks, *counted, len(self.spec.layers))
