@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from moiety_engine.distribution.broadcast_channel import Channel
+from moiety_engine.distribution.broadcast_channel import Channel, ControlChannel, DirectChannel
 from moiety_engine.distribution.collectives import (
     DataParallelGroup,
     ExpertExchange,
@@ -43,7 +43,7 @@ class RankGroup:
     """One rank's view of the group."""
 
     ranks: Ranks
-    channel: Channel
+    channel: ControlChannel
     heartbeat: RankHeartbeat
     store: Store  # rank 0's store serves the others; its keys are those of this attempt
     excluded: tuple[int, ...] = ()  # excluded ranks, by their original numbers
@@ -99,13 +99,15 @@ def join(
     gone: Callable[[], Mapping[int, str]] = lambda: {},
     note: Callable[[int], None] | None = None,
     has_ordered_sums: bool = False,
+    steps_in_flight: int = 1,
 ) -> RankGroup:
     """Meet the other ranks and create the groups.
 
     `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
     ranks that have not joined, if it can; the other ranks are then renumbered. See `connect_ranks` for `gone` and
-    `note`, and RankCollectives for `has_ordered_sums`. A rank lost while the groups are created ends the process.
-    Raises RanksError.
+    `note`, and RankCollectives for `has_ordered_sums`. With several
+    `steps_in_flight` no rank waits for a later stage. A rank lost while the groups are created ends the process. Raises
+    RanksError.
     """
     if rendezvous.is_local:
         keep_collectives_on_loopback()
@@ -115,7 +117,15 @@ def join(
         rendezvous, store, settings, checkpoint, timeout_s=timeout_s, exclusion=exclusion, gone=gone, note=note
     )
     with connected.heartbeat.guarding(), explaining():
-        return _rank_group_of(layout, rendezvous, store, connected, device_type, has_ordered_sums=has_ordered_sums)
+        return _rank_group_of(
+            layout,
+            rendezvous,
+            store,
+            connected,
+            device_type,
+            has_ordered_sums=has_ordered_sums,
+            steps_in_flight=steps_in_flight,
+        )
 
 
 def _rank_group_of(
@@ -126,6 +136,7 @@ def _rank_group_of(
     device_type: str,
     *,
     has_ordered_sums: bool,
+    steps_in_flight: int,
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
@@ -145,22 +156,24 @@ def _rank_group_of(
     )
     everyone = dist.group.WORLD
     assert everyone is not None
+    channel = Channel(everyone) if steps_in_flight == 1 else DirectChannel(everyone)
     rank_position = RankPosition(layout, rank)
     crossings = _crossings(rank_position)
     if rank_position.expert_rank is not None:
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
         heartbeat.report_waited(ranks.waited)
-        return RankGroup(ranks, Channel(everyone), heartbeat, own_keys, excluded)
+        return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
     tensor = RankCollectives()
     if layout.tp > 1:
         tensor = RankCollectives(mesh.get_group("tp"), has_ordered_sums=has_ordered_sums)
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
-    pipeline = Pipeline(column, rank_position.pp_rank)
+    returning = mesh.get_group("pp") if layout.pp > 1 else None
+    pipeline = Pipeline(column, rank_position.pp_rank, returning, most_pending=steps_in_flight)
     exchange = _exchange(layout, device_type)
     ranks = Ranks(
         rank_position, tensor, pipeline, RankCollectives(everyone), _across(rank_position), exchange, crossings
     )
-    return RankGroup(ranks, Channel(everyone), heartbeat, own_keys, excluded)
+    return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
 
 
 def _across(rank_position: RankPosition) -> DataParallelGroup:
