@@ -19,3 +19,4 @@ class SchedulerLimits:
     chunk_tokens: int | None = None  # rows per step if the policy does not size steps by time; None: max_batch_tokens
     encoder_cost: EncoderCost = NO_ENCODER
     batches_experts: bool = False  # as in PolicyContext
+    steps_in_flight: int = 1  # steps in a pipeline of ranks at once

@@ -1,10 +1,11 @@
 """Scheduler: owns every sequence, plans steps and processes their results.
 
-The next step may be planned while one runs. Effects of a step that do not depend on the sampled tokens are applied at
-launch: tokens count as computed, a pending token counts against credit and length limits, and sequences that reach a
-limit leave the batch. Other effects follow with the tokens. So only a sequence that stops by itself, or is aborted, may
-be in one more step than it needs; the extra token is discarded and counted. A sequence whose draft runs is in no other
-step until the number of accepted tokens is known.
+The next step may be planned while one runs, or several in a pipeline of ranks. Effects of a step that do not depend on
+the sampled tokens are applied at launch: tokens count as computed, a pending token counts against credit and length
+limits, and sequences that reach a limit leave the batch. Other effects follow with the tokens. So only a sequence that
+stops by itself, or is aborted, may be in one more step than it needs; the extra token is discarded and counted. A
+sequence whose draft runs, and in a pipeline every sequence that waits for a token, is in no other step until the result
+is known.
 
 Decodes come first, then prefill in the order of the policy. Blocks are taken from sequences outside the batch, then
 from victims that the policy names; these resume later, in their old position, without repeating a token. The scheduler
@@ -13,6 +14,7 @@ uses no tensors and no clock: times are passed in.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from moiety_engine.images.encoder_cost import EncoderWork
@@ -26,6 +28,7 @@ from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.outputs.finish import NonFiniteEnd, finish_of
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.outputs.output_processor import OutputProcessor
+from moiety_engine.scheduling.pipeline_division import PipelineDivision
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies.policy_interface import BatchView, Policy, PolicyContext
 from moiety_engine.scheduling.policies.registry import make_policy
@@ -54,7 +57,8 @@ class Scheduler:
     """Scheduler of one replica. Single-threaded.
 
     A step is planned, launched and committed. The next step may be planned before the running one is committed, and is
-    launched afterwards. All other methods are called between steps.
+    launched afterwards; in a pipeline, `limits.steps_in_flight` steps may be launched, and are committed in order. All
+    other methods are called between steps.
     """
 
     def __init__(
@@ -99,10 +103,13 @@ class Scheduler:
         state = SchedulerState(groups, self.queues, self.policy, self.tally, self.step_time, self.encoder_work)
         self._preemptor = Preemptor(state, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self._prefill_planner = PrefillPlanner(state, self._preemptor, self.speculative_prefill)
+        self._division = PipelineDivision(self.queues, self.step_time, limits.steps_in_flight)
+        self._prefill_planner = PrefillPlanner(
+            state, self._preemptor, self.speculative_prefill, waits_for_tokens=self._division.is_active
+        )
         self._padded = PaddedPrefillPlanner(kv, self.policy, self._preemptor, self._prefill_planner)
         self._admission_queue = AdmissionQueue(state, limits.max_waiting, self._drop)
-        self._running: Plan | None = None  # launched, not committed
+        self._running: deque[Plan] = deque()  # launched, not committed
         self._step_timing = StepTiming(self.step_time)
         proposer = proposer or NgramProposer()
         self.speculator = Speculator(draft_tokens, self.step_time, proposer, groups) if draft_tokens else None
@@ -170,9 +177,8 @@ class Scheduler:
         if sequence.padded_row.is_finished and not sequence.pending:
             self._drop(sequence)
             return None
-        sequence.padded_row = sequence.padded_row._replace(
-            num_reserved=0
-        )  # so that an aborted row is not kept as a padding row
+        row = sequence.padded_row
+        sequence.padded_row = row._replace(num_reserved=0)  # an aborted row is not kept as a padding row
         return CoreOutput(key, [], None, self._end(sequence, reason, "", now_ns))
 
     def swap_costs(self, cost: SwapCost) -> None:
@@ -198,22 +204,12 @@ class Scheduler:
         planner = StepPlanner(self.groups, rows, self.step_time, answers, self.encoder_work)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
-        while planner.empty and self._running is None and self._preemptor.break_deadlock(now_ns):
+        while planner.empty and not self._running and self._preemptor.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
-        self._free_stuck_groups(planner, now_ns)
+        self._preemptor.free_stuck_groups(planner, self._running, now_ns)
         if may_prefill_ahead and self.idle and planner.empty:
             self.speculative_prefill.plan_into(planner, now_ns)
         return planner.finish(self._preemptor.preempted, now_ns)
-
-    def _free_stuck_groups(self, planner: StepPlanner, now_ns: int) -> None:
-        """Preempt in each idle group whose sequences hold all of its blocks, so that it continues in the next step."""
-        if self.groups.count == 1 or planner.rows_left <= 0:
-            return
-        running = () if self._running is None else self._running.chunks
-        busy = planner.groups | {chunk.sequence.kv.group for chunk in running}
-        for group, kv in enumerate(self.groups):
-            if group not in busy and kv.pool.num_free < kv.num_tables:
-                self._preemptor.break_deadlock(now_ns, group)
 
     def end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> list[NonFiniteEnd]:
         """End the requests whose values in the committed step were not finite, and the open requests in `also`.
@@ -234,12 +230,12 @@ class Scheduler:
         return ended
 
     def launched(self, plan: Plan) -> None:
-        """Record that the step is running or queued on the device; the previous step has been committed.
+        """Record that the step is running or queued on the device; except in a pipeline, the last one is committed.
 
         Blocks that it reads may be reassigned at once, since all later writes run after it.
         """
-        assert self._running is None, "a step was launched before the one that runs was committed"
-        self._running = plan
+        assert len(self._running) < self._division.num_steps, "a step was launched before an earlier one was committed"
+        self._running.append(plan)
         self._step_timing.launched(plan)
         row, ended = -1, SequenceState.ENDED
         for chunk in plan.chunks:
@@ -248,7 +244,7 @@ class Scheduler:
             if sequence.state is ended or (sequence.padded_row.is_finished and chunk.num_tokens):
                 continue  # it ended after this step was planned
             self._computed(sequence, chunk.num_tokens - num_drafted)
-            if num_drafted:
+            if num_drafted or (chunk.samples and self._division.is_active):
                 self.queues.verify(sequence)
             if chunk.samples:
                 sequence.expect_token(first)
@@ -261,7 +257,7 @@ class Scheduler:
             elif chunk.embeds:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
-            if self.queues.computed(chunk.sequence):
+            if self.queues.computed(chunk.sequence) or chunk.sequence in self.queues.verifying:
                 self.policy.discard(chunk.sequence)  # it needs no more prefill
         if plan.is_speculative_prefill:
             self.speculative_prefill.launched(plan, plan.planned_ns)
@@ -282,10 +278,10 @@ class Scheduler:
         The arguments are those of `OutputProcessor.process`; `end_non_finite` ends the sequences whose results are not
         finite. A step that was not launched is launched first: nothing is planned while it runs.
         """
-        if self._running is None:
+        if not self._running:
             self.launched(plan)
-        assert self._running is plan, "a step was committed while another ran"
-        self._running = None
+        oldest = self._running.popleft()
+        assert oldest is plan, "a step was committed before an earlier one"
         outputs, got_token = self.output_processor.process(plan, token_ids, logprobs, now_ns, embeddings, non_finite)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
@@ -347,9 +343,11 @@ class Scheduler:
         """Add decodes, then as much prefill as fits."""
         decoding = self._preemptor.secure_decodes(now_ns)
         if not self._strategy.padded:  # the rows of a padded batch run together
-            decoding = self.policy.decodes_of_step(decoding, now_ns / 1e9)
-        due_s, context = self.queues.sums_of(decoding)
+            decoding = self._division.decodes_of_step(self.policy.decodes_of_step(decoding, now_ns / 1e9))
+        own_due_s, context = self.queues.sums_of(decoding)
+        due_s = self._division.earliest_due_s(own_due_s)
         planner.add_decodes(decoding, context)
+        planner.limit_prefill(self._division.max_prefill_rows(self.limits.max_batch_tokens))
         if self.policy.num_queued and planner.rows_left > 0:
             view = BatchView(
                 planner.shape,
@@ -363,7 +361,8 @@ class Scheduler:
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
             slack_s = due_s - self._step_timing.free_s(now_ns)
-            self.speculator.extend(planner, slack_s, now_ns, overlaps=self._running is not None)
+            overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
+            self.speculator.extend(planner, slack_s, now_ns, overlaps=overlaps)
 
     def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.queues, self.limits, now_ns))
@@ -371,7 +370,7 @@ class Scheduler:
             self._padded.fill(planner, joinable, now_ns)
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
-            self._prefill_planner.fill(planner, view, joinable, now_ns, must_fill=self._running is None)
+            self._prefill_planner.fill(planner, view, joinable, now_ns, must_fill=not self._running)
 
     def _pause_sequence(self, sequence: Sequence) -> None:
         self.queues.pause(sequence)
@@ -403,9 +402,8 @@ class Scheduler:
         sequence.forgo_token()
         if reason not in (FinishReason.ABORT, FinishReason.PREFILL_DONE) and detail != "credit_refused":
             self.lengths.learn(sequence.request.tenant, sequence.num_output)
-        if (
-            sequence.padded_row.num_reserved and sequence.num_output and sequence.state is SequenceState.RUNNING
-        ):  # its batch continues
+        is_running = sequence.state is SequenceState.RUNNING
+        if sequence.padded_row.num_reserved and sequence.num_output and is_running:  # its batch continues
             if not sequence.padded_row.is_finished:
                 self.queues.keep_as_padding(sequence)
         else:
@@ -428,11 +426,7 @@ class Scheduler:
     def _retire_padding_rows(self) -> None:
         """Release the blocks of a padded batch together once all of its rows have ended."""
         running = self.queues.running
-        if (
-            running
-            and running[0].padded_row.is_finished
-            and all(sequence.padded_row.is_finished for sequence in running)
-        ):
+        if running and all(sequence.padded_row.is_finished for sequence in running):
             for sequence in list(running):
                 (self._remove_from_batch if sequence.pending else self._drop)(sequence)
 

@@ -48,6 +48,7 @@ class StepPlanner:
         self.num_drafted = 0
         self._catch_ups: list[DraftCatchUp] = []
         self._prefill_rows = 0
+        self._max_prefill_rows = budget_rows
         self._encoder_work = encoder_work
         self._encoder_rows = 0
         self._encoded: set[bytes] = set()  # keys of the images that the step encodes
@@ -72,6 +73,11 @@ class StepPlanner:
         return self._budget_rows - self.num_rows - self._encoder_rows
 
     @property
+    def prefill_rows_left(self) -> int:
+        """Rows that prefill may still take."""
+        return min(self.rows_left, self._max_prefill_rows - self._prefill_rows - self._encoder_rows)
+
+    @property
     def shape(self) -> StepShape:
         return StepShape(
             len(self._decodes) + self.num_drafted,
@@ -79,6 +85,10 @@ class StepPlanner:
             self._decode_context,
             self._attended_pairs,
         )
+
+    def limit_prefill(self, max_rows: int) -> None:
+        """Limit the rows of prefill, because other steps get the other rows."""
+        self._max_prefill_rows = max_rows
 
     def limit_time(self, budget: StepBudget | None) -> None:
         self._budget = budget
@@ -155,7 +165,7 @@ class StepPlanner:
 
     def max_prefill_tokens(self, sequence: Sequence) -> int:
         """Return how many of the sequence's uncomputed tokens fit into the rows and the step's time."""
-        limit = min(sequence.num_uncomputed, self.rows_left)
+        limit = min(sequence.num_uncomputed, self.prefill_rows_left)
         if self._kv.count > 1:
             limit = min(limit, self._rows_of_group - self._taken_of_group[sequence.kv.group])
         if self._answer_rows_left is not None:

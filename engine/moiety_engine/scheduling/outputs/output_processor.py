@@ -89,7 +89,10 @@ class OutputProcessor:
             return None
         if chunk.draft:
             return self._take_draft(chunk, sampled[0], sampled[1:], now_ns)
-        return self._take_token(chunk.sequence, *sampled[0], now_ns)
+        output = self._take_token(chunk.sequence, *sampled[0], now_ns)
+        if chunk.sequence in self._queues.verifying:  # other steps are in the pipeline
+            self._queues.verified(chunk.sequence)
+        return output
 
     def _take_vector(self, sequence: Sequence, vector: bytes, now_ns: int) -> list[CoreOutput]:
         """Process the vector of an embedded prompt; an empty vector is not finite."""

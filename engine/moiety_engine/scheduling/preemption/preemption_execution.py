@@ -8,10 +8,11 @@ predicted to take less time than recomputing it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
-from moiety_engine.scheduling.plan import Chunk
+from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.scheduling.step_planner import StepPlanner
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
@@ -115,6 +116,15 @@ class Preemptor:
         self.preempt(victims[0], Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
         return True
 
+    def free_stuck_groups(self, planner: StepPlanner, running: Iterable[Plan], now_ns: int) -> None:
+        """Preempt in each idle group whose sequences hold all of its blocks, so that it continues in the next step."""
+        if self._kv.count == 1 or planner.rows_left <= 0:
+            return
+        busy = planner.groups | {chunk.sequence.kv.group for plan in running for chunk in plan.chunks}
+        for group, kv in enumerate(self._kv):
+            if group not in busy and kv.pool.num_free < kv.num_tables:
+                self.break_deadlock(now_ns, group)
+
     def preempt(
         self, victim: Sequence, reason: Reason, now_ns: int, beneficiary: Sequence | None, *, take_blocks: bool
     ) -> None:
@@ -215,7 +225,7 @@ class Preemptor:
         return self._step_time.predict_s(again) - self._step_time.predict_s(empty)
 
     def _may_go(self, victim: Sequence, planner: StepPlanner) -> bool:
-        """Return False if this step computes the victim's prompt, or the running step verifies its draft."""
+        """Return False if this step computes the victim's prompt, or it waits for the result of a running step."""
         return not planner.prefills(victim) and victim not in self._queues.verifying
 
     def _would_free(self, sequence: Sequence) -> int:

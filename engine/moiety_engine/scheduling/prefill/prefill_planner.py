@@ -32,7 +32,16 @@ class _Given(Enum):
 class PrefillPlanner:
     """Fills one step after the other with prefill."""
 
-    def __init__(self, state: SchedulerState, preemptor: Preemptor, speculative_prefill: SpeculativePrefill) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        preemptor: Preemptor,
+        speculative_prefill: SpeculativePrefill,
+        *,
+        waits_for_tokens: bool = False,
+    ) -> None:
+        """Create the planner. With `waits_for_tokens`, no sequence is planned whose newest token is not known."""
+        self._waits_for_tokens = waits_for_tokens
         self._kv, self._queues, self._encoder_work = state.kv, state.queues, state.encoder_work
         self._policy, self._tally = state.policy, state.tally
         self._preemptor, self._speculative_prefill = preemptor, speculative_prefill
@@ -51,7 +60,7 @@ class PrefillPlanner:
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
-        while planner.rows_left > 0 and len(set_aside) < MAX_EXAMINED:
+        while planner.prefill_rows_left > 0 and len(set_aside) < MAX_EXAMINED:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
@@ -80,7 +89,7 @@ class PrefillPlanner:
             if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
         self.put_back(set_aside, now_s)
-        if planner.rows_left > 0 and len(full) < self._kv.count:
+        if planner.prefill_rows_left > 0 and len(full) < self._kv.count:
             self.continue_prefills(planner, now_s)
         self._fill_empty(planner, now_s, must_fill=must_fill)
 
@@ -105,14 +114,16 @@ class PrefillPlanner:
                 self._policy.push(sequence, now_s)
             if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
-            if planner.rows_left <= 0:
+            if planner.prefill_rows_left <= 0:
                 break
 
     def _must_wait(self, sequence: Sequence, full: set[int], closed: set[int]) -> bool:
-        """Return whether the sequence's group takes no more in this step.
+        """Return whether the sequence's newest token is not known yet, or its group takes no more in this step.
 
         A sequence without blocks is assigned to the best group first.
         """
+        if self._waits_for_tokens and sequence.pending:
+            return True
         if self._kv.count == 1:
             return False
         shut = full if sequence.state is SequenceState.RUNNING else full | closed

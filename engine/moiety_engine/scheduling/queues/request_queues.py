@@ -29,7 +29,7 @@ class RequestQueues:
         self._waiting_of: dict[tuple[int, str], dict[int, Sequence]] = {}  # by rank and class
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # those that lack only the newest token's KV
-        self.verifying: dict[Sequence, None] = {}  # running sequences with a draft in the running step
+        self.verifying: dict[Sequence, None] = {}  # running sequences that wait for the result of a running step
         self.prefilling: dict[Sequence, None] = {}  # all other running sequences
         self.filled: dict[Sequence, None] = {}  # includes all decodes that need another block
         self._ranks: Counter[int] = Counter()  # of the running sequences
@@ -121,12 +121,17 @@ class RequestQueues:
         return True
 
     def verify(self, sequence: Sequence) -> None:
-        """Mark a sequence whose draft is running; it cannot be planned before the result is known."""
-        del self.decoding[sequence]
+        """Mark a sequence that cannot be planned, nor lose its blocks, before the result of the running step is known.
+
+        It has a draft in this step, or further steps are in the pipeline.
+        """
+        self.decoding.pop(sequence, None)
+        self.prefilling.pop(sequence, None)
         self.verifying[sequence] = None
+        self._decode_sums = None
 
     def verified(self, sequence: Sequence) -> None:
-        """Return a verified sequence to the decodes."""
+        """Return a sequence whose result is known to the decodes."""
         del self.verifying[sequence]
         self.computed(sequence)
 

@@ -78,6 +78,11 @@ class StepTimeModel:
         total += context * (decode_context / 10_000) + pairs * (attended_pairs / 1_000_000)
         return max(1e-6, total * self._bias)
 
+    def decode_costs(self) -> tuple[float, float]:
+        """Return the learned seconds of a decode row, and of a token of context that it reads; not both are 0."""
+        row_s, token_s = self.coefficients[1] / _UNITS[1], self.coefficients[4] / _UNITS[4]
+        return (row_s, token_s) if row_s or token_s else (1.0, 0.0)
+
     def costs(self) -> StepCosts | None:
         """Return the learned costs; None until enough steps were observed."""
         if self.num_observed < _LEARNED_STEPS:
