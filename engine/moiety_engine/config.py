@@ -159,6 +159,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_attention: int = 1  # groups of such ranks, each with sequences of its own
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
+    pp_microbatches: int | None = None  # steps in the stages at once; 1: one after the other; None: one for each stage
     ffn_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
     micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
@@ -195,6 +196,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "num_threads": self.num_threads,
             "static_batch_size": self.static_batch_size,
             "speculate_tokens": self.speculate_tokens,
+            "pp_microbatches": self.pp_microbatches,
             "micro_batches": self.micro_batches,
             "micro_batch_tokens": self.micro_batch_tokens,
             "max_adapters": self.max_adapters,
@@ -217,6 +219,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_transfer()
         self._check_offload()
         self._check_rank_exclusion()
+        self._check_pipeline()
         if self.redundant_experts < 0 or not (self.rebalance_every_s or 0) >= 0:
             raise InvalidConfig(
                 "redundant_experts must be 0 (none) or more, and rebalance_every_s 0 (never) or more, "
@@ -233,6 +236,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return self.pp * self.dp_attention * self.tp + self.ffn_ranks
+
+    def _check_pipeline(self) -> None:
+        if self.pp_microbatches in (None, 1):
+            return
+        if self.pp == 1:
+            raise InvalidConfig(
+                f"--pp-microbatches {self.pp_microbatches} needs stages: set --pp, or leave out --pp-microbatches"
+            )
+        if self.ffn_ranks:
+            raise InvalidConfig(
+                f"--pp-microbatches {self.pp_microbatches} is not available with --ffn-ranks, which compute one step "
+                "after the other: leave it out"
+            )
+        if self.batching is Batching.PADDED:
+            raise InvalidConfig(
+                f"--pp-microbatches {self.pp_microbatches} is not available with padded batching, whose rows run "
+                "together: leave it out, or choose another --batching"
+            )
 
     def _check_speculation(self) -> None:
         if self.speculate is not Speculate.OFF and self.batching is Batching.PADDED:

@@ -1,6 +1,7 @@
 """Step loop of one replica, in process: plan, launch (prepare, run, sample), collect, output.
 
-Where steps overlap, as on a GPU, the next step is planned and launched while the previous one runs.
+Where steps overlap, as on a GPU, the next step is planned and launched while the previous one runs. In a pipeline of
+ranks, steps are launched until each stage has one.
 
 The loop joins five parts: the executor of the model, the scheduler, the intake of requests, the monitor of experts and
 the reporter of what happened. `loop_setup` builds them. The loop uses no sockets: `core` passes it the requests of the
@@ -9,6 +10,7 @@ engine server; `bench` and tests call it directly.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from moiety_engine.model_executor import ModelExecutor
     from moiety_engine.request_intake import RequestIntake
     from moiety_engine.runner.device_state import DeviceState
-    from moiety_engine.runner.runner import InFlightStep
+    from moiety_engine.runner.runner import InFlightStep, PipelinedStep
     from moiety_engine.scheduling.plan import Plan
     from moiety_engine.scheduling.scheduler import Scheduler
     from moiety_engine.step_reporter import StepReporter
@@ -62,7 +64,7 @@ class EngineLoop:
         self.steps_total = 0
         self._reporter = reporter
         self._clock_ns = clock_ns
-        self._flight: InFlightStep | None = None  # launched, and not collected
+        self._flights: deque[InFlightStep | PipelinedStep] = deque()  # launched, and not collected
         self._forgotten: set[str] = set()  # deleted tenants
         self._tenant_blocks = TenantBlocks()
 
@@ -102,12 +104,16 @@ class EngineLoop:
     def step(self) -> bool:
         """Plan and launch a step, then collect a result: the previous step's if steps overlap, else this step's.
 
-        Return False if there was nothing to do.
+        In a pipeline that is full, the oldest step's result is collected first. Return False if there was nothing to
+        do.
         """
         with self.executor.controls.explaining():
             return self._step(self.executor.awake())
 
     def _step(self, device_state: DeviceState) -> bool:
+        is_pipelined = self.executor.steps_in_flight > 1
+        if is_pipelined and len(self._flights) == self.executor.steps_in_flight:
+            self._collect(device_state)
         disk, draft = self.intake.disk, self.executor.draft
         if disk is not None:
             disk.run_copies(device_state.move)
@@ -124,14 +130,20 @@ class EngineLoop:
         if self.experts.is_active:
             now_s = self._clock_ns() / 1e9
             self.experts.update(now_s, device_state.runner.staging, worked=launched is not None)
-        if not self.executor.overlaps:
-            self._collect(device_state, launched)
-            return launched is not None
-        before, self._flight = self._flight, launched
-        self._collect(device_state, before)
+        num_before, overlaps = len(self._flights), self.executor.overlaps
         if launched is not None:
+            self._flights.append(launched)
+        if is_pipelined:
+            if launched is not None:
+                self.scheduler.launched(plan)
+            else:
+                self._collect(device_state)
+            return launched is not None or num_before > 0
+        if num_before or not overlaps:
+            self._collect(device_state)
+        if launched is not None and overlaps:
             self.scheduler.launched(plan)
-        return launched is not None or before is not None
+        return launched is not None or num_before > 0
 
     def expert_load(self, ask: ExpertLoadQuery) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""
@@ -187,8 +199,7 @@ class EngineLoop:
         """
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
         device_state = self.executor.awake()
-        self._collect(device_state, self._flight)
-        self._flight = None
+        self._drain(device_state)
         if self.experts.is_active:
             self.experts.finish(self._clock_ns() / 1e9, device_state.runner.staging)
         freed = self.executor.offload_weights(on_progress)
@@ -240,6 +251,9 @@ class EngineLoop:
     def close(self) -> None:
         """Stop the other ranks, if any, and close the links to other engines. The loop cannot be used afterwards."""
         executor, disk = self.executor, self.intake.disk
+        if executor.steps_in_flight > 1 and executor.device_state is not None:
+            with executor.controls.explaining():
+                self._drain(executor.device_state)  # later stages still send results
         if disk is not None:
             disk.close(None if executor.device_state is None else executor.device_state.move)
         self.intake.close()
@@ -276,34 +290,42 @@ class EngineLoop:
         )
 
     def _note_first_steps(self, plan: Plan) -> None:
-        """Record the requests whose first token this step computes, or the previous step if it still runs."""
-        plans = [plan] if self._flight is None else [plan, self._flight.plan]
+        """Record the requests whose first token this step computes, or a step that still runs."""
+        plans = [plan, *(flight.plan for flight in self._flights)]
         assert self.first_steps is not None, "first steps are recorded only where enabled"
         self.first_steps.write(chunk.sequence.key for one in plans for chunk in one.chunks[one.num_decode :])
 
-    def _end_mispredicted(self, flight: InFlightStep) -> None:
+    def _end_mispredicted(self, flight: InFlightStep | PipelinedStep) -> None:
         """Abort requests whose grammars cannot be followed further; the step's samples for them are discarded."""
         for key, code, message in flight.invalid_rows:
             ended = self.scheduler.abort(key, FinishReason.ABORT, now_ns=self._clock_ns())
             if ended is not None and ended.finish is not None:
                 self._reporter.add_failures(failure_after(ended.finish, key, code, message))
 
-    def _collect(self, device_state: DeviceState, flight: InFlightStep | None) -> None:
-        if flight is not None:
-            found = device_state.runner.collect(flight)
-            self.experts.charge(flight.plan, flight.experts)
-            now_ns = self._clock_ns()
-            reporter = self._reporter
-            reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)
-            good_scores = [one for one in found.scores if one[0] not in found.bad_scores]
-            reporter.add_outputs(CoreOutput(key, [], scores=scores) for key, scores in good_scores)
-            self._end_non_finite(now_ns, found.bad_scores)
-            of_step = (found.token_ids, found.logprobs, now_ns, found.vectors, found.non_finite)
-            came = self.scheduler.commit(flight.plan, *of_step)
-            reporter.tracer.committed(came)
-            reporter.add_outputs(came)
-            self._end_non_finite(now_ns)
-            self.steps_total += 1
+    def _drain(self, device_state: DeviceState) -> None:
+        """Collect all launched steps."""
+        while self._flights:
+            self._collect(device_state)
+
+    def _collect(self, device_state: DeviceState) -> None:
+        """Collect the oldest launched step, if there is one."""
+        if not self._flights:
+            return
+        flight = self._flights.popleft()
+        found = device_state.runner.collect(flight)
+        self.experts.charge(flight.plan, flight.experts)
+        now_ns = self._clock_ns()
+        reporter = self._reporter
+        reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)
+        good_scores = [one for one in found.scores if one[0] not in found.bad_scores]
+        reporter.add_outputs(CoreOutput(key, [], scores=scores) for key, scores in good_scores)
+        self._end_non_finite(now_ns, found.bad_scores)
+        of_step = (found.token_ids, found.logprobs, now_ns, found.vectors, found.non_finite)
+        came = self.scheduler.commit(flight.plan, *of_step)
+        reporter.tracer.committed(came)
+        reporter.add_outputs(came)
+        self._end_non_finite(now_ns)
+        self.steps_total += 1
 
     def _end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> None:
         """End requests whose logits, vectors or scores are not finite, each with a failure."""

@@ -60,6 +60,11 @@ class ModelExecutor:
         self.device_state: DeviceState | None = self._allocate()
 
     @property
+    def steps_in_flight(self) -> int:
+        """Number of steps that may be launched before the first is collected, in a pipeline of ranks; otherwise 1."""
+        return self.controls.steps_in_flight
+
+    @property
     def asleep(self) -> bool:
         return self.device_state is None
 

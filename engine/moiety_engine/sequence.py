@@ -151,9 +151,13 @@ class Sequence:
     @property
     def thought_scan(self) -> ThoughtScan | None:
         """Scan of the output before its newest token, for the thought budget; None without one."""
+        return self.thought_scan_before(len(self.tokens))
+
+    def thought_scan_before(self, num_tokens: int) -> ThoughtScan | None:
+        """Return the scan of the output before the last of `num_tokens` tokens; the number never decreases."""
         scan = self._thought_scan
         if scan is not None:
-            scan.advance(self.tokens, self.request.num_prompt, max(len(self.tokens) - 1, self.request.num_prompt))
+            scan.advance(self.tokens, self.request.num_prompt, max(num_tokens - 1, self.request.num_prompt))
         return scan
 
     @property

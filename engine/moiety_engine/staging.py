@@ -1,8 +1,8 @@
 """Transfer of a step's Python values to and from the device, without waiting for the device.
 
 With a GPU, a copy is only queued if the host's memory is page-locked; from other memory it first waits for all work on
-the device. A step's uploads pass through memory that is locked once, in two alternating halves: a half is rewritten
-after the step that used it has been collected, since at most two steps are in flight. On a CPU nothing is copied.
+the device. A step's uploads pass through memory that is locked once, in alternating parts: a part is rewritten after
+the step that used it has been collected, since the number of steps in flight is limited. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HALF_BYTES = 1 << 20  # grows where a step needs more
+PART_BYTES = 1 << 20  # grows where a step needs more
 _ALIGNMENT = 64
 
 Upload = Callable[[np.ndarray], Tensor]
@@ -23,16 +23,17 @@ Upload = Callable[[np.ndarray], Tensor]
 class Staging:
     """Uploads, downloads and completion marks. Used by the step loop's thread only."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, steps_in_flight: int = 1) -> None:
+        """Create the staging buffers. `steps_in_flight` steps may be launched before the next one begins."""
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._halves = [_locked(HALF_BYTES), _locked(HALF_BYTES)] if self._on_cuda else []
-        self._half = 0
+        self._parts = [_locked(PART_BYTES) for _ in range(1 + steps_in_flight)] if self._on_cuda else []
+        self._part = 0
         self._used = 0
 
     def begin_step(self) -> None:
-        """Begin a new step: the uploads of the step before the last one have arrived."""
-        self._half = 1 - self._half
+        """Begin a new step: the uploads of the oldest step have arrived."""
+        self._part = (self._part + 1) % max(1, len(self._parts))
         self._used = 0
 
     def upload(self, values: np.ndarray) -> Tensor:
@@ -60,12 +61,12 @@ class Staging:
     def _through_locked(self, values: np.ndarray) -> Tensor:
         begin = self._used
         end = begin + values.nbytes
-        half = self._halves[self._half]
-        if end > half.numel():
-            half = self._halves[self._half] = _locked(2 * end)  # torch keeps the old one while copies read it
+        part = self._parts[self._part]
+        if end > part.numel():
+            part = self._parts[self._part] = _locked(2 * end)  # torch keeps the old one while copies read it
             begin, end = 0, values.nbytes
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        host = half[begin:end].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        host = part[begin:end].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
         np.copyto(host.numpy(), values)
         return host
 

@@ -148,6 +148,12 @@ class ModelOptions:
         min=1,
     )
     pp: int = _distributed(1, "Pipeline parallel size: number of stages that the layers are divided into.", min=1)
+    pp_microbatches: int | None = _distributed(
+        None,
+        "Number of steps that are in the stages of --pp at once, each with a part of the running requests. With 1, a "
+        "stage waits while the others compute. Default: one for each stage.",
+        min=1,
+    )
     ffn_ranks: int = _distributed(
         0,
         "Number of additional ranks that run only the experts (attention–FFN disaggregation). The other ranks then "

@@ -125,7 +125,16 @@ def _settings(
         "cuda_graphs": loop.executor.replays,
         "ranks": {
             name: getattr(config, name)
-            for name in ("tp", "dp_attention", "ep", "pp", "ffn_ranks", "micro_batches", "micro_batch_tokens")
+            for name in (
+                "tp",
+                "dp_attention",
+                "ep",
+                "pp",
+                "pp_microbatches",
+                "ffn_ranks",
+                "micro_batches",
+                "micro_batch_tokens",
+            )
         },
         "offload": msgspec.to_builtins(config.offload),
     }

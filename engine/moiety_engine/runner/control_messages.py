@@ -187,6 +187,7 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_sampled: int
     num_micro_batches: int = 1
     sends: list[SendRange] = []  # KV for other engines
+    ends_later: bool = False  # EndStep follows, possibly after further steps have begun
 
     @property
     def num_scored(self) -> int:
@@ -208,6 +209,10 @@ class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
         order_L = staging.upload(np.frombuffer(bytearray(self.order), dtype=np.int64))
         num_tokens, num_wanted = zip(*((part.num_tokens, part.num_wanted) for part in self.parts), strict=True)
         return Spread(num_tokens, num_wanted, order_L)
+
+
+class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End the oldest step that `RunStep` has begun: receive the last stage's results, and compute the logits."""
 
 
 class RunDraftPass(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -293,6 +298,7 @@ ControlMessage = (
     Allocate
     | Release
     | RunStep
+    | EndStep
     | RunDraftPass
     | Swap
     | MoveStates
@@ -312,12 +318,15 @@ ControlMessage = (
 class ControlSender:
     """Rank 0's sender of control messages. Used by the step loop's thread only."""
 
-    def __init__(self, rank_group: RankGroup | None = None, *, overlaps: bool = False) -> None:
+    def __init__(
+        self, rank_group: RankGroup | None = None, *, overlaps: bool = False, steps_in_flight: int = 1
+    ) -> None:
         """Create the sender.
 
         `overlaps` means that a step is launched before the tokens of the previous one are known, so the other ranks
-        receive them from the device.
+        receive them from the device. With several `steps_in_flight`, steps begin before earlier ones end.
         """
+        self.steps_in_flight = steps_in_flight
         self._rank_group = rank_group
         self._sends_tokens = rank_group is not None and overlaps
         self._encoder = msgspec.msgpack.Encoder()
@@ -353,8 +362,12 @@ class ControlSender:
         sends: list[SendRange],
     ) -> None:
         if self._rank_group is not None:
-            parts = [GroupStep.of(host) for host in hosts]
-            self.send(RunStep(parts, order_L.tobytes(), num_sampled, num_micro_batches, sends))
+            parts, ends_later = [GroupStep.of(host) for host in hosts], self.steps_in_flight > 1
+            self.send(RunStep(parts, order_L.tobytes(), num_sampled, num_micro_batches, sends, ends_later))
+
+    def end_step(self) -> None:
+        """Let the other ranks end the oldest step that has begun."""
+        self.send(EndStep())
 
     def draft_pass(self, hosts: list[HostBatch], number: int, before_L: Tensor | None) -> None:
         """Let the other ranks run a pass of the draft model. `before_L`: tokens of the pass before, unless it is 0."""

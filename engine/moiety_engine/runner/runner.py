@@ -1,7 +1,9 @@
 """Execution of one step on the device: upload inputs, forward pass, sampling, download results.
 
 `launch` returns as soon as the work is queued; `collect` waits for the results. At most one step may be launched before
-the previous one is collected. On a CPU `launch` computes the step.
+the previous one is collected. On a CPU `launch` computes the step. In a pipeline of ranks, several steps may be
+launched before the first is collected: `launch` runs the first stage, and `collect` receives the result of the last
+stage and samples.
 
 D model width, L tokens that a step samples.
 """
@@ -20,7 +22,8 @@ from torch import Tensor
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.messages import CoreLogprob, CoreScores
-from moiety_engine.model.batch import KvCache
+from moiety_engine.model.batch import Batch, KvCache
+from moiety_engine.model.pending_pass import PendingPass
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.moe.load import StepExperts
 from moiety_engine.moe.tenants import TenantSlots
@@ -28,12 +31,13 @@ from moiety_engine.runner.control_messages import ControlSender, EncodeImage, Fo
 from moiety_engine.runner.embeddings import as_bytes, unit_vectors
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.group_results import order_of, spread_of, with_adapter_rows
-from moiety_engine.runner.inputs import BatchBuilder, HostBatch, scored
+from moiety_engine.runner.inputs import BatchBuilder, HostBatch, Scored, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
 from moiety_engine.runner.token_owners import bytes_of_chunks
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
+from moiety_engine.sampling.allowed import Allowed
 from moiety_engine.sampling.rows import Row
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import DeviceMark, Staging
@@ -55,6 +59,19 @@ class InFlightStep:
     done: DeviceMark
     invalid_rows: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
     experts: StepExperts | None = None  # experts of each chunk; None where they are not counted
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedStep:
+    """Launched step that the later stages of a pipeline compute. Its tokens are sampled when it is collected."""
+
+    plan: Plan
+    rows: list[Row]
+    begun: PendingPass
+    num_scored: int
+    scored: list[Scored]
+    allowed: Allowed | None
+    invalid_rows: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +120,7 @@ class Runner:
         """
         self._kv_sender, self._cutting = kv_sender, cutting
         self._model, self._kv, self._controls = model, kv, controls
-        self.staging = Staging(model.device)
+        self.staging = Staging(model.device, controls.steps_in_flight)
         apart = model.arithmetic.invariant
         self.features = features_of(model, image_cache_bytes)
         self._builder = BatchBuilder(
@@ -130,12 +147,17 @@ class Runner:
         """Tokens sampled by the newest step, on the device."""
         return None if self._sampled is None else self._sampled.token_L
 
-    def launch(self, plan: Plan) -> InFlightStep:
-        """Queue the step. A pending token of its sequences is one that the previously launched step samples."""
+    def launch(self, plan: Plan) -> InFlightStep | PipelinedStep:
+        """Queue the step. A pending token of its sequences is one that the previously launched step samples.
+
+        In a pipeline no sequence has a pending token.
+        """
         self.staging.begin_step()
         if self.features is not None:
             self._encode_images(plan, self.features)
         hosts, rows = self._arrange(plan), rows_of(plan)
+        if self._controls.steps_in_flight > 1:
+            return self._begin(plan, hosts, rows)
         best = self._best(hosts, rows)
         if best is None:
             self._newest = self._launch(plan, hosts, rows)
@@ -213,26 +235,61 @@ class Runner:
         elif self.graphs is not None and leaving is None and self.graphs.takes(hosts[0]):
             hidden_LD = self.graphs.run(hosts[0], before_L)
         else:
-            spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
-            batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_micro_batches))
-            if self.features is not None:
-                self.features.end_step(part for host in hosts if host.images is not None for part in host.images.parts)
+            batch = self._upload(hosts, order_L, before_L, num_micro_batches)
             hidden_LD = self._model.hidden(batch, self._kv, leaving)
         if logits_LV is None:
             logits_LV = self._model.logits(hidden_LD[: len(rows)])
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled = drawn
         self._controls.send_tokens(drawn.token_L)
-        num_scored = sum(host.num_scored for host in hosts)
-        unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
-        if end > len(rows):
-            unit_ED = self.staging.download(unit_vectors(hidden_LD[len(rows) : end]))
-        if num_scored:
-            scores = score(self._model, hidden_LD[end:], scored(plan), self.staging)
+        unit_ED, scores = self._results(hidden_LD, len(rows), sum(host.num_scored for host in hosts), scored(plan))
         invalid_rows = [] if masks is None else masks.problems
         results = drawn.download(self.staging), unit_ED, scores
         experts = self._experts_of(plan, hosts)
         return InFlightStep(plan, *results, self.staging.mark(), invalid_rows, experts)
+
+    @torch.inference_mode()
+    def _begin(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> PipelinedStep:
+        """Run the first stage of a pipeline, while later stages may still compute earlier steps."""
+        masks = self._masks.begin(rows, None)
+        order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
+        sends = [] if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
+        self._controls.step(hosts, order_L, len(rows), 1, sends)
+        leaving = None if self._kv_sender is None else self._kv_sender.own.sends(sends, self._kv)
+        begun = self._model.begin_pass(self._upload(hosts, order_L, None, 1), self._kv, leaving)
+        num_scored = sum(host.num_scored for host in hosts)
+        allowed, problems = (None, []) if masks is None else (masks.wait(), masks.problems)
+        return PipelinedStep(plan, rows_of(plan, as_launched=True), begun, num_scored, scored(plan), allowed, problems)
+
+    @torch.inference_mode()
+    def _end(self, step: PipelinedStep) -> InFlightStep:
+        """Receive the last stage's result of the oldest step in the pipeline, and sample."""
+        self._controls.end_step()
+        hidden_LD = self._model.end_pass(step.begun)
+        logits_LV = self._model.logits(hidden_LD[: len(step.rows)])
+        drawn = self._sampler.sample(logits_LV, step.rows, None, step.allowed)
+        unit_ED, scores = self._results(hidden_LD, len(step.rows), step.num_scored, step.scored)
+        done = drawn.download(self.staging), unit_ED, scores, self.staging.mark(), step.invalid_rows
+        return InFlightStep(step.plan, *done)
+
+    def _upload(self, hosts: list[HostBatch], order_L: np.ndarray, before_L: Tensor | None, num_parts: int) -> Batch:
+        """Return the first group's batch on the device, in `num_parts` micro-batches."""
+        spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
+        batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_parts))
+        if self.features is not None:
+            self.features.end_step(part for host in hosts if host.images is not None for part in host.images.parts)
+        return batch
+
+    def _results(
+        self, hidden_LD: Tensor, num_sampled: int, num_scored: int, of_prompts: list[Scored]
+    ) -> tuple[Tensor | None, Scores | None]:
+        """Return the vectors of the rows that embed, and the log-probabilities of prompts, if there are any."""
+        unit_ED, scores, end = None, None, len(hidden_LD) - num_scored
+        if end > num_sampled:
+            unit_ED = self.staging.download(unit_vectors(hidden_LD[num_sampled:end]))
+        if num_scored:
+            scores = score(self._model, hidden_LD[end:], of_prompts, self.staging)
+        return unit_ED, scores
 
     def _arrange(self, plan: Plan) -> list[HostBatch]:
         """Return the step's batch of each rank group."""
@@ -241,8 +298,10 @@ class Runner:
             return [self._builder.arrange(plan)]
         return with_adapter_rows(self._builder.arrange_groups(plan, groups))
 
-    def collect(self, flight: InFlightStep) -> StepResults:
-        """Wait for the step's results and return them."""
+    def collect(self, flight: InFlightStep | PipelinedStep) -> StepResults:
+        """Wait for the results of the oldest launched step and return them."""
+        if isinstance(flight, PipelinedStep):
+            flight = self._end(flight)
         flight.done.wait()
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)

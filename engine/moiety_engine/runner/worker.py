@@ -5,6 +5,7 @@ L rows whose results are wanted.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -29,6 +30,7 @@ from moiety_engine.runner.control_messages import (
     ControlMessage,
     CopyDiskRows,
     EncodeImage,
+    EndStep,
     ForgetImages,
     MoveExperts,
     MoveStates,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from moiety_engine.kv_transfer.rank_transfers import RankTransfers
     from moiety_engine.model.adapter_stacks import PreparedSlots
     from moiety_engine.model.batch import KvCache
+    from moiety_engine.model.pending_pass import PendingPass
     from moiety_engine.model.remote_experts import ExpertServer
     from moiety_engine.model.transformer import Transformer
 
@@ -101,6 +104,8 @@ class WorkerBase:
         match message:
             case RunStep():
                 self._step(message)
+            case EndStep():
+                self._end_step()
             case RunDraftPass():
                 self._draft(message)
             case Swap():
@@ -109,10 +114,8 @@ class WorkerBase:
                 self._move_states(message)
             case MoveExperts():
                 self._move_experts(message)
-            case EncodeImage():
-                self._encode_image(message)
-            case ForgetImages():
-                self._forget_images(message)
+            case EncodeImage() | ForgetImages():
+                self._change_images(message)
             case Release():
                 self._release()
             case LayOutAdapters() | SendAdapter() | LoadAdapter() | DropAdapter():
@@ -140,12 +143,12 @@ class WorkerBase:
     def _step(self, step: RunStep) -> None:
         raise NotImplementedError
 
+    def _end_step(self) -> None: ...
     def _draft(self, message: RunDraftPass) -> None: ...
     def _swap(self, swap: Swap) -> None: ...
     def _move_states(self, message: MoveStates) -> None: ...
     def _move_experts(self, message: MoveExperts) -> None: ...
-    def _encode_image(self, message: EncodeImage) -> None: ...
-    def _forget_images(self, message: ForgetImages) -> None: ...
+    def _change_images(self, message: EncodeImage | ForgetImages) -> None: ...
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
     def _open_disk_rows(self, message: OpenDiskRows) -> None: ...
@@ -226,8 +229,9 @@ class Worker(WorkerBase):
         overlaps: bool,
         disk: RankDisk | None = None,
         transfers: RankTransfers | None = None,
+        steps_in_flight: int = 1,
     ) -> None:
-        """Create a worker.
+        """Create a worker of a group that has `steps_in_flight` steps in its stages at once.
 
         `draft_model` is this rank's share of the draft model or MTP layer, `disk` its part of the disk tier, and
         `transfers` its KV transfer to or from other engines, if there are any.
@@ -242,8 +246,9 @@ class Worker(WorkerBase):
         self._host_kv: HostKv | None = None
         self._state_copier: StateCopier | None = None
         self._sampled_L: Tensor | None = None
+        self._begun: deque[tuple[RunStep, PendingPass]] = deque()  # steps that later stages may still compute
         self._features: FeatureCache | None = None
-        self._staging = Staging(model.device)
+        self._staging = Staging(model.device, steps_in_flight)
 
     def _allocate(self, message: Allocate) -> None:
         slots = message.num_state_slots, message.num_record_tokens
@@ -279,12 +284,11 @@ class Worker(WorkerBase):
     def _move_experts(self, message: MoveExperts) -> None:
         self._model.move_experts(message.layer, message.writes)
 
-    def _encode_image(self, message: EncodeImage) -> None:
-        assert self._features is not None, "an image is encoded without an encoder"
-        self._features.encode(message.key, message.image)
-
-    def _forget_images(self, message: ForgetImages) -> None:
-        if self._features is not None:
+    def _change_images(self, message: EncodeImage | ForgetImages) -> None:
+        if isinstance(message, EncodeImage):
+            assert self._features is not None, "an image is encoded without an encoder"
+            self._features.encode(message.key, message.image)
+        elif self._features is not None:
             self._features.forget(frozenset(message.marks))
 
     def _open_disk_rows(self, message: OpenDiskRows) -> None:
@@ -311,7 +315,14 @@ class Worker(WorkerBase):
         if self._features is not None:
             self._features.end_step(step.image_parts)
         leaving = None if self._transfers is None else self._transfers.sends(step.sends, self._kv)
-        hidden_LD = self._model.hidden(batch, self._kv, leaving)
+        self._begun.append((step, self._model.begin_pass(batch, self._kv, leaving)))
+        if not step.ends_later:
+            self._end_step()
+
+    @torch.inference_mode()
+    def _end_step(self) -> None:
+        step, begun = self._begun.popleft()
+        hidden_LD = self._model.end_pass(begun)
         self._model.logits(hidden_LD[: step.num_sampled])
         self._sampled_L = self._receive_tokens(step)
         for rows_LD in in_turns(hidden_LD[len(hidden_LD) - step.num_scored :]):

@@ -37,12 +37,37 @@ class Row(Protocol):
     def pending_row(self) -> int: ...
 
 
+class LaunchedSequence:
+    """Sequence as it was when a step was launched; its token is sampled after the scheduler expects it."""
+
+    __slots__ = ("_num_tokens", "_sequence", "num_output", "pending", "pending_row", "request")
+
+    def __init__(self, sequence: Sequence) -> None:
+        assert not sequence.pending, "a step of a pipeline contains a token that is not known"
+        self._sequence, self._num_tokens = sequence, len(sequence.tokens)
+        self.request = sequence.request
+        self.num_output = sequence.num_output
+        self.pending, self.pending_row = False, -1
+
+    @property
+    def known_output(self) -> list[int]:
+        return self._sequence.tokens[self.request.num_prompt : self._num_tokens]
+
+    def recent_output(self, count: int) -> list[int]:
+        first = max(self.request.num_prompt, self._num_tokens - count)
+        return self._sequence.tokens[first : self._num_tokens]
+
+    @property
+    def thought_scan(self) -> ThoughtScan | None:
+        return self._sequence.thought_scan_before(self._num_tokens)
+
+
 class Drafted:
     """Sequence after some draft tokens: its next token is drawn for that position, with penalties for these tokens."""
 
     __slots__ = ("_draft", "_sequence", "num_output", "pending", "pending_row", "request")
 
-    def __init__(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
+    def __init__(self, sequence: Sequence | LaunchedSequence, draft: tuple[int, ...]) -> None:
         self._sequence, self._draft = sequence, draft
         self.request = sequence.request
         self.num_output = sequence.num_output + len(draft)
@@ -62,7 +87,7 @@ class Drafted:
         scan = self._sequence.thought_scan
         if scan is None:
             return None
-        unscanned = [*_unscanned(self._sequence), *self._draft]
+        unscanned = [*self._sequence.recent_output(1), *self._draft]
         return scan.after(unscanned[: self.num_output - 1 - scan.num_scanned])
 
 
@@ -101,25 +126,19 @@ class DraftedRow:
         scan = self._sequence.thought_scan
         if scan is None or self.num_output == self._sequence.num_output:
             return scan
-        return scan.after(_unscanned(self._sequence))
+        return scan.after(self._sequence.recent_output(1))  # before which the sequence's scan ends
 
 
-def _unscanned(sequence: Sequence) -> list[int]:
-    """Return the newest token of the output, before which a sequence's scan ends.
-
-    A pending token is PENDING, which keeps the positions of the draft tokens after it.
-    """
-    return sequence.tokens[-1:] if sequence.num_output else []
-
-
-def rows_of(plan: Plan) -> list[Row]:
+def rows_of(plan: Plan, *, as_launched: bool = False) -> list[Row]:
     """Return the rows of the step's logits in their order.
 
-    For each chunk that samples: the row of its newest token, then those of its draft tokens.
+    For each chunk that samples: the row of its newest token, then those of its draft tokens. `as_launched`: the rows
+    are used after the scheduler has recorded the launch of the step.
     """
     rows: list[Row] = []
     for chunk in plan.chunks:
         if chunk.samples:
-            rows.append(chunk.sequence)
-            rows += [Drafted(chunk.sequence, chunk.draft[:end]) for end in range(1, len(chunk.draft) + 1)]
+            sequence = LaunchedSequence(chunk.sequence) if as_launched else chunk.sequence
+            rows.append(sequence)
+            rows += [Drafted(sequence, chunk.draft[:end]) for end in range(1, len(chunk.draft) + 1)]
     return rows
