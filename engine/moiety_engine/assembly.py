@@ -137,7 +137,7 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
     drafter = load_drafter(config, model)
-    transfers = rank_transfers_of(config.transfer, rank_group)
+    transfers = rank_transfers_of(config.transfer, model, rank_group)
     overlaps = steps_overlap(model, config)
     in_flight = steps_in_flight_of(config)
     return Worker(

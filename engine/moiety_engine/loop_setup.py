@@ -66,7 +66,7 @@ def build_loop(
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
     draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns, controls)
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
-    kv_connector = connector_of(config.transfer, rank_group, controls.send)
+    kv_connector = connector_of(config.transfer, model, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots()
     if model.expert_counter is not None:

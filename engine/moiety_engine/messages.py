@@ -18,7 +18,7 @@ from moiety_wire.fleet_service import ReplicaService, ServiceReport
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
-from moiety_wire.roles import KvHandoff, KvTransferTimes
+from moiety_wire.roles import KvHandoff, KvRanks, KvTransferTimes
 from moiety_wire.trace_events import EventKind, Reason, StepNote
 
 
@@ -233,6 +233,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     kv_address: str = ""  # address for KV from other engines
     kv_host: str = ""
     kv_secret: str = ""
+    kv_ranks: KvRanks = KvRanks()
     takes_adapters: bool = False
     speculative_prefill: bool = False
     exchanges_service: bool = False

@@ -37,7 +37,7 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
-from moiety_wire.roles import EngineRole, KvHandoff, KvTransferTimes
+from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, KvTransferTimes
 from moiety_wire.token_sampling import TokenSampling
 from moiety_wire.trace_events import Event, Phases, Reason
 
@@ -320,6 +320,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     kv_address: str = ""  # address for KV from other engines; "" if it receives none
     kv_host: str = ""  # engines on one host share memory
     kv_secret: str = ""  # key with which a gateway authorises transfers to it: see `transfer_token`
+    kv_ranks: KvRanks = KvRanks()  # that receive KV, each at its own part of `kv_address`
     takes_adapters: bool = False
     adapters: tuple[str, ...] = ()  # adapters configured by the operator
     speculative_prefill: bool = False  # the engine accepts `Submit.speculative_prefill`

@@ -27,13 +27,24 @@ class EngineRole(StrEnum):
     DECODE = "decode"  # outputs of prompts that another engine has computed
 
 
+class KvRanks(msgspec.Struct, frozen=True, array_like=True):
+    """Division of the KV of a request over an engine's ranks: by heads (`tp`), and by layers (`pp`).
+
+    Every rank sends or receives its own part, at its own address.
+    """
+
+    tp: int = 1
+    pp: int = 1
+
+
 class KvHandoff(msgspec.Struct, frozen=True):
     """Destination of a prompt's KV. The transfer's id gives access to the KV, so it must not be guessable."""
 
     transfer_id: str
-    address: str  # KV address of the other engine
+    address: str  # KV address of the other engine; of several ranks, in order of the ranks, with commas
     host: str = ""  # host of the other engine; engines on one host share memory
     token: str = ""  # authorises the sender to begin this transfer: see `transfer_token`
+    ranks: KvRanks = KvRanks()  # of the other engine
 
 
 class KvTransferTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -37,7 +37,7 @@ def main() -> None:
     with load_loop(config) as loop:
         loop.warm_up()
         connector = loop.intake.kv_connector
-        say([connector.address, connector.host, connector.secret])
+        say([connector.address, connector.host, connector.secret, connector.ranks])
 
         def read() -> None:
             for line in sys.stdin.buffer:

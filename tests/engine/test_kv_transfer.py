@@ -15,8 +15,8 @@ import zmq
 
 from moiety_engine.config import KvTransport, Overlap, PolicyName, Speculate, TransferConfig
 from moiety_engine.kv_transfer import sender_thread as sender
-from moiety_engine.kv_transfer.kv_layout import form_of, layer_bytes, read, token_bytes
-from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.kv_layout import layer_bytes, read
+from moiety_engine.kv_transfer.messages import KvChunk
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer, prompt_hash
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreOutput, CoreSubmit
@@ -27,6 +27,8 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
 from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
 from moiety_wire.trace_events import Reason
+
+from .kv_announcements import begin_of, share_of
 
 DEADLINE_S = 120.0
 LENGTH = 16
@@ -72,7 +74,11 @@ class Pair:
         kv_connector = self.decode.intake.kv_connector
         transfer_id = secrets.token_hex(16)
         there = KvHandoff(
-            transfer_id, kv_connector.address, kv_connector.host, transfer_token(kv_connector.secret, transfer_id)
+            transfer_id,
+            kv_connector.address,
+            kv_connector.host,
+            transfer_token(kv_connector.secret, transfer_id),
+            kv_connector.ranks,
         )
         self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
         return msgspec.structs.replace(submit, transfer_id=there.transfer_id)
@@ -344,13 +350,12 @@ def test_another_type_and_another_block_size_hold_the_same_values(
         for part in cache.parts:
             drawn = torch.rand(part.shape, generator=generator) + 0.1
             part.copy_((drawn * 100 if part.dtype is torch.int8 else drawn).to(part.dtype))
-    staging_buffer = StagingBuffer(1 << 20)
+    staging_buffer = StagingBuffer(1 << 20, share_of(target))
     staging_buffer.serve(target)
-    form = form_of(source)
-    begin = Begin("a", num_tokens, num_tokens * token_bytes(form), prompt_hash(range(num_tokens)), form)
+    begin = begin_of(source, "a", num_tokens, prompt_hash(range(num_tokens)))
     assert staging_buffer.begin(begin) == ""
     blocks, offset = [7, 3, 5, 1, 0, 2, 9, 8, 4, 6], 0
-    for layer, parts in enumerate(form):
+    for layer, parts in enumerate(begin.form):
         for first, end in ((0, 10), (10, num_tokens)):
             rows = read(source.layers[layer], torch.tensor(blocks[first // 4 :]), first % 4, end - first)
             frames = [row.contiguous().view(-1).view(torch.uint8).numpy().data for row in rows]
@@ -372,16 +377,15 @@ def test_another_type_and_another_block_size_hold_the_same_values(
 def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refused() -> None:
     now_s = [0.0]
     kv = cache_of(torch.float32, 4)
-    form = form_of(kv)
-    whole = Begin("a", 8, 8 * token_bytes(form), b"", form)
-    staging_buffer = StagingBuffer(whole.num_bytes, clock=lambda: now_s[0])
+    whole = begin_of(kv, "a", 8)
+    staging_buffer = StagingBuffer(whole.num_bytes, share_of(kv), clock=lambda: now_s[0])
     assert staging_buffer.begin(whole) == "the engine sleeps"
     staging_buffer.serve(kv)
     whole = msgspec.structs.replace(whole, transfer_id="b")
     assert staging_buffer.begin(whole) == ""
     assert "raise --kv-buffer-bytes" in staging_buffer.begin(msgspec.structs.replace(whole, transfer_id="c"))
     assert "other layers, heads or widths" in staging_buffer.begin(
-        msgspec.structs.replace(whole, transfer_id="d", form=form[:1])
+        msgspec.structs.replace(whole, transfer_id="d", form=whole.form[:1])
     )
     assert [staging_buffer.claim(name) for name in "abcdx"] == [
         Progress.LOST,
@@ -402,16 +406,17 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
 def test_unanswered_transfers_are_given_up_while_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "ANSWER_S", 0.3)
     sending = sender.SenderThread(KvTransport.TCP, 150, None)
-    form = form_of(cache_of(torch.float32, 4))
+    address, announced = "tcp://127.0.0.1:1", begin_of(cache_of(torch.float32, 4), "", 1)
 
     def begin(name: str, num_bytes: int) -> str:
-        return sending.begin(KvHandoff(name, "tcp://127.0.0.1:1"), Begin(name, 1, num_bytes, b"", form))
+        named = msgspec.structs.replace(announced, transfer_id=name, num_bytes=num_bytes)
+        return sending.begin(KvHandoff(name, address), named)
 
     assert begin("dead", 100) == "" and begin("busy", 10) == ""
     end = time.monotonic() + DEADLINE_S
     while begin("next", 100):
         assert time.monotonic() < end, "what goes to a dead engine keeps its room"
-        sending.end("busy")
+        sending.end("busy", address)
         time.sleep(0.001)
     sending.close()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import zmq
 
-from moiety_engine.kv_transfer.kv_layout import form_of, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
 from moiety_engine.kv_transfer.peer_authentication import present_sender
 from moiety_engine.kv_transfer.receiver_thread import NOT_ALLOWED, ReceiverThread
@@ -19,6 +18,8 @@ from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, pr
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_wire.roles import transfer_token
+
+from .kv_announcements import begin_of, share_of
 
 NUM_TOKENS = 4
 WAIT_MS = 30_000
@@ -72,7 +73,7 @@ def kv() -> KvCache:
 
 @pytest.fixture
 def staging_buffer(kv: KvCache) -> StagingBuffer:
-    found = StagingBuffer(1 << 20)
+    found = StagingBuffer(1 << 20, share_of(kv))
     found.serve(kv)
     return found
 
@@ -84,10 +85,8 @@ def receiver(staging_buffer: StagingBuffer) -> Iterator[ReceiverThread]:
     found.close()
 
 
-def begin_of(kv: KvCache, transfer_id: str, token: str) -> Begin:
-    form = form_of(kv)
-    num_bytes = NUM_TOKENS * token_bytes(form)
-    return Begin(transfer_id, NUM_TOKENS, num_bytes, prompt_hash(range(NUM_TOKENS)), form, token=token)
+def announced(kv: KvCache, transfer_id: str, token: str) -> Begin:
+    return begin_of(kv, transfer_id, NUM_TOKENS, prompt_hash(range(NUM_TOKENS)), token=token)
 
 
 def test_a_kv_transfer_without_a_token_is_refused(
@@ -95,11 +94,12 @@ def test_a_kv_transfer_without_a_token_is_refused(
 ) -> None:
     stranger = connect(receiver.address)
     for token in ("", "ü" * 16, transfer_token("guessed", "a"), transfer_token(receiver.secret, "b")):
-        assert stranger.ask(begin_of(kv, "a", token)) == Refused("a", NOT_ALLOWED)
+        assert stranger.ask(announced(kv, "a", token)) == Refused("a", NOT_ALLOWED)
         assert staging_buffer.claim("a") is Progress.UNKNOWN, "it keeps nobody else from beginning"
     own = connect(receiver.address)
-    own.send(begin_of(kv, "a", transfer_token(receiver.secret, "a")))
-    own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), secrets.token_bytes(NUM_TOKENS * token_bytes(form_of(kv))))
+    begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
+    own.send(begin)
+    own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), secrets.token_bytes(begin.num_bytes))
     assert own.ask(End("a")) == Received("a")
 
 
@@ -107,7 +107,7 @@ def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
     connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     own, other = connect(receiver.address), connect(receiver.address)
-    begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+    begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
     data = torch.arange(begin.num_bytes // 4, dtype=torch.float32).numpy().tobytes()
     own.send(begin)
     own.send(KvChunk("a", 0, 0, NUM_TOKENS, 0), data)
@@ -129,7 +129,7 @@ def test_a_token_is_good_for_one_transfer(
     connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
 ) -> None:
     link = connect(receiver.address)
-    begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+    begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
     link.send(begin)
     link.send(Cancel("a"))
     assert link.ask(begin) == Refused("a", "a transfer with this id has ended already")
@@ -142,7 +142,7 @@ def test_with_keys_a_link_without_one_or_with_another_is_not_even_heard(
     key = zmq.curve_keypair()[1]
     receiver = ReceiverThread("tcp://127.0.0.1:0", staging_buffer, key)
     try:
-        begin = begin_of(kv, "a", transfer_token(receiver.secret, "a"))
+        begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
         strangers = [connect(receiver.address), connect(receiver.address, zmq.curve_keypair()[1])]
         for stranger in strangers:
             stranger.send(begin)

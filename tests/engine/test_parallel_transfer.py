@@ -22,7 +22,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.planning.layout_support import LAYOUTS, why_unavailable
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
+from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, transfer_token
 
 from .rank_processes import RankProcesses, assert_same, settings_of, thorough
 from .role_engine import RoleOutput
@@ -51,6 +51,7 @@ class RoleEngine:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(arguments, **pipes)
         self.address = self.host = self.secret = ""
+        self.ranks = KvRanks()
 
     def started_again(self) -> RoleEngine:
         """Wait until all of its processes have ended, and return a new engine."""
@@ -60,7 +61,8 @@ class RoleEngine:
         return again
 
     def wait_ready(self) -> None:
-        self.address, self.host, self.secret = msgspec.json.decode(self._line(), type=tuple[str, str, str])
+        found = msgspec.json.decode(self._line(), type=tuple[str, str, str, KvRanks])
+        self.address, self.host, self.secret, self.ranks = found
 
     def submit(self, submit: CoreSubmit) -> None:
         assert self.process.stdin is not None
@@ -120,7 +122,7 @@ class Pair:
             if loses_part:
                 address = f"{address.partition(',')[0]},tcp://127.0.0.1:9"
             token = transfer_token(self.decode.secret, transfer_id)
-            there = KvHandoff(transfer_id, address, self.decode.host, token)
+            there = KvHandoff(transfer_id, address, self.decode.host, token, self.decode.ranks)
             self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
             following[submit.key] = msgspec.structs.replace(submit, transfer_id=transfer_id)
         left = set(tokens)
@@ -225,14 +227,34 @@ def test_each_rank_receives_its_part_and_answers_are_those_of_one_rank(
         assert (again["100"], pair.num_arrived) == (tokens["0"], 0), "no rank may continue with a part of the KV"
 
 
-def test_engines_of_different_layouts_compute_the_prompt_again(
-    processes: RankProcesses, folders: dict[str, Path]
+PAIRS = {  # of different layouts: prefill and decode
+    "TP 2 to 1": ({"tp": 2}, {}),
+    "TP 1 to 2": ({}, {"tp": 2}),
+    "TP 2 to 4": ({"tp": 2}, {"tp": 4}),
+    "TP 4 to 2": ({"tp": 4}, {"tp": 2}),
+    "PP 2 to 1": ({"pp": 2}, {}),
+    "PP 1 to 2": ({}, {"pp": 2}),
+    "TP 2 to PP 2": ({"tp": 2}, {"pp": 2}),
+}
+KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "nemotron_h", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("family", "pair_name"),
+    [
+        *((FAMILY, name) for name in ("TP 2 to 1", "TP 1 to 2")),
+        *(thorough(FAMILY, name) for name in list(PAIRS)[2:]),
+        *(thorough(family, name) for family in KINDS for name in list(PAIRS)[:2]),
+    ],
+)
+def test_ranks_of_different_layouts_exchange_the_shards_that_they_need(
+    processes: RankProcesses, folders: dict[str, Path], family: str, pair_name: str
 ) -> None:
-    submits = asked(3)
-    with pair_of(folders[FAMILY], {"tp": 2}, {}) as pair:
+    submits = asked(6)
+    with pair_of(folders[family], *PAIRS[pair_name]) as pair:
         tokens = pair.run(submits)
-    assert_answers(expected_of(processes, folders[FAMILY], submits), tokens)
-    assert pair.num_arrived == 0
+    assert_answers(expected_of(processes, folders[family], submits), tokens)
+    assert pair.num_arrived == len(submits)
 
 
 @pytest.mark.parametrize(("num_requests", "num_kills", "tp"), [(8, 1, 2), thorough(100, 10, 2), thorough(100, 10, 1)])

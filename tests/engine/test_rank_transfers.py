@@ -9,12 +9,14 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.rank_messages import EndSend, SendBegin, SendRange, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
 from moiety_engine.kv_transfer.rank_transfers import GroupTransferProgress, RankTransfers, sum_transfer_progress
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, STALLED_S, Progress
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
+from moiety_wire.roles import KvRanks
 
 
 class OtherRank:
@@ -72,21 +74,25 @@ class RefusedSends:
     def begin(self, *_: object) -> str:
         return ""
 
-    def end(self, _: str) -> str:
+    def end(self, *_: str) -> str:
         return "no room"
+
+    def cancel(self, *_: str) -> None:
+        """Cancel the refused transfer."""
 
 
 def test_a_rank_logs_why_its_part_was_not_sent() -> None:
     parts = torch.zeros(2, 4, 4, 1, 8)
     kv = KvCache((LayerCache(parts[0], parts[1], None, None),), 4, 4)
-    sender = RankSender(cast(Any, RefusedSends()), rank=1, num_parts=2)
+    two = KvRanks(tp=2)
+    sender = RankSender(cast(Any, RefusedSends()), CacheShare(two, 1, 1, (2,)))
     transfers = RankTransfers(cast(Any, None), sender, None, cast(Any, None))
     with capture_logs() as logs:
-        one_address = SendBegin(["tcp://127.0.0.1:9"], "", "", 4, b"hash")
+        one_address = SendBegin(["tcp://127.0.0.1:9"], "", "", 4, b"hash", two)
         assert transfers.sends([SendRange("a", 0, 4, [[0]], 0, -1, one_address)], kv) is None
-        two_addresses = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash")
+        two_addresses = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash", two)
         assert transfers.sends([SendRange("b", 0, 4, [[0]], 0, -1, two_addresses)], kv) is not None
         transfers.execute(EndSend("b", True))
     assert [(one["event"], one["rank"]) for one in logs] == [("kv_part_not_sent", 1)] * 2
-    assert "start both with the same --tp and --pp" in logs[0]["reason"]
+    assert "1 KV addresses of an engine with --tp 2 and --pp 1" in logs[0]["reason"]
     assert logs[1]["reason"] == "no room"

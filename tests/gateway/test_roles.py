@@ -28,7 +28,7 @@ from moiety_text.folder import read_text_model
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_load import Load, StepCosts
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
-from moiety_wire.roles import EngineRole, transfer_token
+from moiety_wire.roles import EngineRole, KvRanks, transfer_token
 from moiety_wire.trace_events import Reason
 
 from .conftest import NewCard, RunningGateway, SpanList, StartGateway
@@ -49,6 +49,7 @@ def engine_of(new_card: NewCard) -> Callable[..., FakeEngineClient]:
             kv_address="" if role is EngineRole.PREFILL else f"tcp://*:{7000 + number}",
             kv_host="host",
             kv_secret=f"secret {number}",
+            kv_ranks=KvRanks(tp=2, pp=number),
         )
         return FakeEngineClient(card, **settings)
 
@@ -74,6 +75,7 @@ async def test_the_prompt_goes_to_one_engine_and_the_answer_comes_from_another(
     (first,), (second,) = prefill.submits, decode.submits
     assert (first.hand_over.address, first.hand_over.host) == ("tcp://127.0.0.1:7005", "host")
     assert first.hand_over.token == transfer_token("secret 5", first.hand_over.transfer_id)
+    assert first.hand_over.ranks == KvRanks(tp=2, pp=5)
     assert (second.transfer_id, second.resumed_ids) == (first.hand_over.transfer_id, [1])
     assert second.hand_over is None
     assert first.billing_context == second.billing_context != b""

@@ -158,7 +158,7 @@ def test_releases_that_know_roles_and_those_that_do_not_understand_each_other() 
     told = msgspec.msgpack.decode(encode(SUBMIT))
     assert not {"hand_over", "transfer_id"} & told.keys(), "an older engine is told nothing that it does not know"
     older = msgspec.msgpack.decode(encode(CARD))
-    for name in ("role", "hands_over", "kv_address", "kv_host", "kv_secret"):
+    for name in ("role", "hands_over", "kv_address", "kv_host", "kv_secret", "kv_ranks"):
         del older[name]
     assert decode_to_gateway(msgspec.msgpack.encode(older)) == [CARD]
     assert decode_to_gateway(msgspec.msgpack.encode({**older, "what_comes_next": 1})) == [CARD]

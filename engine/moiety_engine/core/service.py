@@ -113,6 +113,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         kv_address=loop.intake.kv_connector.address,
         kv_host=loop.intake.kv_connector.host,
         kv_secret=loop.intake.kv_connector.secret,
+        kv_ranks=loop.intake.kv_connector.ranks,
         takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
         exchanges_service=loop.scheduler.service_exchange is not None,

@@ -11,6 +11,7 @@ import msgspec
 from moiety_engine.config import TransferConfig
 from moiety_engine.distribution.layout import SINGLE_RANK, RankPosition
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.kv_transfer.cache_shards import CacheShare, share_on_rank
 from moiety_engine.kv_transfer.kv_receiver import KvReceiver
 from moiety_engine.kv_transfer.kv_sender import KvSender
 from moiety_engine.kv_transfer.rank_messages import OpenReceiver, TransferMessage
@@ -19,7 +20,6 @@ from moiety_engine.kv_transfer.rank_transfers import (
     GroupTransferProgress,
     RankTransfers,
     exchange_addresses,
-    part_name,
     rank_address,
 )
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
@@ -30,10 +30,11 @@ from moiety_engine.memory import available_bytes
 from moiety_engine.messages import CoreFailure, CoreFinish, CoreOutput, CoreSubmit
 from moiety_engine.model.batch import KvCache
 from moiety_wire.messages import FinishReason
-from moiety_wire.roles import EngineRole
+from moiety_wire.roles import EngineRole, KvRanks
 
 if TYPE_CHECKING:
     from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.transformer import Transformer
 
 _SHARE_OF_HOST = 0.1
 
@@ -52,12 +53,15 @@ class KvConnector:
         receiver: ReceiverThread | None = None,
         addresses: str = "",
         host: str = "",
+        ranks: KvRanks | None = None,
     ) -> None:
         """Create the connector.
 
         `addresses` are those of all ranks that receive KV, in order; `host` is their host, if they have a common one.
+        `ranks` divide the KV; None: there is one rank.
         """
         self._addresses, self._host = addresses, host
+        self.ranks = ranks or KvRanks()
         self.kv_sender, self.kv_receiver = kv_sender, kv_receiver
         self._staging_buffer, self._receiver = staging_buffer, receiver
         self.prefill_done_requests_total = 0
@@ -138,6 +142,7 @@ NO_CONNECTOR = KvConnector()
 
 def connector_of(
     config: TransferConfig,
+    model: Transformer,
     rank_group: RankGroup | None = None,
     send: Callable[[TransferMessage], None] = lambda _: None,
 ) -> KvConnector:
@@ -149,13 +154,13 @@ def connector_of(
     if config.role is EngineRole.BOTH and not config.listen:
         return NO_CONNECTOR
     key, position = _read_key(config.key_file), _position(rank_group)
-    max_bytes = _buffer_bytes(config, position)
+    max_bytes, share = _buffer_bytes(config, position), _share(model)
     kv_sender = None
     if config.role is EngineRole.PREFILL:
-        kv_sender = KvSender(_sender_of(config, position, max_bytes, key), send)
+        kv_sender = KvSender(RankSender(SenderThread(config.transport, max_bytes, key), share), send)
     if not config.listen:
         return KvConnector(kv_sender)
-    staging_buffer = StagingBuffer(max_bytes, part=part_name(position))
+    staging_buffer = StagingBuffer(max_bytes, share)
     receiver = ReceiverThread(config.listen, staging_buffer, key)
     if rank_group is None:
         return KvConnector(
@@ -164,17 +169,19 @@ def connector_of(
     send(OpenReceiver(receiver.secret))
     addresses, host = exchange_addresses(rank_group, receiver.secret, receiver.address)
     kv_receiver = KvReceiver(staging_buffer, GroupTransferProgress(rank_group, send))
-    return KvConnector(kv_sender, kv_receiver, staging_buffer, receiver, addresses, host)
+    return KvConnector(kv_sender, kv_receiver, staging_buffer, receiver, addresses, host, share.ranks)
 
 
-def rank_transfers_of(config: TransferConfig, rank_group: RankGroup) -> RankTransfers | None:
+def rank_transfers_of(config: TransferConfig, model: Transformer, rank_group: RankGroup) -> RankTransfers | None:
     """Return the transfers of a rank other than rank 0; None without KV transfer. Raises InvalidConfig."""
     if config.role is EngineRole.BOTH and not config.listen:
         return None
     key, position = _read_key(config.key_file), rank_group.ranks.rank_position
-    max_bytes = _buffer_bytes(config, position)
-    sender = _sender_of(config, position, max_bytes, key) if config.role is EngineRole.PREFILL else None
-    staging_buffer = StagingBuffer(max_bytes, part=part_name(position)) if config.listen else None
+    max_bytes, share = _buffer_bytes(config, position), _share(model)
+    sender = None
+    if config.role is EngineRole.PREFILL:
+        sender = RankSender(SenderThread(config.transport, max_bytes, key), share)
+    staging_buffer = StagingBuffer(max_bytes, share) if config.listen else None
     listen = rank_address(config.listen, position.rank)
     return RankTransfers(
         rank_group,
@@ -193,9 +200,8 @@ def _buffer_bytes(config: TransferConfig, position: RankPosition) -> int:
     return config.buffer_bytes or max(1, int(available_bytes() * _SHARE_OF_HOST / position.layout.attention_ranks))
 
 
-def _sender_of(config: TransferConfig, position: RankPosition, max_bytes: int, key: bytes | None) -> RankSender:
-    thread = SenderThread(config.transport, max_bytes, key)
-    return RankSender(thread, position.rank, position.layout.attention_ranks, part_name(position))
+def _share(model: Transformer) -> CacheShare:
+    return share_on_rank(model.spec, model.ranks.rank_position, keeps_hidden=model.keeps_hidden)
 
 
 def _read_key(path: str) -> bytes | None:

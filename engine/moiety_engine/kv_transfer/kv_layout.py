@@ -1,6 +1,7 @@
 """Layout-independent access to the cache's content, token by token.
 
-KV is read on one engine and written on another, whose blocks may have another size and data type.
+KV is read on one engine and written on another, whose blocks may have another size and data type. A rank reads and
+writes shards of its cache: key-value heads, shares of states, or whole layers.
 
 n blocks, P token slots a block, T tokens, G key-value heads, d head width, L width of a latent row.
 """
@@ -9,42 +10,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moiety_engine.kv_transfer.messages import Form, TensorLayout
+from moiety_engine.kv_transfer.messages import CacheShard, Form, TensorLayout
 from moiety_engine.model.batch import KvCache, RecurrentStateCache
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input.reference import scale_of, to_whole
 
+if TYPE_CHECKING:
+    from moiety_engine.kv_transfer.cache_shards import CacheShare
+    from moiety_engine.model.recurrent_specs import StatePart
+
 _NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
 _NUM_LATENT_SCALES = 2  # one for each of a row's two parts
 
 
-def form_of(kv: KvCache) -> Form:
-    """Return the parts that each layer without a recurrent state stores for a token."""
-    return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in kv.token_caches.values())
+class ShardViews:
+    """Shards of one rank's cache, in the order of the shards: of layers with rows of every token, then of states."""
 
+    def __init__(self, kv: KvCache, share: CacheShare, shards: Sequence[CacheShard]) -> None:
+        """Create the views. Raises ValueError for a layer that the cache does not have, or a border within a unit."""
+        self.numbers: list[int] = []  # of the layers on this rank
+        self.paged: list[LayerCache | LatentCache] = []
+        self.states: list[tuple[RecurrentStateCache, list[Sequence[slice] | None]]] = []  # ranges of each part
+        token_caches, state_caches = kv.token_caches, kv.state_caches
+        for shard in shards:
+            number = shard.layer - share.first_layer
+            self.numbers.append(number)
+            bounds = share.range_of(shard)
+            if number in state_caches:
+                state = state_caches[number]
+                self.states.append((state, [_ranges(part, shard, bounds) for part in state.specs]))
+            elif number in token_caches:
+                self.paged.append(_narrowed(token_caches[number], shard, bounds))
+            else:
+                raise ValueError(f"layer {shard.layer} has no cache on this rank")
 
-def states_of(kv: KvCache) -> Form:
-    """Return the parts of a sequence's state in each recurrent layer."""
-    return tuple(
-        tuple(TensorLayout(_name(part), tuple(part.shape[1:])) for part in layer.parts)
-        for layer in kv.state_caches.values()
-    )
+    @property
+    def form(self) -> Form:
+        """Parts that each layer without a recurrent state stores for a token."""
+        return tuple(tuple(_form_of(layer, part) for part in layer.parts) for layer in self.paged)
 
+    @property
+    def state_form(self) -> Form:
+        """Parts of a sequence's state in each recurrent layer."""
+        return tuple(
+            tuple(
+                TensorLayout(_name(part), tuple(_cut(part[0], spec, ranges).shape))
+                for part, spec, ranges in zip(layer.parts, layer.specs, cuts, strict=True)
+            )
+            for layer, cuts in self.states
+        )
 
-def read_state(layer: RecurrentStateCache, slot: int) -> list[Tensor]:
-    """Return a copy of the state in a slot, part by part."""
-    return [part[slot].clone() for part in layer.parts]
+    def read_state(self, index: int, slot: int) -> list[Tensor]:
+        """Return a copy of the state in a slot, part by part. `index` counts the shards of states."""
+        layer, cuts = self.states[index]
+        parts = zip(layer.parts, layer.specs, cuts, strict=True)
+        return [_cut(part[slot], spec, ranges).clone() for part, spec, ranges in parts]
 
-
-def write_state(layer: RecurrentStateCache, slot: int, values: Sequence[Tensor]) -> None:
-    """Write a state into a slot, converted to the cache's data types."""
-    for part, value in zip(layer.parts, values, strict=True):
-        part[slot].copy_(value)
+    def write_state(self, index: int, slot: int, values: Sequence[Tensor]) -> None:
+        """Write a state into a slot, converted to the cache's data types."""
+        layer, cuts = self.states[index]
+        for part, spec, ranges, value in zip(layer.parts, layer.specs, cuts, values, strict=True):
+            if ranges is None:
+                part[slot].copy_(value)
+                continue
+            begin = 0
+            for one in ranges:
+                width = one.stop - one.start
+                target = part[slot].narrow(spec.divided_dim, one.start, width)
+                target.copy_(value.narrow(spec.divided_dim, begin, width))
+                begin += width
 
 
 def token_bytes(form: Form) -> int:
@@ -57,12 +97,12 @@ def layer_bytes(parts: Sequence[TensorLayout]) -> int:
     return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
 
 
-def fits(form: Form, states: Form, kv: KvCache) -> bool:
-    """Return whether KV and states of that layout are of the same model as the cache; the data types may differ."""
-    own = form_of(kv)
-    if _shapes(states) != _shapes(states_of(kv)):
+def fits(form: Form, states: Form, own: ShardViews) -> bool:
+    """Return whether KV and states of that layout have the shapes of these shards; the data types may differ."""
+    if _shapes(states) != _shapes(own.state_form):
         return False
-    return len(form) == len(own) and all(_matches(layer, mine) for layer, mine in zip(form, own, strict=True))
+    mine = own.form
+    return len(form) == len(mine) and all(_matches(layer, one) for layer, one in zip(form, mine, strict=True))
 
 
 def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
@@ -87,8 +127,16 @@ def write(layer: LayerCache | LatentCache, rows: Sequence[Tensor], slots_T: Tens
     elif isinstance(layer, LatentCache):
         _write_latent(layer, rows, slots_T)
     else:
-        k_TGd, v_TGd = _plain(rows)
-        kv_store(k_TGd, v_TGd, layer, slots_T)
+        write(layer, _converted(rows, layer), slots_T)
+
+
+def _converted(rows: Sequence[Tensor], like: LayerCache) -> list[Tensor]:
+    """Return keys and values in the data types of the cache, with scales if it has some."""
+    k_TGd, v_TGd = _plain(rows)
+    num_tokens = len(k_TGd)
+    block = [part.new_empty(1, part.shape[1], num_tokens, *part.shape[3:]) for part in like.parts]
+    kv_store(k_TGd, v_TGd, LayerCache(*block), torch.arange(num_tokens, device=k_TGd.device))
+    return [part[0].transpose(0, 1) for part in block]
 
 
 def _write_latent(layer: LatentCache, rows: Sequence[Tensor], slots_T: Tensor) -> None:
@@ -130,6 +178,41 @@ def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return k_TGd.float() * k_scale_TG[..., None], v_TGd.float() * v_scale_TG[..., None]
     k_TGd, v_TGd = rows
     return k_TGd.float(), v_TGd.float()
+
+
+def _narrowed(cache: LayerCache | LatentCache, shard: CacheShard, bounds: tuple[int, int]) -> LayerCache | LatentCache:
+    """Return the shard of a cache that has the units `bounds`."""
+    first, end = shard.first - bounds[0], shard.end - bounds[0]
+    if (first, end) == (0, bounds[1] - bounds[0]):
+        return cache
+    if isinstance(cache, LatentCache) or not 0 <= first < end <= cache.k_NGPd.shape[1]:
+        raise ValueError(f"layer {shard.layer} is not divided as {shard.num_units} units")
+    return cache.of_heads(first, end)
+
+
+def _ranges(spec: StatePart, shard: CacheShard, bounds: tuple[int, int]) -> Sequence[slice] | None:
+    """Return the shard's ranges of a part's divided dimension, one in each section; None for the whole part."""
+    num_held = bounds[1] - bounds[0]
+    if not spec.sections or shard.end - shard.first == num_held:
+        if shard.end - shard.first != num_held:
+            raise ValueError(f"a state of layer {shard.layer} cannot be divided")
+        return None
+    found, begin = [], 0
+    for width in spec.sections:
+        if width % num_held:
+            raise ValueError(f"{width} values of a state of layer {shard.layer} cannot be divided by {num_held}")
+        each = width // num_held
+        found.append(slice(begin + (shard.first - bounds[0]) * each, begin + (shard.end - bounds[0]) * each))
+        begin += width
+    return found
+
+
+def _cut(part: Tensor, spec: StatePart, ranges: Sequence[slice] | None) -> Tensor:
+    """Return these ranges of one sequence's part of a state, one after the other."""
+    if ranges is None:
+        return part
+    dim = spec.divided_dim
+    return torch.cat([part.narrow(dim, one.start, one.stop - one.start) for one in ranges], dim=dim)
 
 
 def _shapes(form: Form) -> list[list[tuple[int, ...]]]:

@@ -83,7 +83,7 @@ class KvSender:
         """
         given, tokens = transfer.hand_over, transfer.tokens
         addresses = given.address.split(ADDRESS_SEPARATOR)
-        begin = SendBegin(addresses, given.host, given.token, len(tokens), prompt_hash(tokens))
+        begin = SendBegin(addresses, given.host, given.token, len(tokens), prompt_hash(tokens), given.ranks)
         problem = self.own.begin(given.transfer_id, begin, kv)
         if problem:
             self._problems[key] = problem

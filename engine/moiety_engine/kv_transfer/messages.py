@@ -5,8 +5,9 @@ each range of prompt tokens as soon as it is computed, then `End`, or `Cancel` a
 it as separate frames, unless both engines share memory. The receiver answers with exactly one `Received` or `Refused`;
 the sender is then done with the transfer.
 
-A transfer begins once, with the token that a gateway created for it, and belongs to the connection that began it.
-Messages of other connections under its id are dropped.
+Each rank of the sending engine that has a part of what a rank of the receiving engine needs sends it that part. The
+part begins once, with the token that a gateway created for the transfer, and belongs to the connection that began it.
+Messages of other connections under its id are dropped. The transfer is complete at a rank when all parts are.
 
 All chunks together fill `num_bytes`, each from its `offset` on. The chunk of a layer and a range of tokens contains all
 keys, then all values, or the other parts of that layer's cache, each part token by token. The state of a recurrent
@@ -16,6 +17,8 @@ layer after the last token is one chunk, of that token; these layers are numbere
 from __future__ import annotations
 
 import msgspec
+
+from moiety_wire.roles import KvRanks
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -28,21 +31,32 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
 Form = tuple[tuple[TensorLayout, ...], ...]  # layout of all layers
 
 
+class CacheShard(msgspec.Struct, frozen=True, array_like=True):
+    """Part of the cache of one layer: units `first` to `end` - 1 of `num_units` equal ones; see `cache_shards`."""
+
+    layer: int  # of the whole model; the hidden states come after all layers
+    first: int
+    end: int
+    num_units: int
+
+
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Announces the KV of the first `num_tokens` tokens of a prompt."""
+    """Announces what one rank sends to another of the KV of the first `num_tokens` tokens of a prompt."""
 
     transfer_id: str
     num_tokens: int
     num_bytes: int
     prompt_hash: bytes  # hash of those tokens
-    form: Form
+    form: Form  # of what is sent, layer by layer
     segment: str = ""  # file of the shared memory for the chunks; "": the messages carry them
     transport: str = ""
     rotation: str = ""  # rotation of the sender's cache, see KvCache
     token: str = ""  # authorisation by a gateway
     windows: tuple[int | None, ...] = ()  # windows of the sender's block tables, see KvCache
     states: Form = ()  # layout of the state of each recurrent layer
-    part: str = ""  # part of the model that the sending rank has
+    ranks: KvRanks = KvRanks()  # of the sending engine
+    rank: int = 0  # that sends
+    shards: tuple[CacheShard, ...] = ()  # that it sends: of the layers of `form`, then of those of `states`
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

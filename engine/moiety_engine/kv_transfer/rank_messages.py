@@ -1,11 +1,13 @@
 """Control messages of rank 0 for KV transfer over several ranks, in order with the steps.
 
-Each rank of the prefill engine sends its part of the KV to the rank with the same number of the decode engine.
+Each rank of the prefill engine sends its part of the KV to the ranks of the decode engine that need it.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from moiety_wire.roles import KvRanks
 
 ADDRESS_SEPARATOR = ","  # between the addresses of an engine's ranks, in order of the ranks
 
@@ -18,6 +20,7 @@ class SendBegin(msgspec.Struct, frozen=True, array_like=True):
     token: str
     num_tokens: int
     prompt_hash: bytes
+    ranks: KvRanks = KvRanks()  # of the decode engine; as many as there are addresses
 
 
 class SendRange(msgspec.Struct, frozen=True, array_like=True):

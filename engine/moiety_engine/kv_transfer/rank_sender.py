@@ -1,5 +1,7 @@
 """One rank's sender of prompts' KV: sends what a step computes of them layer by layer, while later layers are computed.
 
+Each rank of the other engine that needs shards of this rank's cache gets them in a transfer of its own.
+
 n blocks of a range of tokens.
 """
 
@@ -7,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import Tensor
 
-from moiety_engine.kv_transfer.kv_layout import form_of, read, read_state, states_of, token_bytes
+from moiety_engine.kv_transfer.cache_shards import CacheShare
+from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.rank_messages import SendBegin, SendRange
 from moiety_engine.kv_transfer.sender_thread import SenderThread
@@ -24,20 +27,37 @@ from moiety_wire.roles import KvHandoff
 log = structlog.get_logger()
 
 
+class _Shard(NamedTuple):
+    """Shard of one layer for one receiver."""
+
+    layer: int  # among those that this receiver gets
+    state: int  # among those with states; -1: the layer has rows of every token
+
+
 @dataclass(slots=True)
-class _OutgoingPart:
+class _Outgoing:
+    """What one rank of the other engine gets of a prompt's KV."""
+
+    address: str
+    views: ShardViews
+    shards: dict[int, _Shard]  # by number of the layer on this rank
+    offset: int = 0  # bytes that are sent or queued
+
+
+@dataclass(slots=True)
+class _OutgoingPrompt:
     """This rank's part of a prompt's KV."""
 
     transfer_id: str
     num_tokens: int
-    offset: int = 0  # bytes that are sent or queued
+    receivers: list[_Outgoing]
 
 
 @dataclass(slots=True)
 class _SentBlocks:
     """Range of tokens of one prompt that this step sends."""
 
-    transfer: _OutgoingPart
+    transfer: _OutgoingPrompt
     first: int
     end: int
     blocks: list[Tensor]  # blocks_n of each cache group; those behind a window are void, as is what is sent of them
@@ -48,37 +68,52 @@ class _SentBlocks:
 class RankSender:
     """Sender of one rank. Used by the thread that runs the steps."""
 
-    def __init__(self, sender: SenderThread, rank: int = 0, num_parts: int = 1, part: str = "") -> None:
-        """Create the sender of `rank`, whose part is one of `num_parts` and named `part`."""
-        self._sender, self._rank, self._num_parts, self._part = sender, rank, num_parts, part
-        self._open: dict[str, _OutgoingPart] = {}
+    def __init__(self, sender: SenderThread, share: CacheShare) -> None:
+        """Create the sender of the rank that has this share of the cache."""
+        self._sender, self._share = sender, share
+        self._open: dict[str, _OutgoingPrompt] = {}
         self._stream: Any = None  # CUDA stream for copies to the host
 
     def begin(self, transfer_id: str, begin: SendBegin, kv: KvCache) -> str:
-        """Announce this rank's part. Return why it is not possible, or ""."""
-        if len(begin.addresses) != self._num_parts:
+        """Announce this rank's part to each rank that needs some of it. Return why it is not possible, or ""."""
+        share = self._share
+        if len(begin.addresses) != begin.ranks.tp * begin.ranks.pp:
             return (
-                f"the other engine has {len(begin.addresses)} ranks with layers, and this one {self._num_parts}: start "
-                "both with the same --tp and --pp"
+                f"the gateway names {len(begin.addresses)} KV addresses of an engine with --tp {begin.ranks.tp} and "
+                f"--pp {begin.ranks.pp}: run the same release of the gateway and all engines"
             )
-        form, states = form_of(kv), states_of(kv)
-        announced = Begin(
-            transfer_id,
-            begin.num_tokens,
-            begin.num_tokens * token_bytes(form) + token_bytes(states),
-            begin.prompt_hash,
-            form,
-            rotation=kv.rotation,
-            token=begin.token,
-            windows=kv.windows,
-            states=states,
-            part=self._part,
-        )
-        target = KvHandoff(transfer_id, begin.addresses[self._rank], begin.host, begin.token)
-        problem = self._sender.begin(target, announced)
-        if not problem:
-            self._open[transfer_id] = _OutgoingPart(transfer_id, begin.num_tokens)
-        return problem
+        if reason := share.why_incompatible(begin.ranks):
+            return reason
+        transfer = _OutgoingPrompt(transfer_id, begin.num_tokens, [])
+        for rank, shards in share.shards_to(begin.ranks).items():
+            try:
+                views = ShardViews(kv, share, shards)
+            except ValueError as exc:
+                problem = f"its cache cannot be divided for the other engine: {exc}"
+            else:
+                form, states = views.form, views.state_form
+                announced = Begin(
+                    transfer_id,
+                    begin.num_tokens,
+                    begin.num_tokens * token_bytes(form) + token_bytes(states),
+                    begin.prompt_hash,
+                    form,
+                    rotation=kv.rotation,
+                    token=begin.token,
+                    windows=kv.windows,
+                    states=states,
+                    ranks=share.ranks,
+                    rank=share.rank,
+                    shards=shards,
+                )
+                address = begin.addresses[rank]
+                problem = self._sender.begin(KvHandoff(transfer_id, address, begin.host, begin.token), announced)
+            if problem:
+                self._cancel(transfer)
+                return problem
+            transfer.receivers.append(_Outgoing(address, views, _shards_by_layer(views)))
+        self._open[transfer_id] = transfer
+        return ""
 
     def sends(self, ranges: Sequence[SendRange], kv: KvCache) -> StepSends | None:
         """Return the sends of a step; None if there are none.
@@ -102,24 +137,35 @@ class RankSender:
         return StepSends(self._sender, kv, sent_blocks, self._stream)
 
     def end(self, transfer_id: str, *, is_complete: bool) -> str:
-        """End a transfer, or cancel it if it is not complete. Return why the receiver refused it, if that is known."""
-        if self._open.pop(transfer_id, None) is not None and is_complete:
-            return self._sender.end(transfer_id)
-        self._sender.cancel(transfer_id)
-        return ""
+        """End a transfer, or cancel it if it is not complete. Return why a receiver refused it, if that is known."""
+        transfer = self._open.pop(transfer_id, None)
+        if transfer is None:
+            return ""
+        if not is_complete:
+            self._cancel(transfer)
+            return ""
+        problems = [self._sender.end(transfer_id, one.address) for one in transfer.receivers]
+        problem = next(filter(None, problems), "")
+        if problem:
+            self._cancel(transfer)
+        return problem
 
     def log_not_sent(self, problem: str) -> None:
         """Log why this rank's part was not sent; "" logs nothing."""
         if problem:
             log.warning(
                 "kv_part_not_sent",
-                rank=self._rank,
+                rank=self._share.rank,
                 reason=problem,
                 advice="none needed: the decode engine computes the prompt; if it recurs, see the reason",
             )
 
     def close(self) -> None:
         self._sender.close()
+
+    def _cancel(self, transfer: _OutgoingPrompt) -> None:
+        for one in transfer.receivers:
+            self._sender.cancel(transfer.transfer_id, one.address)
 
 
 class StepSends:
@@ -128,26 +174,26 @@ class StepSends:
     def __init__(self, sender: SenderThread, kv: KvCache, sent_blocks: Sequence[_SentBlocks], stream: Any) -> None:
         """Create the sends. `stream` is used for copies to the host; None where no copy is needed."""
         self._sender, self._kv, self._sent_blocks, self._stream = sender, kv, sent_blocks, stream
-        self._token_caches, self._state_caches = kv.token_caches, kv.state_caches
-        self._number = {layer: number for number, layer in enumerate((*self._token_caches, *self._state_caches))}
 
     def __call__(self, layer: int) -> None:
-        if layer not in self._number:
-            return  # it reads the keys and values of an earlier layer
-        states = self._state_caches.get(layer)
         for blocks_sent in self._sent_blocks:
-            first, end = blocks_sent.first, blocks_sent.end
-            if states is None:
-                blocks_n = blocks_sent.blocks[self._kv.groups[layer]]
-                rows = read(self._token_caches[layer], blocks_n, blocks_sent.in_block, end - first)
-            elif end == blocks_sent.transfer.num_tokens:
-                rows, first = read_state(states, blocks_sent.state_slot), end - 1
-            else:
-                continue
-            transfer = blocks_sent.transfer
-            piece = KvChunk(transfer.transfer_id, self._number[layer], first, end, transfer.offset)
-            transfer.offset += sum(row.nbytes for row in rows)
-            self._sender.put(piece, *self._on_host(rows))
+            for receiver in blocks_sent.transfer.receivers:
+                shard = receiver.shards.get(layer)
+                if shard is not None:  # else this rank does not send it, or it reads keys and values of another layer
+                    self._send(layer, blocks_sent, receiver, shard)
+
+    def _send(self, layer: int, blocks_sent: _SentBlocks, receiver: _Outgoing, shard: _Shard) -> None:
+        first, end = blocks_sent.first, blocks_sent.end
+        if shard.state < 0:
+            blocks_n = blocks_sent.blocks[self._kv.groups[layer]]
+            rows = read(receiver.views.paged[shard.layer], blocks_n, blocks_sent.in_block, end - first)
+        elif end == blocks_sent.transfer.num_tokens:
+            rows, first = receiver.views.read_state(shard.state, blocks_sent.state_slot), end - 1
+        else:
+            return
+        piece = KvChunk(blocks_sent.transfer.transfer_id, shard.layer, first, end, receiver.offset)
+        receiver.offset += sum(row.nbytes for row in rows)
+        self._sender.put(receiver.address, piece, *self._on_host(rows))
 
     def _on_host(self, rows: list[Tensor]) -> tuple[list[Tensor], DeviceMark]:
         """Copy rows to the host. On a GPU the copies overlap with the computation of later layers."""
@@ -161,3 +207,8 @@ class StepSends:
                 row.record_stream(stream)
                 copies.append(torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True))
             return copies, DeviceMark(stream.record_event())
+
+
+def _shards_by_layer(views: ShardViews) -> dict[int, _Shard]:
+    num_paged = len(views.paged)
+    return {number: _Shard(index, max(-1, index - num_paged)) for index, number in enumerate(views.numbers)}

@@ -26,18 +26,11 @@ from moiety_engine.kv_transfer.transports import own_host
 
 if TYPE_CHECKING:
     from moiety_engine.distribution.collectives import RankCollectives
-    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.distribution.rank_group import RankGroup
     from moiety_engine.model.batch import KvCache
 
 POLL_S = 0.005  # interval of polls for a transfer of which this rank's part has arrived
 _ADDRESSES = "kv-address"  # store key
-
-
-def part_name(position: RankPosition) -> str:
-    """Return the name of a rank's part of the KV. Only equal parts fit together."""
-    layout = position.layout
-    return f"tp {position.tp_rank} of {layout.tp}, pp {position.pp_rank} of {layout.pp}"
 
 
 def rank_address(listen: str, rank: int) -> str:

@@ -54,7 +54,7 @@ class SenderThread:
         self._secret_key = secret_key
         self._host = own_host()
         self._lock = threading.Lock()
-        self._transfers: dict[str, _OutgoingTransfer] = {}
+        self._transfers: dict[tuple[str, str], _OutgoingTransfer] = {}  # by id and address of the receiver
         self._held_bytes = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._links: dict[str, zmq.Socket[bytes]] = {}
@@ -77,33 +77,33 @@ class SenderThread:
                 return f"shared memory is not available ({exc}); use --kv-transport tcp"
             begin = msgspec.structs.replace(begin, segment=transport.segment, transport=transport.name.value)
             transfer = _OutgoingTransfer(begin, hand_over.address, transport, time.monotonic())
-            self._transfers[begin.transfer_id] = transfer
+            self._transfers[begin.transfer_id, hand_over.address] = transfer
             self._held_bytes += begin.num_bytes
         self._jobs.put(lambda: self._send_message(transfer, begin))
         return ""
 
-    def put(self, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
+    def put(self, address: str, piece: KvChunk, parts: Sequence[Tensor], mark: DeviceMark) -> None:
         """Send a chunk of one layer; its tensors are in host memory once the mark is passed."""
-        transfer = self._transfers.get(piece.transfer_id)
+        transfer = self._transfers.get((piece.transfer_id, address))
         if transfer is not None and not transfer.problem:
             self._jobs.put(lambda: self._send(transfer, piece, parts, mark))
 
-    def end(self, transfer_id: str) -> str:
+    def end(self, transfer_id: str, address: str) -> str:
         """End a transfer after all its chunks were queued.
 
         Return why the receiver refused it, if that is known by now, or "".
         """
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._transfers.get((transfer_id, address))
         if transfer is None:
             return ""  # it has arrived already
         if not transfer.problem:
             self._jobs.put(lambda: self._send_message(transfer, End(transfer_id)))
             return ""
-        self.cancel(transfer_id)
+        self.cancel(transfer_id, address)
         return transfer.problem
 
-    def cancel(self, transfer_id: str) -> None:
-        transfer = self._transfers.get(transfer_id)
+    def cancel(self, transfer_id: str, address: str) -> None:
+        transfer = self._transfers.get((transfer_id, address))
         if transfer is not None:
             self._jobs.put(lambda: self._cancel(transfer))
 
@@ -157,11 +157,11 @@ class SenderThread:
 
     def _cancel(self, transfer: _OutgoingTransfer) -> None:
         self._send_message(transfer, Cancel(transfer.begin.transfer_id))
-        self._forget(transfer.begin.transfer_id)
+        self._forget(transfer)
 
     def _receive_answers(self) -> None:
         """Process the answers that have arrived."""
-        for socket in self._links.values():
+        for address, socket in self._links.items():
             while True:
                 try:
                     answer = self._decoder.decode(socket.recv(zmq.NOBLOCK))
@@ -170,15 +170,16 @@ class SenderThread:
                 except msgspec.MsgspecError as exc:
                     log.warning("kv_answer_undecodable", reason=str(exc), advice="run the same release of all engines")
                     continue
-                self._take(answer)
+                transfer = self._transfers.get((answer.transfer_id, address))
+                if transfer is not None:
+                    self._take(transfer, answer)
 
-    def _take(self, answer: ToSender) -> None:
+    def _take(self, transfer: _OutgoingTransfer, answer: ToSender) -> None:
         match answer:
             case Received():
-                self._forget(answer.transfer_id)
+                self._forget(transfer)
             case Refused():
-                transfer = self._transfers.get(answer.transfer_id)
-                if transfer is not None:
+                if not transfer.problem:
                     transfer.problem = answer.reason
                     log.warning(
                         "kv_transfer_refused",
@@ -198,18 +199,18 @@ class SenderThread:
                     num_bytes=transfer.begin.num_bytes,
                     advice="check the network between the engines; the decode engine computes the prompt",
                 )
-                self._forget(transfer.begin.transfer_id)
+                self._forget(transfer)
                 link = self._links.pop(transfer.address, None)
                 if link is not None:
                     link.close(linger=0)
 
-    def _forget(self, transfer_id: str) -> None:
+    def _forget(self, transfer: _OutgoingTransfer) -> None:
         with self._lock:
-            transfer = self._transfers.pop(transfer_id, None)
-            if transfer is not None:
-                self._held_bytes -= transfer.begin.num_bytes
-        if transfer is not None:
-            transfer.transport.close()
+            found = self._transfers.pop((transfer.begin.transfer_id, transfer.address), None)
+            if found is not None:
+                self._held_bytes -= found.begin.num_bytes
+        if found is not None:
+            found.transport.close()
 
     def _link_to(self, address: str) -> zmq.Socket[bytes] | None:
         link = self._links.get(address)

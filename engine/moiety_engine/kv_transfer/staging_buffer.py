@@ -1,6 +1,7 @@
 """Staging buffer in host memory for KV from other engines, until its request is scheduled.
 
-The receiver thread and the step loop's thread share it and may call all methods.
+A transfer has a part from each rank of the sending engine that has shards of this rank's cache. The receiver thread
+and the step loop's thread share the buffer and may call all methods.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash
-from moiety_engine.kv_transfer.kv_layout import fits, layer_bytes, token_bytes, views, write, write_state
+from moiety_engine.kv_transfer.cache_shards import CacheShare
+from moiety_engine.kv_transfer.kv_layout import ShardViews, fits, layer_bytes, token_bytes, views, write
 from moiety_engine.kv_transfer.messages import Begin, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
@@ -38,13 +40,12 @@ class Progress(IntEnum):
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _Part:
+    """What one rank of the sending engine sends."""
+
     begin: Begin
     buffer_B: Tensor
-    begun_unix_ns: int
     heard_s: float
-    sender: bytes  # connection that began the transfer
-    is_claimed: bool = False
     ended_unix_ns: int = 0  # time of completion; 0 while incomplete
     pieces: list[list[KvChunk]] = field(default_factory=list)  # chunks of each layer
 
@@ -52,6 +53,35 @@ class _Transfer:
     def layers(self) -> Form:
         """Layout of all layers: those with rows of every token, then those with states."""
         return (*self.begin.form, *self.begin.states)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    begun_unix_ns: int
+    num_parts: int
+    parts: dict[bytes, _Part] = field(default_factory=dict)  # by the connection that began it
+    is_claimed: bool = False
+
+    @property
+    def first(self) -> Begin:
+        """Announcement of the first part."""
+        return next(iter(self.parts.values())).begin
+
+    @property
+    def heard_s(self) -> float:
+        """Time of the newest message."""
+        return max(part.heard_s for part in self.parts.values())
+
+    @property
+    def ended_unix_ns(self) -> int:
+        """Time of completion; 0 while incomplete."""
+        ends_ns = [part.ended_unix_ns for part in self.parts.values()]
+        return max(ends_ns) if len(ends_ns) == self.num_parts and all(ends_ns) else 0
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Return whether a part that has begun, or one that has not, is overdue."""
+        unfinished = [part.heard_s for part in self.parts.values() if not part.ended_unix_ns]
+        return now_s - min(unfinished, default=self.heard_s) > STALLED_S
 
 
 def prompt_hash(token_ids: Sequence[int]) -> bytes:
@@ -62,9 +92,9 @@ def prompt_hash(token_ids: Sequence[int]) -> bytes:
 class StagingBuffer:
     """Received KV, at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int, *, part: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the buffer of a rank whose part of the KV is named `part`."""
-        self._part = part
+    def __init__(self, max_bytes: int, share: CacheShare, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the buffer of a rank that has this share of the cache."""
+        self._share = share
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -81,37 +111,45 @@ class StagingBuffer:
     # ── from the sender ──
 
     def begin(self, begin: Begin, sender: bytes = b"") -> str:
-        """Begin a transfer from a connection. Return why it is refused, or "". A transfer cannot begin twice."""
+        """Begin a transfer, or a part of one, from a connection. Return why it is refused, or "".
+
+        A part cannot begin twice. If one is refused, so is the whole transfer.
+        """
         with self._lock:
             self._drop_unclaimed()
-            if begin.transfer_id in self._transfers:
+            transfer = self._transfers.get(begin.transfer_id)
+            parts = {} if transfer is None else transfer.parts
+            if sender in parts or any(part.begin.rank == begin.rank for part in parts.values()):
                 return "a transfer with this id has begun already"
             if begin.transfer_id in self._lost:
                 return "a transfer with this id has ended already"
-            complaint = self._complaint(begin)
+            complaint = self._complaint(begin, transfer)
             if not complaint:
                 try:
                     buffer_B = _buffer(begin)
                 except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
                     complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
             if complaint:
+                self._drop(begin.transfer_id)
                 self._remember_lost(begin.transfer_id)
                 return complaint
+            if transfer is None:
+                num_parts = len(self._share.shards_from(begin.ranks))
+                transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
             pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
             self._held_bytes += begin.num_bytes
-            begun_ns, now_s = time.time_ns(), self._clock()
-            self._transfers[begin.transfer_id] = _Transfer(begin, buffer_B, begun_ns, now_s, sender, pieces=pieces)
+            transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces)
             return ""
 
     def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
         """Store a chunk; its bytes come with it unless the memory is shared. An invalid chunk ends the transfer."""
-        transfer = self._transfers.get(piece.transfer_id)
-        if transfer is None or transfer.sender != sender or transfer.ended_unix_ns:
+        part = self._part_of(piece.transfer_id, sender)
+        if part is None or part.ended_unix_ns:
             return
-        form, buffer_B = transfer.layers, transfer.buffer_B
-        is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= transfer.begin.num_tokens
+        form, buffer_B = part.layers, part.buffer_B
+        is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= part.begin.num_tokens
         num_bytes = (piece.end - piece.first) * layer_bytes(form[piece.layer]) if is_right else 0
-        if not transfer.begin.segment:
+        if not part.begin.segment:
             is_right = is_right and sum(len(frame) for frame in frames) == num_bytes
         if not is_right or not 0 <= piece.offset <= len(buffer_B) - num_bytes:
             self.drop(piece.transfer_id)
@@ -120,27 +158,26 @@ class StagingBuffer:
         for frame in frames:
             buffer_B[begin : begin + len(frame)].numpy()[:] = frame
             begin += len(frame)
-        transfer.pieces[piece.layer].append(piece)
-        transfer.heard_s = self._clock()
+        part.pieces[piece.layer].append(piece)
+        part.heard_s = self._clock()
 
     def end(self, transfer_id: str, sender: bytes = b"") -> bool:
-        """End a transfer, and return whether it is complete. An incomplete transfer is dropped."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.sender != sender:
+        """End a connection's part, and return whether it is complete. If not, the whole transfer is dropped."""
+        part = self._part_of(transfer_id, sender)
+        if part is None:
             return False
-        begin = transfer.begin
+        begin = part.begin
         expected = [begin.num_tokens] * len(begin.form) + [1] * len(begin.states)
-        if [sum(piece.end - piece.first for piece in layer) for layer in transfer.pieces] != expected:
+        if [sum(piece.end - piece.first for piece in layer) for layer in part.pieces] != expected:
             self.drop(transfer_id)
             return False
-        transfer.ended_unix_ns, transfer.heard_s = time.time_ns(), self._clock()
+        part.heard_s, part.ended_unix_ns = self._clock(), time.time_ns()
         return True
 
     def cancel(self, transfer_id: str, sender: bytes = b"") -> None:
-        """Drop a transfer at the request of the connection that began it."""
+        """Drop a transfer at the request of a connection that began a part of it."""
         with self._lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None and transfer.sender == sender:
+            if self._part_of(transfer_id, sender) is not None:
                 self._drop(transfer_id)
 
     def drop(self, transfer_id: str) -> None:
@@ -159,7 +196,7 @@ class StagingBuffer:
             transfer.is_claimed = True
             if transfer.ended_unix_ns:
                 return Progress.THERE
-            if self._clock() - transfer.heard_s > STALLED_S:
+            if transfer.is_stalled(self._clock()):
                 self._drop(transfer_id)
                 return Progress.LOST
             return Progress.COMING
@@ -171,12 +208,12 @@ class StagingBuffer:
         """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or not transfer.ended_unix_ns or transfer.begin.prompt_hash != hashed:
+            if transfer is None or not transfer.ended_unix_ns or transfer.first.prompt_hash != hashed:
                 self._drop(transfer_id)
                 return None
-            begin = transfer.begin
+            first, num_bytes = transfer.first, sum(part.begin.num_bytes for part in transfer.parts.values())
             ended_ns = transfer.ended_unix_ns
-            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, begin.num_tokens, begin.num_bytes, begin.transport)
+            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, first.num_tokens, num_bytes, first.transport)
 
     @torch.inference_mode()
     def load(
@@ -196,26 +233,42 @@ class StagingBuffer:
         with self._lock:
             transfer, kv = self._transfers[transfer_id], self._kv
         assert kv is not None, "KV is loaded without a cache"
-        device = kv.layers[0].parts[0].device
         blocks_of = [torch.tensor(table) for table in tables]
-        token_caches, num_paged = kv.token_caches, len(transfer.begin.form)
-        of_layers = zip(token_caches.items(), transfer.begin.form, transfer.pieces[:num_paged], strict=True)
-        for (number, cache), form, pieces in of_layers:
+        for part in transfer.parts.values():
+            self._load(part, kv, first, blocks_of, firsts, state_slot)
+        self.drop(transfer_id)
+
+    def _load(
+        self,
+        part: _Part,
+        kv: KvCache,
+        first: int,
+        blocks_of: Sequence[Tensor],
+        firsts: Sequence[int],
+        state_slot: int,
+    ) -> None:
+        device = kv.layers[0].parts[0].device
+        shards = ShardViews(kv, self._share, part.begin.shards)
+        num_paged = len(shards.paged)
+        of_layers = zip(shards.numbers, shards.paged, part.begin.form, part.pieces, strict=False)
+        for number, cache, form, pieces in of_layers:
             group = kv.groups[number]
             blocks_n, kept_from = blocks_of[group], max(first, firsts[group] * kv.block_size)
             for piece in pieces:
                 begin = max(kept_from, piece.first)
                 if begin >= piece.end:
                     continue
-                rows = views(transfer.buffer_B[piece.offset :], form, piece.end - piece.first)
+                rows = views(part.buffer_B[piece.offset :], form, piece.end - piece.first)
                 positions_T = torch.arange(begin, piece.end)
                 slots_T = blocks_n[positions_T // kv.block_size] * kv.block_size + positions_T % kv.block_size
-                write(cache, [part[begin - piece.first :].to(device) for part in rows], slots_T.to(device))
-        states = zip(kv.state_caches.values(), transfer.begin.states, transfer.pieces[num_paged:], strict=True)
-        for state_cache, form, (piece,) in states:
-            values = views(transfer.buffer_B[piece.offset :], form, 1)
-            write_state(state_cache, state_slot, [part[0] for part in values])
-        self.drop(transfer_id)
+                write(cache, [row[begin - piece.first :].to(device) for row in rows], slots_T.to(device))
+        for index, (form, (piece,)) in enumerate(zip(part.begin.states, part.pieces[num_paged:], strict=True)):
+            values = views(part.buffer_B[piece.offset :], form, 1)
+            shards.write_state(index, state_slot, [value[0] for value in values])
+
+    def _part_of(self, transfer_id: str, sender: bytes) -> _Part | None:
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.parts.get(sender)
 
     def _drop_unclaimed(self) -> None:
         now_s = self._clock()
@@ -226,7 +279,7 @@ class StagingBuffer:
     def _drop(self, transfer_id: str) -> None:
         transfer = self._transfers.pop(transfer_id, None)
         if transfer is not None:
-            self._held_bytes -= transfer.begin.num_bytes
+            self._held_bytes -= sum(part.begin.num_bytes for part in transfer.parts.values())
             self._remember_lost(transfer_id)
 
     def _remember_lost(self, transfer_id: str) -> None:
@@ -234,27 +287,39 @@ class StagingBuffer:
         if len(self._lost) > MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]
 
-    def _complaint(self, begin: Begin) -> str:
+    def _complaint(self, begin: Begin, transfer: _Transfer | None) -> str:
+        """Return why a part cannot be received; `transfer` has the parts that have begun before."""
         if self._kv is None:
             return "the engine sleeps"
+        return (
+            self._share.why_incompatible(begin.ranks)
+            or self._why_unlike(begin, self._kv)
+            or ("" if transfer is None else _why_apart(begin, transfer.first))
+            or self._lacks_room(begin)
+        )
+
+    def _why_unlike(self, begin: Begin, kv: KvCache) -> str:
+        """Return why what is announced is not of this cache; "" if it is."""
+        expected = self._share.shards_from(begin.ranks).get(begin.rank, ())
         try:
-            is_fit = fits(begin.form, begin.states, self._kv)
+            is_fit = begin.shards == expected != () and fits(
+                begin.form, begin.states, ShardViews(kv, self._share, expected)
+            )
             num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states)
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
-        if begin.part != self._part:
-            return f"it is the part {begin.part!r}, and not {self._part!r}: give both engines the same --tp and --pp"
-        if not is_fit or (begin.rotation, begin.windows) != (self._kv.rotation, self._kv.windows):
-            angles = "its keys have other rotary embeddings: give both engines the same --max-context-tokens"
-            other = "it is from a model with other layers, heads or widths, or only one engine has --speculate mtp"
-            windows = (  # else freed blocks would be read, and cached as if they were valid
-                f"its block tables free what is behind the windows {begin.windows}, and not {self._kv.windows}: give "
-                "both engines the same --disk-cache, --batching and --speculate"
+        if not is_fit:
+            return "it is from a model with other layers, heads or widths, or only one engine has --speculate mtp"
+        if begin.rotation != kv.rotation:
+            return "its keys have other rotary embeddings: give both engines the same --max-context-tokens"
+        if begin.windows != kv.windows:  # else freed blocks would be read, and cached as if they were valid
+            return (
+                f"its block tables free what is behind the windows {begin.windows}, and not {kv.windows}: give both "
+                "engines the same --disk-cache, --batching and --speculate"
             )
-            return other if not is_fit else angles if begin.rotation != self._kv.rotation else windows
         if begin.num_tokens < 1 or begin.num_bytes != num_bytes:
             return f"{begin.num_tokens} tokens have {num_bytes} bytes, not {begin.num_bytes}"
-        return self._lacks_room(begin)
+        return ""
 
     def _lacks_room(self, begin: Begin) -> str:
         if self._held_bytes + begin.num_bytes > self._max_bytes:
@@ -263,6 +328,12 @@ class StagingBuffer:
                 f"{self._held_bytes} are used: raise --kv-buffer-bytes"
             )
         return ""
+
+
+def _why_apart(begin: Begin, other: Begin) -> str:
+    """Return why two parts are not of one transfer; "" if they can be."""
+    both = [(one.num_tokens, one.prompt_hash, one.ranks) for one in (begin, other)]
+    return "" if both[0] == both[1] else "its parts are of different prompts or engines"
 
 
 def _buffer(begin: Begin) -> Tensor:

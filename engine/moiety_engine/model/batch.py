@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.model.adapter_stacks import AdaptedRows
+    from moiety_engine.model.recurrent_specs import StatePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,12 @@ class RecurrentStateCache:
     """States of one recurrent layer: for each part of the layer's spec a tensor [num_slots, *shape of the part].
 
     `records` has the inputs of drafted tokens: for each of the spec's `input_widths` a tensor
-    [num_slots, num_record_tokens, width]; (): none are kept.
+    [num_slots, num_record_tokens, width]; (): none are kept. `specs` are those of the parts.
     """
 
     parts: tuple[Tensor, ...]
     records: tuple[Tensor, ...] = ()
+    specs: tuple[StatePart, ...] = ()
 
     def record(self, rows: RecurrentRows, *inputs_TC: Tensor) -> None:
         """Keep the inputs of the tokens that may be replayed."""

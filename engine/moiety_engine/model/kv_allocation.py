@@ -160,6 +160,7 @@ class KvAllocation:
             state = RecurrentStateCache(
                 tuple(empty(num_state_slots, *part.shape, dtype=self._state_dtype(part)) for part in one.state_parts),
                 tuple(map(record, widths)),
+                one.state_parts,
             )
             if not isinstance(one, PagedStateSpec) or not one.entry_widths:
                 return state

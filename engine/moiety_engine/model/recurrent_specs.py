@@ -16,10 +16,14 @@ class StatePart:
     """One tensor of the state that a recurrent layer keeps of a sequence.
 
     `shape` is that of one sequence, on one rank. `exact`: float32; otherwise the part has the type of activations.
+    Dimension `divided_dim` consists of `sections`, given by their widths: tensor parallelism divides each of them
+    evenly, and a rank's part has its share of each, in their order. (): every rank has the whole part.
     """
 
     shape: tuple[int, ...]
     exact: bool = True
+    sections: tuple[int, ...] = ()
+    divided_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,21 @@ class RecurrentSpec(ABC):
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
         """Names of the fields that tensor parallelism divides, each with what it counts, for error messages."""
 
-    def _matrices_and_tail(self, shape: tuple[int, ...], conv_taps: int, conv_channels: int) -> tuple[StatePart, ...]:
-        """Return the parts of a state of matrices and of the last inputs of a convolution."""
-        return StatePart(shape), StatePart((conv_taps - 1, conv_channels), exact=False)
+    def _matrices_and_tail(
+        self, shape: tuple[int, ...], conv_taps: int, conv_sections: tuple[int, ...]
+    ) -> tuple[StatePart, ...]:
+        """Return the parts of a state of matrices, one per head, and of the last inputs of a convolution."""
+        return StatePart(shape, sections=shape[:1]), _tail(conv_taps, conv_sections)
 
     @property
     def matrix_values(self) -> int:
         """Values of the state's exact parts, which every token reads and changes."""
         return sum(math.prod(part.shape) for part in self.state_parts if part.exact)
+
+
+def _tail(conv_taps: int, sections: tuple[int, ...]) -> StatePart:
+    """Return the last inputs of a convolution, whose channels are these sections one after the other."""
+    return StatePart((conv_taps - 1, sum(sections)), exact=False, sections=sections, divided_dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,13 @@ class GatedDeltaSpec(RecurrentSpec):
     @property
     def conv_channels(self) -> int:
         """Width of all queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_width + self.output_width
+        return sum(self.conv_sections)
+
+    @property
+    def conv_sections(self) -> tuple[int, int, int]:
+        """Widths of the queries, the keys and the values of all heads."""
+        keys = self.num_key_heads * self.key_width
+        return keys, keys, self.output_width
 
     @property
     def output_width(self) -> int:
@@ -106,7 +123,7 @@ class GatedDeltaSpec(RecurrentSpec):
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head, and the last inputs of the convolution."""
         shape = self.num_value_heads, self.key_width, self.value_width
-        return self._matrices_and_tail(shape, self.conv_taps, self.conv_channels)
+        return self._matrices_and_tail(shape, self.conv_taps, self.conv_sections)
 
     @property
     def input_widths(self) -> tuple[int, ...]:
@@ -167,7 +184,7 @@ class Mamba2Spec(RecurrentSpec):
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix per head, and the last inputs of the convolution."""
         shape = self.num_heads, self.state_width, self.head_width
-        return self._matrices_and_tail(shape, self.conv_taps, self.conv_channels)
+        return self._matrices_and_tail(shape, self.conv_taps, self.sections[1:4])
 
     @property
     def input_widths(self) -> tuple[int, ...]:
@@ -230,7 +247,7 @@ class KimiDeltaSpec(SquareStateSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head, and the last inputs of the convolution."""
-        return self._matrices_and_tail(self._matrix_shape, self.conv_taps, self.conv_channels)
+        return self._matrices_and_tail(self._matrix_shape, self.conv_taps, (self.output_width,) * 3)
 
     @property
     def input_widths(self) -> tuple[int, ...]:
@@ -295,7 +312,7 @@ class ShortConvSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """The last inputs of the convolution."""
-        return (StatePart((self.conv_taps - 1, self.num_channels), exact=False),)
+        return (_tail(self.conv_taps, (self.num_channels,)),)
 
     @property
     def input_widths(self) -> tuple[int, ...]:
@@ -338,8 +355,9 @@ class MambaSpec(RecurrentSpec):
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """The rows of all channels' states, and the last inputs of the convolution."""
-        states = StatePart((self.state_width, self.num_channels))
-        return states, StatePart((self.conv_taps - 1, self.num_channels), exact=False)
+        channels = (self.num_channels,)
+        states = StatePart((self.state_width, self.num_channels), sections=channels, divided_dim=1)
+        return states, _tail(self.conv_taps, channels)
 
     @property
     def input_widths(self) -> tuple[int, ...]:

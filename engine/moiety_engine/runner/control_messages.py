@@ -50,6 +50,7 @@ class Allocate(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_state_slots: int = 0
     num_host_state_slots: int = 0
     num_record_tokens: int = 0
+    windows: tuple[int | None, ...] = ()  # of the block tables, see KvCache
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, array_like=True):

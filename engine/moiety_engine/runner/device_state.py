@@ -200,6 +200,7 @@ def _allocation(sizes: Sizes, scratch: int) -> Allocate:
         sizes.num_state_slots,
         sizes.num_host_state_slots,
         sizes.num_record_tokens,
+        sizes.windows,
     )
 
 

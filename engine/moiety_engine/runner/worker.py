@@ -6,6 +6,7 @@ L rows whose results are wanted.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -252,7 +253,8 @@ class Worker(WorkerBase):
 
     def _allocate(self, message: Allocate) -> None:
         slots = message.num_state_slots, message.num_record_tokens
-        self._kv = self._model.allocate_kv(message.num_blocks, message.block_size, *slots)
+        kv = self._model.allocate_kv(message.num_blocks, message.block_size, *slots)
+        self._kv = replace(kv, windows=message.windows)
         self._host_kv = HostKv(self._kv, message.num_host_blocks) if message.num_host_blocks else None
         self._state_copier = StateCopier(self._kv, message.num_host_state_slots, self._model.recurrent)
         self._features = features_of(self._model, message.image_cache_bytes)

@@ -36,6 +36,14 @@ class LayerCache:
         k_scale_NGP, v_scale_NGP = (None if one is None else one[:, :0] for one in (self.k_scale_NGP, self.v_scale_NGP))
         return LayerCache(self.k_NGPd[:, :0], self.v_NGPd[:, :0], k_scale_NGP, v_scale_NGP)
 
+    def of_heads(self, first: int, end: int) -> LayerCache:
+        """Return views of the key-value heads `first` to `end` - 1."""
+        heads = slice(first, end)
+        k_scale_NGP, v_scale_NGP = (
+            None if one is None else one[:, heads] for one in (self.k_scale_NGP, self.v_scale_NGP)
+        )
+        return LayerCache(self.k_NGPd[:, heads], self.v_NGPd[:, heads], k_scale_NGP, v_scale_NGP)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:

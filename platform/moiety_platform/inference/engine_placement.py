@@ -122,4 +122,4 @@ def _hand_over_to(engine: EngineState) -> KvHandoff:
     assert engine.card is not None, "chosen by its card"
     transfer_id = random_hex(16)
     token = transfer_token(engine.card.kv_secret, transfer_id)
-    return KvHandoff(transfer_id, kv_address_of(engine), engine.card.kv_host, token)
+    return KvHandoff(transfer_id, kv_address_of(engine), engine.card.kv_host, token, engine.card.kv_ranks)

@@ -1,0 +1,141 @@
+"""Division of a model's cache over ranks, and the shards that each rank of one engine sends to each rank of another.
+
+A layer's cache consists of equal units: its key-value heads; a single one if every rank has the whole layer, as with
+latent attention; or, for recurrent states, as many as both engines' numbers of ranks need. Pure functions of the two
+divisions, so both engines compute the same shards. Ranks are numbered within a group of --dp-attention: those of each
+pipeline stage, one stage after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from moiety_engine.distribution.layout import Layout, RankPosition
+from moiety_engine.kv_transfer.messages import CacheShard
+from moiety_engine.model.recurrent_specs import RecurrentSpec
+from moiety_engine.model.spec import LatentAttentionSpec, kv_layer_of
+from moiety_engine.model.tensor_shards import own_range
+from moiety_wire.roles import KvRanks
+
+if TYPE_CHECKING:
+    from moiety_engine.model.spec import AttentionSpec, ModelSpec
+
+EVENLY = 0  # units of a recurrent state, which tensor parallelism divides evenly
+WHOLE = 1  # units of a cache that every rank of a stage has
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShare:
+    """One rank's share of a model's cache.
+
+    `units` has the key-value heads of each layer of the whole model, WHOLE, EVENLY, or None for a layer that reads the
+    cache of an earlier one; those of the hidden states follow if they are kept.
+    """
+
+    ranks: KvRanks
+    rank: int
+    num_layers: int
+    units: tuple[int | None, ...]
+
+    @property
+    def first_layer(self) -> int:
+        """Index of the rank's first layer in the model."""
+        return _layers_of(self.ranks, self.rank // self.ranks.tp, self.num_layers).start
+
+    def why_incompatible(self, other: KvRanks) -> str:
+        """Return why the caches of the other engine's ranks have no common division with this one's; "" if they do."""
+        if min(other.tp, other.pp) < 1 or other.tp * other.pp > MAX_RANKS:
+            return f"--tp {other.tp} and --pp {other.pp} of the other engine are no numbers of ranks"
+        if other.pp > self.num_layers:
+            return f"--pp {other.pp} of the other engine is more than the model's {self.num_layers} layers"
+        uneven = {one for one in self.units if one and one != WHOLE and one % other.tp and other.tp % one}
+        if uneven:
+            return f"--tp {other.tp} of the other engine does not divide the model's {min(uneven)} key-value heads"
+        return ""
+
+    def range_of(self, shard: CacheShard) -> tuple[int, int]:
+        """Return the rank's own range of a layer, in units of the shard."""
+        return _range(self.units[shard.layer], shard.num_units, self.ranks.tp, self.rank % self.ranks.tp)
+
+    def shards_to(self, receivers: KvRanks) -> dict[int, tuple[CacheShard, ...]]:
+        """Return what this rank sends, by rank of the other engine; ranks without a shard of it are left out.
+
+        `why_incompatible` must have found no reason against `receivers`.
+        """
+        found = {to: _shards(self, self.ranks, self.rank, receivers, to) for to in range(receivers.tp * receivers.pp)}
+        return {rank: shards for rank, shards in found.items() if shards}
+
+    def shards_from(self, senders: KvRanks) -> dict[int, tuple[CacheShard, ...]]:
+        """Return what this rank receives, by rank of the other engine; see `shards_to`."""
+        found = {by: _shards(self, senders, by, self.ranks, self.rank) for by in range(senders.tp * senders.pp)}
+        return {rank: shards for rank, shards in found.items() if shards}
+
+
+def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool) -> CacheShare:
+    """Return a rank's share of the model with this spec. `keeps_hidden`: its cache has hidden states."""
+    units = tuple(_units_of(layer.attention) for layer in spec.layers)
+    layout = position.layout
+    rank = position.pp_rank * layout.tp + position.tp_rank
+    return CacheShare(KvRanks(layout.tp, layout.pp), rank, len(units), (*units, WHOLE) if keeps_hidden else units)
+
+
+def _units_of(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int | None:
+    if isinstance(attention, RecurrentSpec):
+        return EVENLY
+    if kv_layer_of(attention) is not None:
+        return None
+    return WHOLE if isinstance(attention, LatentAttentionSpec) else attention.num_kv_heads
+
+
+@lru_cache(maxsize=1024)
+def _shards(
+    share: CacheShare, senders: KvRanks, sender: int, receivers: KvRanks, receiver: int
+) -> tuple[CacheShard, ...]:
+    """Return what `sender` sends to `receiver`: layers with rows of every token first, then those with states."""
+    stages = sender // senders.tp, receiver // receivers.tp
+    common = set(_layers_of(senders, stages[0], share.num_layers))
+    common &= set(_layers_of(receivers, stages[1], share.num_layers))
+    if len(share.units) > share.num_layers and stages == (senders.pp - 1, receivers.pp - 1):
+        common.add(share.num_layers)
+    numbered = [(layer, share.units[layer]) for layer in sorted(common)]
+    shards: list[CacheShard] = []
+    for layer, units in sorted(numbered, key=lambda one: one[1] == EVENLY):
+        if units is None:
+            continue
+        num_units = math.lcm(senders.tp, receivers.tp) if units == EVENLY else units
+        wanted = _range(units, num_units, receivers.tp, receiver % receivers.tp)
+        held = _range(units, num_units, senders.tp, sender % senders.tp)
+        first, end = max(wanted[0], held[0]), min(wanted[1], held[1])
+        if first < end and sender == _nearest(num_units, senders, sender, receivers, receiver):
+            shards.append(CacheShard(layer, first, end, num_units))
+    return tuple(shards)
+
+
+def _nearest(num_units: int, senders: KvRanks, sender: int, receivers: KvRanks, receiver: int) -> int:
+    """Return which of the ranks with the sender's units of a layer, in its stage, sends them to the receiver.
+
+    Several ranks have the same unit if there are more ranks than units. The one nearest to the receiver's place sends
+    it: with equal --tp that with the same number, and otherwise the receivers are divided among these ranks.
+    """
+    stage, own = divmod(sender, senders.tp)
+    num_same = max(1, senders.tp // num_units)
+    first = own // num_same * num_same
+    place, both = receiver % receivers.tp, 2 * receivers.tp
+    ideal = -((receivers.tp - 2 * place * senders.tp) // both)  # rounded; a half is rounded down
+    return stage * senders.tp + min(max(ideal, first), first + num_same - 1)
+
+
+def _range(units: int | None, num_units: int, tp: int, tp_rank: int) -> tuple[int, int]:
+    """Return the range of a layer's `num_units` that a rank has."""
+    if units == EVENLY:
+        return tp_rank * num_units // tp, (tp_rank + 1) * num_units // tp
+    found = own_range(num_units, max(1, num_units // tp), RankPosition(Layout(tp=tp), tp_rank))
+    return found.start, found.stop
+
+
+def _layers_of(ranks: KvRanks, stage: int, num_layers: int) -> range:
+    return RankPosition(Layout(pp=ranks.pp), stage).layers_of(num_layers)

@@ -1,0 +1,262 @@
+"""Shards of a cache between engines of different layouts: each rank receives all that it needs, once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from moiety_engine.distribution.layout import Layout, RankPosition
+from moiety_engine.kv_transfer.cache_shards import EVENLY, WHOLE, CacheShare, share_on_rank
+from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
+from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
+from moiety_engine.model.batch import KvCache
+from moiety_engine.model.cache_groups import cache_groups
+from moiety_engine.model.families import read_spec
+from moiety_engine.model.kv_allocation import KvAllocation
+from moiety_engine.model.spec import ModelSpec
+from moiety_engine.model.tensor_shards import own_spec
+from moiety_kernels.kv_store.caches import LayerCache
+from moiety_wire.roles import KvRanks
+
+from .rank_processes import FAMILIES as SETTINGS
+from .rank_processes import SMALL
+
+UNITS = (4, WHOLE, EVENLY, 2, None, 8)  # of six layers
+DIVISIONS = [KvRanks(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
+NUM_TOKENS, BLOCK_SIZE = 11, 4
+
+
+def share_of(ranks: KvRanks, rank: int, units: tuple[int | None, ...] = UNITS) -> CacheShare:
+    return CacheShare(ranks, rank, len(units), units)
+
+
+@pytest.mark.parametrize(("senders", "receivers"), list(itertools.product(DIVISIONS, DIVISIONS)))
+def test_each_rank_gets_each_unit_of_its_layers_once(senders: KvRanks, receivers: KvRanks) -> None:
+    for rank in range(receivers.tp * receivers.pp):
+        own = share_of(receivers, rank)
+        position = RankPosition(Layout(tp=receivers.tp, pp=receivers.pp), rank)
+        expected = [layer for layer in position.layers_of(len(UNITS)) if UNITS[layer] is not None]
+        got: dict[int, list[int]] = {layer: [] for layer in expected}
+        for sender, shards in own.shards_from(senders).items():
+            assert share_of(senders, sender).shards_to(receivers)[rank] == shards
+            for shard in shards:
+                held = share_of(senders, sender).range_of(shard)
+                assert held[0] <= shard.first < shard.end <= held[1]
+                first, end = own.range_of(shard)
+                got[shard.layer] += [unit - first for unit in range(shard.first, shard.end)]
+                assert max(got[shard.layer]) < end - first
+        for layer, units in got.items():
+            assert sorted(units) == list(range(len(units))) and units, f"layer {layer} must be complete"
+
+
+@pytest.mark.parametrize("ranks", DIVISIONS)
+def test_engines_of_one_layout_send_from_each_rank_to_the_same(ranks: KvRanks) -> None:
+    for rank in range(ranks.tp * ranks.pp):
+        assert list(share_of(ranks, rank).shards_to(ranks)) == [rank]
+
+
+def test_ranks_with_the_same_heads_divide_the_receivers_among_them() -> None:
+    senders, receivers = KvRanks(tp=4), KvRanks(tp=2)
+    found = {rank: list(share_of(senders, rank, (2, WHOLE)).shards_to(receivers)) for rank in range(4)}
+    assert found == {0: [0], 1: [], 2: [1], 3: []}
+    wider = {rank: list(share_of(receivers, rank, (WHOLE,)).shards_to(KvRanks(tp=4))) for rank in range(2)}
+    assert wider == {0: [0, 1], 1: [2, 3]}
+
+
+def test_layouts_without_a_common_division_are_refused_with_the_reason() -> None:
+    share = share_of(KvRanks(), 0)
+    assert share.why_incompatible(KvRanks(tp=2, pp=3)) == ""
+    assert "does not divide the model's 2 key-value heads" in share.why_incompatible(KvRanks(tp=3))
+    assert "more than the model's 6 layers" in share.why_incompatible(KvRanks(pp=7))
+    for none in (KvRanks(tp=0), KvRanks(tp=1 << 20, pp=1 << 20)):
+        assert "no numbers of ranks" in share.why_incompatible(none)
+
+
+class Rank:
+    """One rank's cache of a model, and its share."""
+
+    def __init__(self, spec: ModelSpec, ranks: KvRanks, rank: int) -> None:
+        position = RankPosition(Layout(tp=ranks.tp, pp=ranks.pp), rank)
+        self.share = share_on_rank(spec, position, keeps_hidden=False)
+        groups = cache_groups(spec, keep_everything=True, one_shape=False)
+        first = position.layers_of(len(spec.layers)).start
+        layers = own_spec(spec, position).layers
+        allocation = KvAllocation(layers, first, groups, torch.float32, torch.float32, None)
+        self.kv = allocation.allocate(4, BLOCK_SIZE, 2, 0, torch.device("cpu"), "")
+        for part in self.parts():
+            part.zero_()
+
+    def parts(self) -> list[torch.Tensor]:
+        caches = [*self.kv.token_caches.values(), *self.kv.state_caches.values()]
+        return [part for cache in caches for part in cache.parts]
+
+
+def send(senders: list[Rank], receiver: Rank) -> None:
+    """Send the first tokens of the senders' blocks to the receiver's, and the state in slot 1 to slot 0."""
+    staging_buffer = StagingBuffer(1 << 24, receiver.share)
+    staging_buffer.serve(receiver.kv)
+    blocks = torch.tensor([2, 0, 3])
+    for sender in senders:
+        shards = sender.share.shards_to(receiver.share.ranks).get(receiver.share.rank)
+        if shards is None:
+            continue
+        views, by = ShardViews(sender.kv, sender.share, shards), bytes([sender.share.rank])
+        form, states = views.form, views.state_form
+        num_bytes = NUM_TOKENS * token_bytes(form) + token_bytes(states)
+        ranks, rank = sender.share.ranks, sender.share.rank
+        begin = Begin("a", NUM_TOKENS, num_bytes, b"", form, states=states, ranks=ranks, rank=rank, shards=shards)
+        assert staging_buffer.begin(begin, by) == ""
+        offset = 0
+        for layer in range(len(shards)):
+            state = layer - len(form)
+            rows = views.read_state(state, 1) if state >= 0 else read(views.paged[layer], blocks, 0, NUM_TOKENS)
+            first = NUM_TOKENS - 1 if state >= 0 else 0
+            frames = [row.contiguous().view(-1).view(torch.uint8).numpy().data for row in rows]
+            staging_buffer.put(KvChunk("a", layer, first, NUM_TOKENS, offset), frames, by)
+            offset += sum(row.nbytes for row in rows)
+        assert staging_buffer.claim("a") is Progress.COMING
+        assert staging_buffer.end("a", by)
+    assert staging_buffer.claim("a") is Progress.THERE
+    arrival = staging_buffer.arrival("a", b"")
+    assert arrival is not None and arrival.num_tokens == NUM_TOKENS
+    staging_buffer.load("a", 0, [[2, 0, 3]] * receiver.kv.num_groups, [0] * receiver.kv.num_groups, 0)
+
+
+def all_values(ranks: list[Rank], slot: int) -> list[torch.Tensor]:
+    """Return the tokens and states of all ranks, part by part."""
+    blocks, found = torch.tensor([2, 0, 3]), []
+    for rank in ranks:
+        for cache in rank.kv.token_caches.values():
+            found += read(cache, blocks, 0, NUM_TOKENS)
+        for state in rank.kv.state_caches.values():
+            found += [part[slot] for part in state.parts]
+    return found
+
+
+LAYOUTS = [
+    (KvRanks(tp=2), KvRanks()),
+    (KvRanks(tp=2), KvRanks(tp=4)),
+    (KvRanks(tp=4), KvRanks(tp=2)),
+    (KvRanks(pp=2), KvRanks()),
+    (KvRanks(tp=2), KvRanks(pp=2)),
+]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "qwen3_next": {"linear_num_key_heads": 4, "num_attention_heads": 4},
+    "kimi_linear": {"linear_num_heads": 4},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_n_groups": 4},
+    "jamba": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first", "second"), LAYOUTS, ids=str)
+def test_a_cache_returns_unchanged_from_another_layout(
+    tmp_path: Path, family: str, first: KvRanks, second: KvRanks
+) -> None:
+    spec = spec_of(tmp_path, family)
+    there = [Rank(spec, second, rank) for rank in range(second.tp * second.pp)]
+    sources = [Rank(spec, first, rank) for rank in range(first.tp * first.pp)]
+    back = [Rank(spec, first, rank) for rank in range(first.tp * first.pp)]
+    whole = Rank(spec, KvRanks(), 0)
+    generator = torch.Generator().manual_seed(0)
+    for part in whole.parts():
+        part.copy_(torch.rand(part.shape, generator=generator))
+    for rank in sources:
+        send([whole], rank)
+        for state in rank.kv.state_caches.values():
+            for part in state.parts:
+                part[1].copy_(part[0])
+    for rank in there:
+        send(sources, rank)
+        for state in rank.kv.state_caches.values():
+            for part in state.parts:
+                part[1].copy_(part[0])
+    for rank in back:
+        send(there, rank)
+    for sent, got in zip(all_values(sources, 0), all_values(back, 0), strict=True):
+        assert sent.any() and torch.equal(sent, got)
+
+
+def spec_of(folder: Path, family: str) -> ModelSpec:
+    from transformers import AutoConfig
+
+    settings: dict[str, Any] = SMALL | SETTINGS[family] | FAMILIES[family]
+    AutoConfig.for_model(family, **settings).save_pretrained(folder)
+    return read_spec(folder)
+
+
+def two_senders(dtype: torch.dtype, clock: Any = lambda: 0.0) -> tuple[StagingBuffer, KvCache, list[Begin]]:
+    """Return a rank with a layer of two heads of 8, its cache, and what two ranks with one head each announce."""
+    kv = KvCache((layer_of(dtype, 2),), 4, BLOCK_SIZE)
+    staging_buffer = StagingBuffer(1 << 20, share_of(KvRanks(), 0, (2,)), clock=clock)
+    staging_buffer.serve(kv)
+    begins, two = [], KvRanks(tp=2)
+    for rank in range(2):
+        share, half = share_of(two, rank, (2,)), KvCache((layer_of(torch.float32, 1),), 4, BLOCK_SIZE)
+        (shards,) = share.shards_to(KvRanks()).values()
+        form = ShardViews(half, share, shards).form
+        num_bytes = NUM_TOKENS * token_bytes(form)
+        begins.append(Begin("a", NUM_TOKENS, num_bytes, b"", form, ranks=two, rank=rank, shards=shards))
+    return staging_buffer, kv, begins
+
+
+def layer_of(dtype: torch.dtype, num_heads: int) -> LayerCache:
+    both = torch.zeros(2, 4, num_heads, BLOCK_SIZE, 8, dtype=dtype)
+    scales = torch.zeros(2, 4, num_heads, BLOCK_SIZE) if dtype is torch.int8 else (None, None)
+    return LayerCache(both[0], both[1], scales[0], scales[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_heads_of_several_ranks_are_joined_in_a_cache_of_any_type(dtype: torch.dtype) -> None:
+    staging_buffer, kv, begins = two_senders(dtype)
+    sent_2TGd = torch.rand(2, NUM_TOKENS, 2, 8, generator=torch.Generator().manual_seed(0))
+    for rank, begin in enumerate(begins):
+        by = bytes([rank])
+        assert staging_buffer.begin(begin, by) == ""
+        frames = [one[:, rank].contiguous().view(-1).view(torch.uint8).numpy().data for one in sent_2TGd]
+        staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), frames, by)
+        assert staging_buffer.end("a", by)
+    staging_buffer.load("a", 0, [[2, 0, 3]], [0])
+    rows = read(kv.layers[0], torch.tensor([2, 0, 3]), 0, NUM_TOKENS)
+    scales = [row[..., None] for row in rows[2:]] or [1.0, 1.0]
+    for got, scale, sent in zip(rows[:2], scales, sent_2TGd, strict=True):
+        torch.testing.assert_close(got.float() * scale, sent, rtol=0, atol=0 if dtype is torch.float32 else 0.005)
+
+
+def test_a_transfer_is_complete_when_the_parts_of_all_ranks_are() -> None:
+    now_s = [0.0]
+    staging_buffer, _, begins = two_senders(torch.float32, lambda: now_s[0])
+    assert staging_buffer.begin(begins[0], b"0") == ""
+    assert staging_buffer.begin(begins[0], b"1") == "a transfer with this id has begun already"
+    staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [memoryview(bytes(begins[0].num_bytes))], b"0")
+    assert staging_buffer.end("a", b"0")
+    assert staging_buffer.claim("a") is Progress.COMING
+    now_s[0] += STALLED_S + 1
+    assert staging_buffer.claim("a") is Progress.LOST, "the other part never came"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt_hash": b"other"}, "different prompts"),
+        ({"num_tokens": 1, "num_bytes": 64}, "different prompts"),
+        ({"shards": ()}, "other layers, heads or widths"),
+        ({"rank": 2}, "other layers, heads or widths"),
+        ({"ranks": KvRanks(tp=3)}, "does not divide"),
+    ],
+    ids=str,
+)
+def test_a_part_that_does_not_belong_to_the_others_loses_the_transfer(changes: dict[str, Any], reason: str) -> None:
+    staging_buffer, _, begins = two_senders(torch.float32)
+    assert staging_buffer.begin(begins[0], b"0") == ""
+    assert reason in staging_buffer.begin(msgspec.structs.replace(begins[1], **changes), b"1")
+    assert staging_buffer.claim("a") is Progress.LOST
+    assert not staging_buffer.end("a", b"0")
