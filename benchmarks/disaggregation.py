@@ -33,6 +33,8 @@ import zmq
 from ending import stop_processes
 
 from moiety_engine.checkpoint import resolve_checkpoint
+from moiety_engine.distribution.layout import SINGLE_RANK
+from moiety_engine.kv_transfer.cache_shards import CacheShare, share_on_rank
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer
@@ -253,8 +255,8 @@ async def _until_all_healthy(client: httpx.AsyncClient, key: str, number: int) -
 class TimedZone(StagingBuffer):
     """Staging buffer that records the arrival of each chunk."""
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
+    def __init__(self, max_bytes: int, share: CacheShare) -> None:
+        super().__init__(max_bytes, share)
         self.came: list[tuple[int, int]] = []  # unix nanoseconds, tokens of a layer
 
     def begin(self, begin: Begin, sender: bytes = b"") -> str:
@@ -280,8 +282,9 @@ def make_checkpoint(folder: Path) -> Path:
 def receiving(folder: Path) -> Iterator[tuple[TimedZone, ReceiverThread]]:
     """Open a KV staging buffer for the model in this process."""
     torch.set_num_threads(1)
-    zone = TimedZone(1 << 30)
-    zone.serve(load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY).allocate_kv(1, 4))
+    model = load_model(folder, device="cpu", dtype="float32", load_format=LoadFormat.DUMMY)
+    zone = TimedZone(1 << 30, share_on_rank(model.spec, SINGLE_RANK, keeps_hidden=False))
+    zone.serve(model.allocate_kv(1, 4))
     receiver = ReceiverThread("tcp://127.0.0.1:0", zone, None)
     try:
         yield zone, receiver

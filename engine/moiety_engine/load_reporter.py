@@ -164,7 +164,7 @@ def _load_of(
         disaggregated_decode_requests_total=0
         if kv_receiver is None
         else kv_receiver.disaggregated_decode_requests_total,
-        lost_transfers_total=0 if kv_receiver is None else kv_receiver.lost_transfers_total,
+        lost_transfers_total=kv_connector.lost_transfers_total,
         speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,
         speculative_used_tokens_total=scheduler.speculative_prefill.account.used_total,
         speculative_wasted_tokens_total=scheduler.speculative_prefill.account.wasted_total,

@@ -82,7 +82,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     step_costs: StepCosts | None = None  # None until the model is learned
     prefill_done_requests_total: int = 0  # requests that other engines continued
     disaggregated_decode_requests_total: int = 0  # requests that came with their KV …
-    lost_transfers_total: int = 0  # … or whose KV was lost and recomputed
+    lost_transfers_total: int = 0  # … or whose KV was not sent or not received, and recomputed
     speculative_tokens_total: int = 0  # computed by speculative prefill
     speculative_used_tokens_total: int = 0  # speculative tokens that requests used
     speculative_wasted_tokens_total: int = 0  # speculative tokens that no request used in time
@@ -214,7 +214,7 @@ COUNTERS = (
     ("accepted_tokens", "Draft tokens accepted."),
     ("prefill_done_requests", "Requests prefilled here and decoded by other engines (disaggregated prefill)."),
     ("disaggregated_decode_requests", "Requests decoded here whose prompt KV came from another engine."),
-    ("lost_transfers", "Requests whose KV transfer failed; their prompts were recomputed here."),
+    ("lost_transfers", "Requests whose KV this engine did not send or did not receive; their prompts were recomputed."),
     ("speculative_tokens", "Prompt tokens computed by speculative prefill, while the engine was otherwise idle."),
     ("speculative_used_tokens", "Speculatively prefilled tokens that a later request used."),
     ("speculative_wasted_tokens", "Speculatively prefilled tokens that no request used before they expired."),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from structlog.testing import capture_logs
 
 from moiety_engine.config import KvTransport, Overlap, PolicyName, Speculate, TransferConfig
 from moiety_engine.kv_transfer import sender_thread as sender
@@ -25,7 +26,7 @@ from moiety_engine.offline import Result, run_all
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.roles import EngineRole, KvHandoff, transfer_token
+from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, transfer_token
 from moiety_wire.trace_events import Reason
 
 from .kv_announcements import begin_of, share_of
@@ -69,8 +70,8 @@ class Pair:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, CoreFinish] = {}
 
-    def hand_over(self, submit: CoreSubmit) -> CoreSubmit:
-        """Submit to the prefill engine; return the request that the decode engine gets afterwards."""
+    def hand_over(self, submit: CoreSubmit, ranks: KvRanks | None = None) -> CoreSubmit:
+        """Submit to the prefill engine, as a request for these ranks; return what the decode engine gets afterwards."""
         kv_connector = self.decode.intake.kv_connector
         transfer_id = secrets.token_hex(16)
         there = KvHandoff(
@@ -78,14 +79,16 @@ class Pair:
             kv_connector.address,
             kv_connector.host,
             transfer_token(kv_connector.secret, transfer_id),
-            kv_connector.ranks,
+            ranks or kv_connector.ranks,
         )
         self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
         return msgspec.structs.replace(submit, transfer_id=there.transfer_id)
 
-    def run(self, submits: list[CoreSubmit], on_step: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, submits: list[CoreSubmit], on_step: Callable[[], None] = lambda: None, ranks: KvRanks | None = None
+    ) -> None:
         """Run steps until all requests have ended at either engine."""
-        following = {submit.key: self.hand_over(submit) for submit in submits}
+        following = {submit.key: self.hand_over(submit, ranks) for submit in submits}
         self.tokens |= {submit.key: [] for submit in submits}
         end_s = time.monotonic() + DEADLINE_S
         while len(self.ends) < len(following):
@@ -247,6 +250,17 @@ def test_kv_that_finds_no_room_is_computed_again_with_the_same_tokens(pair: Any,
     for submit in KINDS:
         assert engines.tokens[submit.key] == whole[submit.key].token_ids
         assert engines.ends[submit.key].arrival is None
+
+
+def test_kv_for_ranks_that_cannot_be_served_is_counted_and_computed_again(pair: Any, whole: dict[int, Result]) -> None:
+    engines = pair()
+    with capture_logs() as logs:
+        engines.run(KINDS[:1], ranks=KvRanks(tp=2))
+    assert engines.tokens[1] == whole[1].token_ids
+    assert engines.ends[1].arrival is None
+    (said,) = [one for one in logs if one["event"] == "kv_part_not_sent"]
+    assert "1 KV addresses of an engine with --tp 2 and --pp 1" in said["reason"]
+    assert (engines.prefill.load().lost_transfers_total, engines.decode.load().lost_transfers_total) == (1, 0)
 
 
 def test_an_engine_with_another_key_brings_nothing(pair: Any, whole: dict[int, Result], tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class KvConnector:
         self.kv_sender, self.kv_receiver = kv_sender, kv_receiver
         self._staging_buffer, self._receiver = staging_buffer, receiver
         self.prefill_done_requests_total = 0
+        self._unsent_total = 0
 
     @property
     def address(self) -> str:
@@ -84,6 +85,11 @@ class KvConnector:
     def num_waiting(self) -> int:
         """Requests whose KV has not arrived yet."""
         return 0 if self.kv_receiver is None else self.kv_receiver.num_waiting
+
+    @property
+    def lost_transfers_total(self) -> int:
+        """Requests whose KV was not sent by this engine, or has not arrived at it."""
+        return self._unsent_total + (0 if self.kv_receiver is None else self.kv_receiver.lost_transfers_total)
 
     def serve(self, kv: KvCache | None) -> None:
         """Set the cache for received KV; None while the engine sleeps."""
@@ -126,6 +132,7 @@ class KvConnector:
         prefill_done = finish.reason is FinishReason.PREFILL_DONE
         self.prefill_done_requests_total += prefill_done
         problem = self._ended(output.key, prefill_done=prefill_done)
+        self._unsent_total += bool(prefill_done and problem)
         if arrival is None and not problem:
             return output
         finish = msgspec.structs.replace(finish, arrival=arrival, detail=problem or finish.detail)

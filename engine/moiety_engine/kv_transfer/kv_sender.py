@@ -86,6 +86,7 @@ class KvSender:
         begin = SendBegin(addresses, given.host, given.token, len(tokens), prompt_hash(tokens), given.ranks)
         problem = self.own.begin(given.transfer_id, begin, kv)
         if problem:
+            self.own.log_not_sent(problem)
             self._problems[key] = problem
             del self._open[key]
             return None
