@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Self
 import structlog
 import torch
 
-from moiety_engine.cache.block_hashes import tenant_mark
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.load_reporter import TenantBlocks, load_of
-from moiety_engine.messages import CoreLoad, CoreOutput, CoreStep, CoreSubmit
+from moiety_engine.messages import CoreLoad, CoreOutput, CoreStep, CoreSubmit, PrefixChanges
 from moiety_engine.scheduling.outputs.finish import failure_after
+from moiety_wire.block_hashes import tenant_mark
 from moiety_wire.messages import FailureCode, FinishReason
+from moiety_wire.prefix_events import pack_names
 
 if TYPE_CHECKING:
+    from moiety_engine.cache.prefix_change_log import PrefixChangeLog
     from moiety_engine.expert_monitor import ExpertMonitor
     from moiety_engine.first_steps import FirstSteps
     from moiety_engine.model_executor import ModelExecutor
@@ -67,6 +69,7 @@ class EngineLoop:
         self._flights: deque[InFlightStep | PipelinedStep] = deque()  # launched, and not collected
         self._forgotten: set[str] = set()  # deleted tenants
         self._tenant_blocks = TenantBlocks()
+        self.prefix_changes: PrefixChangeLog | None = None
 
     @property
     def block_size(self) -> int:
@@ -152,6 +155,18 @@ class EngineLoop:
     def take_expert_balance(self) -> ExpertBalance | None:
         """Return the balance of expert load, a few times a minute; None if there is nothing new."""
         return self.experts.take_balance(self._clock_ns() / 1e9) if self.experts.is_active else None
+
+    def record_prefix_changes(self) -> None:
+        """Record the changes of the prefix cache from now on, for `take_prefix_changes`, while nothing is cached.
+
+        No effect for models with recurrent states, whose blocks alone are no hit.
+        """
+        self.prefix_changes = self.scheduler.groups.record_prefix_changes()
+
+    def take_prefix_changes(self) -> PrefixChanges | None:
+        """Return the changes of the prefix cache's blocks, a few times a second; None if there is nothing new."""
+        found = None if self.prefix_changes is None else self.prefix_changes.take(self._clock_ns())
+        return None if found is None else PrefixChanges(pack_names(found[0]), pack_names(found[1]))
 
     def forget_tenants(self, tenant_ids: Iterable[str]) -> None:
         """Delete the cached KV of these tenants on every tier, and cache none of it from now on.

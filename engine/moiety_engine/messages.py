@@ -237,6 +237,7 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     takes_adapters: bool = False
     speculative_prefill: bool = False
     exchanges_service: bool = False
+    publishes_prefixes: bool = False  # the core sends `PrefixChanges`
     images: ImageRules | None = None  # None: this model takes no images
 
 
@@ -264,4 +265,11 @@ class CoreSlept(msgspec.Struct, frozen=True, tag="rested"):
     problem: str = ""
 
 
-ToServer = CoreHello | CoreStep | CoreSlept | ExpertLoad | ExpertBalance
+class PrefixChanges(msgspec.Struct, frozen=True, tag="prefix_changes"):
+    """Names of blocks that the prefix cache has stored and evicted, in 8 bytes each; none is in both."""
+
+    stored: bytes
+    evicted: bytes
+
+
+ToServer = CoreHello | CoreStep | CoreSlept | ExpertLoad | ExpertBalance | PrefixChanges

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from moiety_engine.cache.block_hashes import block_hash, image_key, root_hash, tenant_mark
 from moiety_engine.images.prompt_images import PromptImages
 from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
+from moiety_wire.block_hashes import block_hash, image_key, root_hash, tenant_mark
 from moiety_wire.classes import ServiceClass
 from moiety_wire.trace_events import EventKind, Reason
 

@@ -37,6 +37,7 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
+from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, KvTransferTimes
 from moiety_wire.token_sampling import TokenSampling
 from moiety_wire.trace_events import Event, Phases, Reason
@@ -283,6 +284,7 @@ ToEngine = (
     | AdapterPart
     | Forget
     | FleetService
+    | PrefixSubscription
 )
 
 # ── to the gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,6 +332,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     controls_reasoning: bool = False  # the engine keeps thought budgets, and follows grammars that include reasoning
     images: ImageRules | None = None  # None: the model takes no images
     image_allowance: ImageAllowance | None = None  # of an external engine that takes images in conversations
+    publishes_prefixes: bool = False  # the engine accepts `PrefixSubscription`
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):
@@ -447,4 +450,5 @@ class UnacknowledgedUsage(msgspec.Struct, frozen=True, tag="unacknowledged"):
     records: list[MeteredUsage]
 
 
-ToGateway = ModelCard | Accepted | Tokens | Finished | Failed | Load | UnacknowledgedUsage | ExpertLoad | ExpertBalance
+RequestEvent = Accepted | Tokens | Finished | Failed
+ToGateway = ModelCard | RequestEvent | Load | UnacknowledgedUsage | ExpertLoad | ExpertBalance | PrefixEvents

@@ -30,6 +30,7 @@ from moiety_wire.messages import (
     UnacknowledgedUsage,
     UsageAcknowledgement,
 )
+from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 
 
 class SenderRole(StrEnum):
@@ -54,10 +55,12 @@ ALLOWED_SENDERS: Mapping[type, frozenset[SenderRole]] = {
     Abort: _INFERENCE,
     AdapterPart: _INFERENCE,
     UsageAcknowledgement: _INFERENCE,
+    PrefixSubscription: _INFERENCE,
     SleepCommand: _ADMINISTRATION,
     ExpertLoadQuery: _ADMINISTRATION,
     Forget: _ADMINISTRATION,
     ModelCard: _ENGINE,
+    PrefixEvents: _ENGINE,
     Accepted: _ENGINE,
     Tokens: _ENGINE,
     Finished: _ENGINE,

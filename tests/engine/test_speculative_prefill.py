@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 from tests.core_submits import core_submit
 
-from moiety_engine.cache.block_hashes import tenant_mark
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.loop import EngineLoop
@@ -24,6 +23,7 @@ from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.speculative_prefill.return_patterns import HORIZON_S, ConversationWatch, ReturnPatterns
 from moiety_engine.scheduling.speculative_prefill.speculative_prefill import LIKELY, MAX_WANTED, _Wanted
+from moiety_wire.block_hashes import tenant_mark
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason, SpeculativePrefillRequest
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 
-from moiety_engine.cache.block_hashes import MARK_BYTES
+from moiety_engine.cache.prefix_change_log import PrefixChangeLog
+from moiety_wire.block_hashes import MARK_BYTES
 
 
 class NoFreeBlocks(Exception):
@@ -28,6 +29,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.on_evict: Callable[[int, bytes], None] | None = None  # called before a cached block is evicted
+        self.changes: PrefixChangeLog | None = None  # told of stored and removed contents
         self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -114,6 +116,8 @@ class BlockPool:
         if block is None or self._references[block]:
             return False
         del self._block_of[block_hash]
+        if self.changes is not None:
+            self.changes.remove(block_hash)
         self._hash_of[block] = None  # its entries are void
         self._skipped.pop(block, None)
         self.num_cached -= 1
@@ -137,6 +141,8 @@ class BlockPool:
         for block_hash in hashes:
             if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
+                if self.changes is not None:
+                    self.changes.remove(block_hash)
                 self._hash_of[block] = None
                 self._skipped.pop(block, None)
 
@@ -156,6 +162,8 @@ class BlockPool:
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
+            if self.changes is not None:
+                self.changes.store(block_hash)
 
     def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
@@ -169,6 +177,9 @@ class BlockPool:
     def forget(self) -> None:
         """Drop all contents. No block may be used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
+        if self.changes is not None:
+            for block_hash in self._block_of:
+                self.changes.remove(block_hash)
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
         self._blank = list(reversed(range(self.num_blocks)))
@@ -180,7 +191,7 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
-        hashes, block_of, on_evict = self._hash_of, self._block_of, self.on_evict
+        hashes, block_of, on_evict, changes = self._hash_of, self._block_of, self.on_evict, self.changes
         kept = self.kept or ()  # most pools retain nothing
         evicted: list[int] = []
         while len(evicted) < count:
@@ -200,6 +211,8 @@ class BlockPool:
             if on_evict is not None:
                 on_evict(block, block_hash)
             del block_of[block_hash]
+            if changes is not None:
+                changes.remove(block_hash)
             hashes[block] = None
             evicted.append(block)
         self.num_cached -= count

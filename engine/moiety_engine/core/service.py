@@ -65,6 +65,7 @@ def serve(
 
 def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
+    loop.record_prefix_changes()
     loop.warm_up()
     link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
@@ -92,6 +93,9 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
         balance = loop.take_expert_balance()
         if balance is not None:
             link.send(balance)
+        changes = loop.take_prefix_changes()
+        if changes is not None:
+            link.send(changes)
         waits_for_batch = config.batching is Batching.DYNAMIC and loop.scheduler.num_waiting
         waits_soon = waits_for_batch or loop.waits_for_others
         wait_ms = 0 if stepped else BATCHING_WAIT_MS if waits_soon else IDLE_WAIT_MS
@@ -117,6 +121,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         takes_adapters=loop.intake.adapters.is_open,
         speculative_prefill=loop.scheduler.speculative_prefill.is_possible,
         exchanges_service=loop.scheduler.service_exchange is not None,
+        publishes_prefixes=loop.prefix_changes is not None,
         images=loop.intake.image_rules,
     )
 

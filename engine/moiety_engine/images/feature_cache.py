@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_engine.cache.block_hashes import MARK_BYTES
 from moiety_engine.images.encoder_timer import EncoderTimer
 from moiety_engine.model.vision_encoder import patches_of
+from moiety_wire.block_hashes import MARK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,12 +16,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from moiety_engine.cache.block_hashes import MARK_BYTES, block_hash
 from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.kv_layout import ShardViews, fits, layer_bytes, token_bytes, views, write
 from moiety_engine.kv_transfer.messages import Begin, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
+from moiety_wire.block_hashes import MARK_BYTES, block_hash
 from moiety_wire.roles import KvTransferTimes
 
 UNCLAIMED_S = 30.0  # KV that no request claims is dropped after this time

@@ -19,13 +19,14 @@ import zmq
 from moiety_engine.image_decoding.decode_queue import ImageDecodeQueue
 from moiety_engine.image_decoding.decoder import ImageFailure
 from moiety_engine.images.prompt_images import PromptImage
-from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, ToCore, ToServer
+from moiety_engine.messages import CoreHello, CoreLoad, CoreSlept, CoreState, CoreStep, PrefixChanges, ToCore, ToServer
 from moiety_engine.server.adapter_store import AdapterStore
 from moiety_engine.server.announcements import latest_load, make_card, make_load
 from moiety_engine.server.core_link import CoreLink
 from moiety_engine.server.expert_queries import ExpertQueries
 from moiety_engine.server.metrics import ServerStats
 from moiety_engine.server.permissions import GatewayPermissions
+from moiety_engine.server.prefix_publisher import PrefixPublisher
 from moiety_engine.server.request_manager import RequestManager
 from moiety_engine.server.router import make_router
 from moiety_engine.server.sessions import GatewaySession, Sessions
@@ -52,7 +53,6 @@ from moiety_wire.messages import (
     Failed,
     FailureCode,
     Forget,
-    Heartbeat,
     Hello,
     ModelCard,
     SleepCommand,
@@ -62,6 +62,7 @@ from moiety_wire.messages import (
     UsageAcknowledgement,
 )
 from moiety_wire.permissions import may_send
+from moiety_wire.prefix_events import PrefixSubscription
 
 log = structlog.get_logger()
 
@@ -114,6 +115,7 @@ class EngineServer:
         self._requests = RequestManager(tokenizer, self._post, self._meter, adapters=self._adapter_store)
         self._adapter_store.in_use = self._requests.adapters_in_use
         self._experts = ExpertQueries(self._post)
+        self._prefixes = PrefixPublisher(self._sessions)
         self._sleep_mode = SleepMode()
         self._sleep = SleepState.AWAKE  # as last sent to gateways
         self._load = LOADING
@@ -134,9 +136,9 @@ class EngineServer:
 
     def stats(self) -> ServerStats:
         """Return the figures for metrics. Callable from any thread."""
-        num_gateways = sum(1 for session in self._sessions.all() if session.has_card)
-        num_refused = self._permissions.num_refused
-        counts = num_gateways, self.num_open, self._meter.num_unacknowledged, self.num_undecodable, num_refused
+        num_gateways = len(self._sessions.with_card())
+        of_messages = self.num_undecodable, self._permissions.num_refused
+        counts = num_gateways, self.num_open, self._meter.num_unacknowledged, *of_messages
         load = self._requests.with_image_metrics(self._load)
         return ServerStats(load, *counts, is_ready=self.card is not None and self._requests.is_awake)
 
@@ -181,6 +183,7 @@ class EngineServer:
         self._requests.fail_all(FailureCode.ENGINE_FAILED, "the engine was shut down; send the request to another one")
         if self._beat is not None:
             self._beat.cancel()
+        self._prefixes.close()
         self._sessions.flush()  # send the failures before waiting for the core's end
         if self._requests.images is not None:
             await self._requests.images.close()
@@ -237,8 +240,6 @@ class EngineServer:
             case SleepCommand():
                 session.sleep_refusal = "this gateway's key does not have the role administration"
                 self._send_load(session)
-            case _:
-                pass
 
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
@@ -268,8 +269,8 @@ class EngineServer:
                 num_refused = self._meter.acknowledge_from(session.replica_id, message.replica_id, message.request_ids)
                 if num_refused:
                     self._permissions.note_refusal(session, message, "usage of another gateway")
-            case Heartbeat():
-                pass  # any message counts as a sign of life
+            case PrefixSubscription():
+                self._prefixes.subscribe(session)
 
     def _greet(self, session: GatewaySession, hello: Hello) -> None:
         if not self._permissions.claim_replica(hello.replica_id, session.public_key):
@@ -302,6 +303,8 @@ class EngineServer:
                 self._requests.take_step(message)
             case ExpertLoad():
                 self._experts.answer(message)
+            case PrefixChanges():
+                self._prefixes.take(message)
             case ExpertBalance():
                 self._experts.send_balance(self._sessions.all(), message)
             case CoreSlept():
@@ -328,9 +331,8 @@ class EngineServer:
 
     def _become_ready(self, hello: CoreHello) -> None:
         settings = self.settings
-        formats = settings.tool_format, settings.reasoning_format
-        described = self._text, hello, settings.role, settings.adapters
-        self.card = make_card(settings.model, self.engine_id, *described, *formats)
+        described = self._text, hello, settings.role, settings.adapters, settings.tool_format, settings.reasoning_format
+        self.card = make_card(settings.model, self.engine_id, *described)
         if self.card.images is not None and self._requests.images is None:
             self._requests.images = ImageDecodeQueue.of(self.card.images, settings.images, self._on_images)
         self._requests.limits = ModelLimits.of(self.card)
@@ -397,8 +399,7 @@ class EngineServer:
             if now_s - session.heard_at_s <= self.settings.silence_limit_s:
                 continue
             if session.open_keys:
-                # it gets the end, if it still reads, and is lost at the next beat
-                self._requests.abort_session(session)
+                self._requests.abort_session(session)  # it gets the end, if it still reads; lost at the next beat
             else:
                 self._sessions.lose(session, "silent")
         self._send_loads()
@@ -414,9 +415,8 @@ class EngineServer:
                     self._sessions.lose(session, "its key was removed from the gateway keys file")
 
     def _send_loads(self) -> None:
-        for session in self._sessions.all():
-            if session.has_card:
-                self._send_load(session)
+        for session in self._sessions.with_card():
+            self._send_load(session)
 
     def _send_load(self, session: GatewaySession) -> None:
         message = make_load(

@@ -58,6 +58,10 @@ class Sessions:
     def all(self) -> list[GatewaySession]:
         return list(self._by_identity.values())
 
+    def with_card(self) -> list[GatewaySession]:
+        """Return the sessions of gateways that have got the model card."""
+        return [session for session in self.all() if session.has_card]
+
     def replicas_with_open(self) -> set[str]:
         """Return the gateway processes with open requests."""
         return {session.replica_id for session in self.all() if session.open_keys and session.replica_id}

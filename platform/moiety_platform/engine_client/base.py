@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
@@ -37,6 +38,7 @@ class EngineState(msgspec.Struct, frozen=True):
     num_connections: int = 0
     connected_for_s: float = 0.0  # uninterrupted connection of this gateway process
     balance: ExpertBalance | None = None  # last reported expert balance
+    prefix_blocks: PrefixBlocks | None = None  # None: the engine publishes none
 
     @property
     def connection(self) -> Connection:

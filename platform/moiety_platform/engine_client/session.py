@@ -21,6 +21,7 @@ from moiety_platform.engine_client.adapter_sync import AdapterSync
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.engine_queries import EngineQueries
 from moiety_platform.engine_client.image_sync import ImageSync
+from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
@@ -44,6 +45,7 @@ from moiety_wire.messages import (
     Tokens,
     UnacknowledgedUsage,
 )
+from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 
 MESSAGES_A_TURN = 512  # then other tasks of the event loop run
 FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
@@ -77,6 +79,8 @@ class Session:
         self.card: ModelCard | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
+        self.prefix_blocks: PrefixBlocks | None = None  # None: the engine publishes none
+        self._awaits_snapshot = False
         self.questions = EngineQueries(self.send)
         self.image_sync = ImageSync(self.send)
         self.adapter_sync = AdapterSync(self.send, lambda name: self.card is not None and name in self.card.adapters)
@@ -227,6 +231,8 @@ class Session:
             self.questions.take(message)
         elif isinstance(message, ExpertBalance):
             self.balance = message
+        elif isinstance(message, PrefixEvents):
+            self._take_prefix_events(message)
         elif isinstance(message, Load):
             self.load, self.load_at_s = message, self._heard_at_s
             if self.card is not None and message.engine_id != self.card.engine_id:
@@ -243,7 +249,24 @@ class Session:
         self.card = card = msgspec.structs.replace(card, tokenizer_json=tokenizer_json)
         if is_news:
             self.since_s = self._clock.monotonic()
+            if card.publishes_prefixes:
+                self.prefix_blocks = PrefixBlocks()
+                self.send(PrefixSubscription())
             self._on_card(card)
+
+    def _take_prefix_events(self, events: PrefixEvents) -> None:
+        """Apply events; after a gap, ask for a snapshot once. Events that cannot be read end the use of events."""
+        if self.prefix_blocks is None:
+            return
+        try:
+            is_complete = self.prefix_blocks.apply(events)
+        except ValueError as exc:
+            log.warning("engine_prefix_events_unreadable", error=str(exc), advice="run the same release of both")
+            self.prefix_blocks = None
+            return
+        if not is_complete and not self._awaits_snapshot:
+            self.send(PrefixSubscription())
+        self._awaits_snapshot = not is_complete
 
     def _drain_monitor(self) -> None:
         while not self._monitor.closed:

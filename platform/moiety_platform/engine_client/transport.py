@@ -105,6 +105,7 @@ class ZmqEngineClient:
             count,
             self._clock.monotonic() - session.since_s,
             session.balance,
+            session.prefix_blocks,
         )
 
     def on_state_change(self, on_change: Callable[[], None]) -> None:

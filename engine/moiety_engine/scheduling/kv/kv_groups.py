@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moiety_engine.cache.host import Copies, HostTier
+from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import KvLoad
 from moiety_engine.sequence import Sequence as Request
@@ -56,6 +57,20 @@ class KvGroups:
     def of(self, request: Request) -> KvLedger:
         """Return the ledger of the request's group."""
         return self._ledgers[request.kv.group]
+
+    def record_prefix_changes(self) -> PrefixChangeLog | None:
+        """Record from now on which blocks the caches of all groups store and evict, on the device and in host memory.
+
+        Call it while nothing is cached. Return None for models with recurrent states, whose blocks alone are no hit.
+        """
+        if self._has_states:
+            return None
+        log = PrefixChangeLog()
+        for kv in self._ledgers:
+            kv.pool.changes = log
+            if kv.host is not None:
+                kv.host.pool.changes = log
+        return log
 
     @property
     def num_blocks(self) -> int:

@@ -6,12 +6,12 @@ pool. The ledger above decides what is cached, retained and swapped.
 
 from __future__ import annotations
 
-from moiety_engine.cache.block_hashes import MARK_BYTES
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.scheduling.kv.prefix_search import Cell, Hit, PrefixHits, cells_of, held_blocks, key_of
 from moiety_engine.sequence import Sequence
+from moiety_wire.block_hashes import MARK_BYTES
 
 VOID = 0  # block number in the entries of a table that no query reads
 
