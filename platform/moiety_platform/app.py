@@ -92,6 +92,7 @@ PIPELINE_SETTINGS = (
     "max_sequences",
     "clamp_max_tokens",
     "failover_wait_s",
+    "prefix_routing",
     "sse_keep_alive_s",
     *BODY_SETTINGS,
 )
@@ -168,11 +169,13 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
     )
+    parts.replicas.use(settings.prefix_routing)
     pipeline = RequestPipeline(parts, _limits_of(settings))
 
     def use(settings: GatewaySettings) -> None:
         pipeline.limits, parts.bodies.limits = _limits_of(settings), BodyLimits.of(settings)
         parts.texts.use(settings.inline_tokenize_bytes)
+        parts.replicas.use(settings.prefix_routing)
         parts.gate.limit, parts.streams.limit = settings.max_inflight_per_tenant, settings.max_streams_per_key
 
     if services.live is not None:

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.routing.choose import BLOCK_TOKENS, SPARE_REQUESTS, choose, prefix_keys
+from moiety_platform.routing.prefix_names import SLICE_TOKENS, PrefixNames
+from moiety_platform.routing_settings import PrefixRouting
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.messages import ModelCard
+from moiety_wire.prefix_events import PrefixEvents, pack_names
 
 from .conftest import NewCard, StartGateway
 
@@ -131,3 +135,34 @@ async def test_the_turns_of_a_conversation_reach_one_engine(start_gateway: Start
                 messages += [answer.choices[0].message.model_dump(include={"role", "content"}), messages[0]]
             came = [len(one.submits) - count for one, count in zip(engines, before, strict=True)]
             assert sorted(came) == [0, 0, 3]
+
+
+async def test_a_long_prompt_goes_where_its_blocks_are_until_the_setting_is_affinity(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    engines = [FakeEngineClient(new_card(f"engine-{i}", max_context_tokens=100_000)) for i in range(3)]
+    prompt = [token % 256 for token in prompt_of(1, 3 * SLICE_TOKENS)]
+    async with start_gateway(engines) as gateway:
+
+        async def receiver() -> int:
+            before = [len(one.submits) for one in engines]
+            await gateway.client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+            (found,) = (i for i, one in enumerate(engines) if len(one.submits) > before[i])
+            return found
+
+        preferred = await receiver()  # by affinity, since no engine publishes its blocks
+        names = PrefixNames(engines[preferred].submits[0], 16)
+        while not names.is_complete:
+            names.hash_slice()
+        for engine in engines:
+            engine.prefix_blocks = PrefixBlocks()
+        holder = (preferred + 1) % 3
+        blocks = engines[holder].prefix_blocks
+        assert blocks is not None and blocks.apply(PrefixEvents(0, pack_names(names.names), is_start=True))
+        assert {await receiver() for _ in range(5)} == {holder}
+        settings = gateway.live.now
+        changes = await gateway.live.change(settings.model_copy(update={"prefix_routing": PrefixRouting.AFFINITY}))
+        assert list(changes.at_once) == ["prefix_routing"]
+        assert {await receiver() for _ in range(5)} == {preferred}
+        await gateway.live.change(settings)
+        assert {await receiver() for _ in range(5)} == {holder}

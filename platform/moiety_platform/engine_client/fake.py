@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
@@ -111,6 +112,7 @@ class FakeEngineClient:
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
         self.balance: ExpertBalance | None = None
         self.expert_bytes_per_token = 0  # that its requests are charged for
+        self.prefix_blocks: PrefixBlocks | None = None
         self.submits: list[Submit] = []
         self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
         self.settled_ids: list[str] = []
@@ -143,6 +145,7 @@ class FakeEngineClient:
             self.load_age_s,
             self._num_connections,
             balance=self.balance,
+            prefix_blocks=self.prefix_blocks,
         )
 
     def on_state_change(self, on_change: Callable[[], None]) -> None:

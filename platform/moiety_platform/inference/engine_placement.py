@@ -10,7 +10,7 @@ import msgspec
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, NotFound, PlatformError, Unavailable
 from moiety_platform.randomness import random_hex
-from moiety_platform.routing.choose import RequestNeed, is_handed_over, kv_address_of
+from moiety_platform.routing.choose import Prefix, RequestNeed, is_handed_over, kv_address_of
 from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import ServiceClass
@@ -72,6 +72,10 @@ class Placement:
             self._model, self._service, avoid, context_tokens, self._images
         )
         return Place(client, state.connection, Place(partner_client, partner.connection), _hand_over_to(partner))
+
+    async def hash_prefix(self, prefix: Prefix) -> None:
+        """Hash the blocks of a long prompt before `choose`, in slices between which other tasks run."""
+        await self._replicas.hash_prefix(self._model, prefix)
 
     def expect(self, partner: Place) -> Callable[[], None]:
         """Announce a sequence to the decode engine. The returned function ends the announcement and is called once."""

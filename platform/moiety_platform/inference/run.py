@@ -20,6 +20,7 @@ from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.quota_reservation import Throttled
 from moiety_platform.inference.request_record import Failover, RequestRecord
 from moiety_platform.inference.sequence import Sequence
+from moiety_platform.routing.prefix_names import SLICE_TOKENS
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.classes import ServiceClass
 from moiety_wire.messages import Accepted, Finished, FinishReason, Submit, Tokens
@@ -85,6 +86,8 @@ class InferenceRun:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
         self._to_close.append(sequence)
+        if len(submit.prompt_ids) > SLICE_TOKENS:
+            await self.placement.hash_prefix(sequence.prefix)
         place = self.placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
         try:
             await self._submit_to(sequence, place, self.chosen.service)

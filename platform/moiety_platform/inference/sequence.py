@@ -41,7 +41,7 @@ class Sequence:
     def __init__(self, index: int, submit: Submit) -> None:
         self.index = index
         self.request_id = submit.request_id  # at every engine
-        self.prefix = Prefix(submit.cache_salt, submit.prompt_ids)
+        self.prefix = Prefix(submit)
         self.progress = SloProgress(len(submit.prompt_ids) + submit.sibling_tokens)  # prompt tokens of the SLO
         self.num_prompt_tokens = len(submit.prompt_ids)
         self.max_tokens = submit.stopping.max_tokens

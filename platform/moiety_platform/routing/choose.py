@@ -10,11 +10,15 @@ first, so that the prompt's KV can be transferred while it is computed.
 Prefix affinity: rendezvous hashing (Thaler, Ravishankar: Using name-based mappings to increase hit rates, 1998): each
 engine has a weight for a prefix, and the prefix belongs to the engine with the largest weight. A new engine takes only
 the prefixes for which it now has the largest weight; a removed engine gives away only its own.
+
+KV-aware routing: if all engines that can take a request publish the blocks of their prefix caches, it goes where it
+costs least with these blocks (`prefix_cost.py`), instead of by affinity.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
@@ -24,6 +28,8 @@ from urllib.parse import urlsplit
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
+from moiety_platform.routing.prefix_cost import block_size_of, cheapest
+from moiety_platform.routing.prefix_names import PrefixNames
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import SleepState
 from moiety_wire.images import ImageRules
@@ -61,12 +67,16 @@ def choose(
     prefix: Iterable[bytes] = (),
     need: RequestNeed = RequestNeed.ANSWER,
     context_tokens: int = 0,
+    kv_aware: random.Random | None = None,
 ) -> EngineState:
     """Return the healthy engine of the model that the prefix prefers and that is not overloaded against the others.
 
     `prefix` are keys by depth, the shallowest first. If the engine of one depth has much more work than the least
     loaded, the next depth decides; finally, and for a prompt without a prefix, it is the least loaded: the shortest
     predicted wait in the class, then the least work, then the first listed.
+
+    With `kv_aware`, a source of random choices among equals, and a `Prefix` whose blocks have names, it is the engine
+    at which the request costs least, if all these engines publish the blocks of their prefix caches.
 
     Where engines have roles, it is one that may first receive a request with that need; where their contexts differ,
     one whose context holds `context_tokens`.
@@ -76,6 +86,10 @@ def choose(
     able = first_engines(capable_engines(engines, model, context_tokens), need)
     if len(able) == 1:
         return able[0]
+    if kv_aware is not None and isinstance(prefix, Prefix) and (block_size := block_size_of(able)):
+        names = prefix.block_names(block_size)
+        if names is not None:
+            return cheapest(able, service, names, kv_aware)
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
     for key in prefix:
         preferred = max(able, key=lambda engine: weight(key, engine.address))
@@ -353,15 +367,29 @@ def prefix_keys(cache_salt: bytes, prompt_ids: Sequence[int]) -> tuple[bytes, ..
 
 
 class Prefix:
-    """Keys of one prompt, computed on demand: a model with one engine needs none."""
+    """Prefix of one prompt: keys for affinity, or names of blocks. Computed on demand: one engine needs none."""
 
-    __slots__ = ("_cache_salt", "_prompt_ids")
+    __slots__ = ("_names", "_submit")
 
-    def __init__(self, cache_salt: bytes, prompt_ids: Sequence[int]) -> None:
-        self._cache_salt, self._prompt_ids = cache_salt, prompt_ids
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+        self._names: PrefixNames | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(prefix_keys(self._cache_salt, self._prompt_ids))
+        return iter(prefix_keys(self._submit.cache_salt, self._submit.prompt_ids))
+
+    def block_names(self, block_size: int) -> PrefixNames | None:
+        """Return the names of the prompt's blocks of so many tokens, as far as they are hashed: at least the first.
+
+        None for a prompt with images or an adapter, whose blocks engines hash with more than the tokens.
+        """
+        submit, names = self._submit, self._names
+        if submit.images or submit.adapter:
+            return None
+        if names is None or names.block_size != block_size:
+            names = self._names = PrefixNames(submit, block_size)
+            names.hash_slice()
+        return names
 
 
 def weight(prefix_key: bytes, address: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
@@ -13,6 +14,7 @@ from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import NotFound, Unavailable
 from moiety_platform.routing.choose import (
+    Prefix,
     RequestNeed,
     can_continue_prefill,
     capable_engines,
@@ -24,6 +26,8 @@ from moiety_platform.routing.choose import (
     partner_among,
 )
 from moiety_platform.routing.circuit_breaker import ReplicaBreakers
+from moiety_platform.routing.prefix_cost import block_size_of
+from moiety_platform.routing_settings import PrefixRouting
 from moiety_wire.classes import ServiceClass
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
@@ -43,6 +47,7 @@ class Replicas:
         self._replaced: list[EngineClient] = []  # replaced by another client of the same address
         self._changed = asyncio.Event()  # replaced by a new event each time that it is set
         self._coming: Counter[str] = Counter()  # requests on their way to an engine, by its address
+        self._kv_aware: random.Random | None = None  # None: requests are routed by affinity
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
@@ -117,6 +122,25 @@ class Replicas:
             states.append(client.state)  # noqa: PERF401
         return states
 
+    def use(self, prefix_routing: PrefixRouting) -> None:
+        """Choose engines in this way from now on."""
+        self._kv_aware = random.Random() if prefix_routing is PrefixRouting.KV_AWARE else None
+
+    async def hash_prefix(self, model: str, prefix: Prefix) -> None:
+        """Hash the blocks of a long prompt for `choose`, up to the first slice that no engine of the model has cached.
+
+        Other tasks run between two slices.
+        """
+        engines = [one for one in self.states() if one.card is not None and one.card.model == model and one.can_take]
+        size = block_size_of(engines) if len(engines) > 1 and self._kv_aware is not None else 0
+        names = prefix.block_names(size) if size else None
+        if names is None:
+            return
+        caches = [one.prefix_blocks for one in engines if one.prefix_blocks is not None]
+        while not names.is_complete and any(names.names[-1] in cached for cached in caches):
+            await asyncio.sleep(0)
+            names.hash_slice()
+
     def choose(
         self,
         model: str,
@@ -138,12 +162,13 @@ class Replicas:
         allowed_states = self.breakers.allowed_states(states)
         if len(allowed_states) < len(states):
             try:
-                state = choose(allowed_states, model, service, prefix, need, context_tokens)
+                state = choose(allowed_states, model, service, prefix, need, context_tokens, self._kv_aware)
             except (NotFound, Unavailable):
                 able = first_engines(capable_engines(states, model, context_tokens), need)
-                state = choose(self.breakers.fallback_states(able, model), model, service, prefix, need)
+                able = self.breakers.fallback_states(able, model)
+                state = choose(able, model, service, prefix, need, kv_aware=self._kv_aware)
         else:
-            state = choose(states, model, service, prefix, need, context_tokens)
+            state = choose(states, model, service, prefix, need, context_tokens, self._kv_aware)
         return self._clients[state.address], state
 
     def choose_partner(

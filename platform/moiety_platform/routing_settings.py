@@ -1,0 +1,25 @@
+"""Settings of the choice of engines."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from moiety_platform.process_settings import ProcessSettings
+from moiety_platform.reloadable import live
+
+
+class PrefixRouting(StrEnum):
+    """Way to choose an engine by the prefix of a prompt."""
+
+    KV_AWARE = "kv-aware"  # by the blocks that the engines' prefix caches have, and the engines' queued work
+    AFFINITY = "affinity"  # by a hash of the first tokens
+
+
+class RoutingSettings(ProcessSettings):
+    """Settings of the choice of engines."""
+
+    prefix_routing: PrefixRouting = live(
+        PrefixRouting.KV_AWARE,
+        "How an engine is chosen by the prefix of a prompt. kv-aware: by the blocks that the engines' prefix caches "
+        "have, where all engines of the model publish them. affinity: by a hash of the first tokens.",
+    )
