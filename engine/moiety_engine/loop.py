@@ -328,7 +328,7 @@ class EngineLoop:
             return
         flight = self._flights.popleft()
         found = device_state.runner.collect(flight)
-        self.experts.charge(flight.plan, flight.experts)
+        self.experts.charge(flight.plan, found.experts)
         now_ns = self._clock_ns()
         reporter = self._reporter
         reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)

@@ -37,8 +37,8 @@ from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
 from moiety_engine.runner.token_owners import bytes_of_chunks
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
-from moiety_engine.sampling.allowed import Allowed
 from moiety_engine.sampling.rows import Row
+from moiety_engine.sampling.token_masks import TokenMasks
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.staging import DeviceMark, Staging
 
@@ -70,8 +70,9 @@ class PipelinedStep:
     begun: PendingPass
     num_scored: int
     scored: list[Scored]
-    allowed: Allowed | None
+    allowed: TokenMasks | None
     invalid_rows: list[GrammarProblem]  # rows whose grammars failed; their tokens are invalid
+    moved_P: np.ndarray | None  # as in StepExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class StepResults:
     embedding for each chunk that embeds; a vector that is not finite is empty. `scores` has the prompt
     log-probabilities by request key. `non_finite` are the sampled rows, counted as the tokens are, whose logits are not
     finite; their tokens are invalid. `bad_scores` are the keys of prompts whose log-probabilities are not finite.
+    `experts` are those of each chunk, and None where they are not counted.
     """
 
     token_ids: list[int]
@@ -90,6 +92,7 @@ class StepResults:
     scores: list[tuple[int, CoreScores]]
     non_finite: frozenset[int] = frozenset()
     bad_scores: frozenset[int] = frozenset()
+    experts: StepExperts | None = None
 
 
 class Runner:
@@ -168,14 +171,23 @@ class Runner:
 
     def _experts_of(self, plan: Plan, hosts: list[HostBatch]) -> StepExperts | None:
         """Return the experts that the chunks of the step used, after a mark; None where they are not counted."""
-        counter, cache = self._expert_counter, self._model.expert_cache
-        loaded_T = None if cache is None else cache.traffic.shares.take()
-        if counter is None:
+        return self._counted(plan, self._moved_by(plan, hosts))
+
+    def _counted(self, plan: Plan, moved_P: np.ndarray | None) -> StepExperts | None:
+        """Return the experts of the newest counted pass; None where they are not counted."""
+        if self._expert_counter is None:
             return None
-        experts = counter.take_step(len(plan.chunks), self.staging.download)
-        if loaded_T is None or len(loaded_T) != len(hosts[0].owner_T):  # with ranks that exchange tokens
-            return experts
-        return replace(experts, moved_P=bytes_of_chunks(hosts[0].owner_T, loaded_T, len(plan.chunks)))
+        experts = self._expert_counter.take_step(len(plan.chunks), self.staging.download)
+        return experts if moved_P is None else replace(experts, moved_P=moved_P)
+
+    def _moved_by(self, plan: Plan, hosts: list[HostBatch]) -> np.ndarray | None:
+        """Return the bytes of experts that this rank loaded for each chunk in the newest pass; None if none."""
+        cache = self._model.expert_cache
+        loaded_T = None if cache is None else cache.traffic.shares.take()
+        owner_T = hosts[0].owner_T
+        if loaded_T is None or owner_T is None or len(loaded_T) != len(owner_T):  # with ranks that exchange tokens
+            return None
+        return bytes_of_chunks(owner_T, loaded_T, len(plan.chunks))
 
     def _encode_images(self, plan: Plan, features: FeatureCache) -> None:
         """Encode the images of the step that are not encoded yet, on all ranks."""
@@ -259,7 +271,8 @@ class Runner:
         begun = self._model.begin_pass(self._upload(hosts, order_L, None, 1), self._kv, leaving)
         num_scored = sum(host.num_scored for host in hosts)
         allowed, problems = (None, []) if masks is None else (masks.wait(), masks.problems)
-        return PipelinedStep(plan, rows_of(plan, as_launched=True), begun, num_scored, scored(plan), allowed, problems)
+        rows, moved_P = rows_of(plan, as_launched=True), self._moved_by(plan, hosts)
+        return PipelinedStep(plan, rows, begun, num_scored, scored(plan), allowed, problems, moved_P)
 
     @torch.inference_mode()
     def _end(self, step: PipelinedStep) -> InFlightStep:
@@ -269,8 +282,9 @@ class Runner:
         logits_LV = self._model.logits(hidden_LD[: len(step.rows)])
         drawn = self._sampler.sample(logits_LV, step.rows, None, step.allowed)
         unit_ED, scores = self._results(hidden_LD, len(step.rows), step.num_scored, step.scored)
-        done = drawn.download(self.staging), unit_ED, scores, self.staging.mark(), step.invalid_rows
-        return InFlightStep(step.plan, *done)
+        results = drawn.download(self.staging), unit_ED, scores
+        experts = self._counted(step.plan, step.moved_P)
+        return InFlightStep(step.plan, *results, self.staging.mark(), step.invalid_rows, experts)
 
     def _upload(self, hosts: list[HostBatch], order_L: np.ndarray, before_L: Tensor | None, num_parts: int) -> Batch:
         """Return the first group's batch on the device, in `num_parts` micro-batches."""
@@ -307,7 +321,8 @@ class Runner:
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
         scores = [] if flight.scores is None else flight.scores.unpack()
         bad_scores = frozenset(key for key, one in scores if not are_finite(one))
-        return StepResults(token_ids, logprobs, vectors, scores, flight.drawn.non_finite_rows(), bad_scores)
+        non_finite = flight.drawn.non_finite_rows()
+        return StepResults(token_ids, logprobs, vectors, scores, non_finite, bad_scores, flight.experts)
 
 
 @contextlib.contextmanager

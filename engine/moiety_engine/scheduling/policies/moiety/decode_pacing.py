@@ -85,7 +85,7 @@ class DecodePacing:
         The first `first` requests are taken whatever they use, and so is each that was passed over MAX_PASSED_OVER
         times in a row: it lost its turn, by its deadline, to others.
         """
-        must, open_ = worse[:first], []
+        must, open_ = worse[:first], list[Chunk]()
         for chunk in worse[first:]:
             waited = chunk.sequence.experts.num_passed_over >= MAX_PASSED_OVER
             (must if waited and len(must) < num_taken else open_).append(chunk)
