@@ -17,8 +17,9 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 from moiety_wire.fleet_service import ReplicaService, ServiceReport
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
-from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest, ThoughtBudget
+from moiety_wire.messages import FailureCode, FinishReason, Sampling, SpeculativePrefillRequest
 from moiety_wire.roles import KvHandoff, KvRanks, KvTransferTimes
+from moiety_wire.thought_budget import ThoughtBudget
 from moiety_wire.trace_events import EventKind, Reason, StepNote
 
 

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence as Tokens
 from enum import IntEnum
 
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, ThoughtBudget
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget
 
 MAX_SPACE_TOKENS = 8  # of white space before the reasoning
 _FEW_LEFT = 32  # tokens of a budget, not fewer than a draft usually has

@@ -27,7 +27,8 @@ from moiety_text.tools.registry import find_tool_format
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import LoadFormat
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar, ReasonedGrammar, ToolCallGrammar
-from moiety_wire.messages import Sampling, ThoughtBudget
+from moiety_wire.messages import Sampling
+from moiety_wire.thought_budget import ThoughtBudget
 
 TEMPLATES = Path(__file__).parents[1] / "gateway" / "templates"
 TEXT = read_text_model(checkpoint_path())

@@ -19,7 +19,8 @@ from moiety_engine.server.validation import MAX_BUDGET_IDS, ModelLimits, find_re
 from moiety_engine.thought_scan import ThoughtScan
 from moiety_wire.classes import BATCH, STANDARD
 from moiety_wire.engine_choices import Batching
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, Sampling, Stopping, Submit, ThoughtBudget
+from moiety_wire.messages import Sampling, Stopping, Submit
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget
 from moiety_wire.trace_events import EventKind
 
 BLOCK_BYTES_8 = 2 * 2 * 2 * 16 * 8 * 4  # layers · (K, V) · heads · width · tokens · float32

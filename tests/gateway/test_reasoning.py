@@ -13,7 +13,8 @@ import pytest
 
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget
+from moiety_wire.messages import ModelCard
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget
 
 from .conftest import RunningGateway, StartGateway, ToolCard, run_reasoning
 from .test_tool_loops import OPENAI_TOOLS, hermes, prompt_of

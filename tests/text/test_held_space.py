@@ -7,7 +7,7 @@ import pytest
 from moiety_text.pending_whitespace import HeldSpace
 from moiety_text.reasoning import ThoughtReader, UnwrappingReader
 from moiety_text.stop import ThoughtSplitter
-from moiety_wire.messages import ThoughtMarks
+from moiety_wire.thought_budget import ThoughtMarks
 
 
 def test_white_space_behind_held_white_space_is_joined_once() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moiety_engine.sampling.rows import Row
 from moiety_engine.thought_scan import MAX_SPACE_TOKENS
-from moiety_wire.messages import MIN_THOUGHT_BUDGET
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET
 
 
 class ThoughtLimit(NamedTuple):

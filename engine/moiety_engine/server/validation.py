@@ -13,16 +13,15 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 from moiety_wire.images import ImageRules
 from moiety_wire.messages import (
-    MIN_THOUGHT_BUDGET,
     FailureCode,
     ModelCard,
     Sampling,
     SpeculativePrefillRequest,
     Stopping,
     Submit,
-    ThoughtBudget,
 )
 from moiety_wire.shared_fields import copy_fields
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.messages import ThoughtBudget, ThoughtMarks
+from moiety_wire.thought_budget import ThoughtBudget, ThoughtMarks
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):

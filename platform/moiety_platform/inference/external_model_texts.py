@@ -30,7 +30,8 @@ from moiety_text.reasoning import AnswerReader, ThoughtReader
 from moiety_text.reasoning_formats import THINK
 from moiety_text.tools.families.hermes import HermesReader
 from moiety_wire.images import ImageAllowance
-from moiety_wire.messages import ModelCard, Submit, ThoughtMarks
+from moiety_wire.messages import ModelCard, Submit
+from moiety_wire.thought_budget import ThoughtMarks
 
 _PADDING_ID = 0  # stands for a token of an image, which only the engine knows
 

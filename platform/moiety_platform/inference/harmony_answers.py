@@ -15,7 +15,8 @@ from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
 from moiety_text.tools.offer import Tool
 from moiety_wire.grammars import GrammarKind, GrammarSpec, HarmonyGrammar
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, ModelCard, ThoughtBudget, ThoughtMarks
+from moiety_wire.messages import ModelCard
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget, ThoughtMarks
 
 _MARKS = ThoughtMarks(ANALYSIS_OPENER, FINAL_OPENER, is_open=True)  # stop strings act in the final channel only
 

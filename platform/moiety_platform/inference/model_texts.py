@@ -38,7 +38,8 @@ from moiety_text.tools.formats import Opening, ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_text.tools.registry import FORMAT_NAMES, adapt_to_template, find_tool_format
 from moiety_wire.grammars import GrammarSpec
-from moiety_wire.messages import ModelCard, ThoughtBudget, ThoughtMarks
+from moiety_wire.messages import ModelCard
+from moiety_wire.thought_budget import ThoughtBudget, ThoughtMarks
 
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
 

@@ -15,7 +15,7 @@ from moiety_platform.inference.generation import Conversation
 from moiety_text.chat import ChatTemplate
 from moiety_text.efforts import EFFORT, NO_EFFORT, levels_of, nearest_level
 from moiety_text.reasoning import SWITCHES, ThoughtSwitch
-from moiety_wire.messages import MIN_THOUGHT_BUDGET
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET
 
 BUDGET = "thinking_budget"  # variable of templates that tell the model its budget
 ON, OFF, UNLIMITED = "on", "off", "unlimited"  # values in the header of adjusted fields

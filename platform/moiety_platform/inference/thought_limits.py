@@ -10,7 +10,7 @@ import msgspec
 from moiety_text.chat import ChatTemplate
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar
-from moiety_wire.messages import MIN_THOUGHT_BUDGET, ThoughtBudget, ThoughtMarks
+from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget, ThoughtMarks
 
 
 def closing_text(template: ChatTemplate, closer: str) -> str:
