@@ -106,11 +106,13 @@ class GatewaySettings(DocumentSettings, RoutingSettings):
         (), "Private networks in which webhooks may have addresses, in addition to the public internet."
     )
     image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
-        (), "Private networks to which links to images may lead, in addition to the public internet."
+        (), "Private networks to which links to images and documents may lead, in addition to the public internet."
     )
-    max_image_links: int = live(0, "Largest number of links to images in a request. 0: none is followed.", ge=0, le=64)
+    max_image_links: int = live(
+        0, "Largest number of links to images and documents in a request. 0: none is followed.", ge=0, le=64
+    )
     max_image_link_requests_per_tenant: int = live(
-        16, "Largest number of requests of a tenant that fetch linked images at this gateway. Others get 429.", ge=1
+        16, "Largest number of requests of a tenant that fetch linked files at this gateway. Others get 429.", ge=1
     )
 
     max_body_bytes: int = live(4 * 1024 * 1024, "Largest request body accepted, in bytes.", ge=1024)

@@ -22,6 +22,7 @@ from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.inference.document_preparation import MAX_INLINE_BYTES
+from moiety_platform.inference.link_fetcher import LinkFetcher
 from moiety_platform.inference.prompt_documents import _PIECE_BYTES, shown_document, text_of_file
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
@@ -262,7 +263,7 @@ async def test_links_and_wrong_base64_are_refused(gateway: RunningGateway, path:
     if path == MESSAGES:
         linked = {"type": "document", "source": {"type": "url", "url": "https://example.com/a.pdf"}}
     status, _, answer = await gateway.post(path, asking(path, linked))
-    assert status == 400 and "links" in json.loads(answer)["error"]["message"] + str(json.loads(answer)), answer
+    assert status == 400 and "follows no links" in json.loads(answer)["error"]["message"], answer
     assert not gateway.engine.submits
 
 
@@ -370,7 +371,7 @@ async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGa
     live = LiveSettings(GatewaySettings(data_dir=tmp_path))
     uploaded = UploadedPromptFiles(gateway.assembled.services.batches.files)
     cache = DocumentTextCache(0)
-    prepared = document_preparation_of(live.now, live, uploaded, cache, CollectorRegistry())
+    prepared = document_preparation_of(live.now, live, uploaded, cache, CollectorRegistry(), LinkFetcher())
     assert (prepared.limits, cache.max_bytes) == (DocumentLimits(), 64 << 20)
     await live.change(
         GatewaySettings(

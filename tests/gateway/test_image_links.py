@@ -16,11 +16,11 @@ import httpx
 import msgspec
 import pytest
 
-from moiety_platform.bootstrap.image_preparation import image_fetcher_of
+from moiety_platform.bootstrap.image_preparation import link_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import RateLimited
-from moiety_platform.inference import image_fetcher
-from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, LinkLimits
+from moiety_platform.inference import link_fetcher
+from moiety_platform.inference.link_fetcher import CannotFetch, LinkFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookupName
@@ -70,7 +70,7 @@ async def file_server(answer: Answer) -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{port}/a.png", heads
 
 
-async def fetched(fetcher: ImageFetcher, *links: str, tenant_id: str = "t") -> dict[str, bytes | CannotFetch]:
+async def fetched(fetcher: LinkFetcher, *links: str, tenant_id: str = "t") -> dict[str, bytes | CannotFetch]:
     async with fetcher:
         return await fetcher.fetch_all(links, tenant_id, MAX_BYTES, MAX_TOTAL_BYTES)
 
@@ -130,7 +130,7 @@ async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_re
     ],
 )
 async def test_a_link_may_lead_to_the_public_internet_only(link: str, words: str) -> None:
-    found = (await fetched(ImageFetcher(limits=LinkLimits(4)), link))[link]
+    found = (await fetched(LinkFetcher(limits=LinkLimits(4)), link))[link]
     assert isinstance(found, CannotFetch)
     assert words in str(found)
 
@@ -141,7 +141,7 @@ async def test_an_error_of_the_socket_is_the_links() -> None:
             raise OverflowError(url.host)
 
     url = "https://example.com/a.png"
-    found = (await fetched(ImageFetcher(Broken(), LinkLimits(4)), url))[url]
+    found = (await fetched(LinkFetcher(Broken(), LinkLimits(4)), url))[url]
     assert "cannot be reached" in str(found)
 
 
@@ -156,7 +156,7 @@ async def test_an_error_of_the_socket_is_the_links() -> None:
 )
 async def test_an_answer_that_is_no_file_within_the_limits_is_refused(answer: Answer, words: str) -> None:
     async with file_server(answer) as (url, _):
-        found = (await fetched(ImageFetcher(LOOPBACK, LinkLimits(4)), url))[url]
+        found = (await fetched(LinkFetcher(LOOPBACK, LinkLimits(4)), url))[url]
     assert isinstance(found, CannotFetch)
     assert words in str(found)
 
@@ -164,11 +164,11 @@ async def test_an_answer_that_is_no_file_within_the_limits_is_refused(answer: An
 async def test_the_bytes_and_the_number_of_all_links_are_bounded() -> None:
     async with file_server(sends(bytes(MAX_BYTES))) as (url, heads):
         links = [f"{url}?{number}" for number in range(3)]
-        found = await fetched(ImageFetcher(LOOPBACK, LinkLimits(4)), *links)
+        found = await fetched(LinkFetcher(LOOPBACK, LinkLimits(4)), *links)
         refused = [one for one in found.values() if isinstance(one, CannotFetch)]
         assert refused and all("too many bytes together" in str(one) for one in refused)
         num_asked = len(heads)
-        found = await fetched(ImageFetcher(LOOPBACK, LinkLimits(2)), *links)
+        found = await fetched(LinkFetcher(LOOPBACK, LinkLimits(2)), *links)
         assert all("a request may have 2" in str(one) for one in found.values())
         assert len(heads) == num_asked
 
@@ -178,7 +178,7 @@ async def test_a_host_that_never_ends_costs_a_bounded_time() -> None:
         await asyncio.Event().wait()
 
     async with file_server(never) as (url, _):
-        found = (await fetched(ImageFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)), url))[url]
+        found = (await fetched(LinkFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)), url))[url]
     assert "did not send it within 0.2 s" in str(found)
 
 
@@ -191,7 +191,7 @@ async def test_one_tenants_slow_links_leave_room_for_another() -> None:
         await is_open.wait()
         await sends(WIDE)(writer)
 
-    fetcher = ImageFetcher(LOOPBACK, LinkLimits(8, max_per_tenant=2))
+    fetcher = LinkFetcher(LOOPBACK, LinkLimits(8, max_per_tenant=2))
     async with file_server(slow) as (slow_url, slow_heads), file_server(sends(TALL)) as (url, _), fetcher:
         links = [f"{slow_url}?{number}" for number in range(5)]
         waiting = asyncio.create_task(fetcher.fetch_all(links, "greedy", MAX_BYTES, MAX_TOTAL_BYTES))
@@ -216,7 +216,7 @@ async def test_a_name_whose_server_is_silent_keeps_its_slot_until_the_look_up_en
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
     limits = LinkLimits(4, timeout_s=0.3, max_per_tenant=1)
-    async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, limits) as fetcher:
+    async with file_server(sends(TALL)) as (url, _), LinkFetcher(LOOPBACK, limits) as fetcher:
         silent = "http://silent.example/a.png"
         for _ in range(2):
             found = await fetcher.fetch_all([silent], "greedy", MAX_BYTES, MAX_TOTAL_BYTES)
@@ -237,8 +237,8 @@ async def test_tenants_whose_names_are_never_found_leave_look_ups_for_others(mon
         return look_up("127.0.0.1", *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
-    monkeypatch.setattr(image_fetcher, "MAX_LOOKUPS", 8)
-    async with file_server(sends(TALL)) as (url, _), ImageFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)) as fetcher:
+    monkeypatch.setattr(link_fetcher, "MAX_LOOKUPS", 8)
+    async with file_server(sends(TALL)) as (url, _), LinkFetcher(LOOPBACK, LinkLimits(4, timeout_s=0.2)) as fetcher:
         silent = [f"http://silent.example/{number}.png" for number in range(4)]
         for tenant_id in ("greedy", "greedier"):
             await fetcher.fetch_all(silent, tenant_id, MAX_BYTES, MAX_TOTAL_BYTES)
@@ -256,7 +256,7 @@ async def test_the_requests_of_a_tenant_that_wait_for_links_are_bounded() -> Non
         await is_open.wait()
         await sends(WIDE)(writer)
 
-    fetcher = ImageFetcher(LOOPBACK, LinkLimits(8, max_requests_per_tenant=1))
+    fetcher = LinkFetcher(LOOPBACK, LinkLimits(8, max_requests_per_tenant=1))
     async with file_server(slow) as (url, heads), fetcher:
         waiting = asyncio.create_task(fetcher.fetch_all([url], "greedy", MAX_BYTES, MAX_TOTAL_BYTES))
         await one_waits.wait()
@@ -287,7 +287,7 @@ async def test_links_are_not_followed_to_count_tokens(
 
 async def test_the_settings_of_links_are_reloaded() -> None:
     live = LiveSettings(GatewaySettings())
-    fetcher = image_fetcher_of(live.now, live)
+    fetcher = link_fetcher_of(live.now, live)
     async with file_server(sends(WIDE)) as (url, _), fetcher:
         for settings, words in (
             ({}, "follows no links"),

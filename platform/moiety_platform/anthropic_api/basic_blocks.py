@@ -17,7 +17,12 @@ from moiety_platform.anthropic_api.content_sources import Base64Source, PlainTex
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, shows
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import PromptDocument, PromptImage
-from moiety_platform.inference.prompt_documents import document_of_base64, document_part, shown_document
+from moiety_platform.inference.prompt_documents import (
+    document_of_base64,
+    document_of_link,
+    document_part,
+    shown_document,
+)
 from moiety_platform.inference.prompt_images import (
     decode_base64,
     image_of_file,
@@ -27,7 +32,6 @@ from moiety_platform.inference.prompt_images import (
 )
 
 IMAGE_IN_DOCUMENT = "has an image in a document; send the image as a block of its own"
-DOCUMENT_LINK = "is a link to a document, and links are not followed; send the file as base64, or upload it"
 
 Citations = Annotated[Any, ignored("Answers have no citations.")]
 
@@ -133,7 +137,7 @@ class DocumentBlock(ContentBlock):
 
     @property
     def has_file(self) -> bool:
-        return isinstance(self.source, Base64Source | UploadedSource)
+        return isinstance(self.source, Base64Source | UrlSource | UploadedSource)
 
     @property
     def read_text(self) -> str:
@@ -147,10 +151,12 @@ class DocumentBlock(ContentBlock):
 
     @cached_property
     def document(self) -> PromptDocument:
-        """The file of a document, or the id of its upload. Raises ValueError."""
+        """The file of a document, its link, or the id of its upload. Raises ValueError."""
         match self.source:
             case Base64Source(data=data):
                 found = document_of_base64(data)
+            case UrlSource(url=url):
+                found = document_of_link(url)
             case UploadedSource(file_id=file_id):
                 found = PromptDocument(file_id=file_id)
             case _:
@@ -167,8 +173,6 @@ class DocumentBlock(ContentBlock):
         if isinstance(self.source, ContentSource):
             has_images = any(isinstance(block, ImageBlock) for block in self.source.content)
             return IMAGE_IN_DOCUMENT if has_images else ""
-        if isinstance(self.source, UrlSource):
-            return DOCUMENT_LINK
         try:
             _ = self.document if self.has_file else None
         except ValueError as exc:

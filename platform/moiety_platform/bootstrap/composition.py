@@ -26,7 +26,7 @@ from moiety_platform.batches.worker import POLL_S
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.bootstrap.document_preparation import document_preparation_of
 from moiety_platform.bootstrap.engines import Engines, key_files
-from moiety_platform.bootstrap.image_preparation import image_fetcher_of
+from moiety_platform.bootstrap.image_preparation import link_fetcher_of
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.bootstrap.server import GatewayServer
 from moiety_platform.bootstrap.telemetry import Telemetry
@@ -210,7 +210,8 @@ async def _open_services(
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
     )  # fmt: skip
     uploaded = UploadedPromptFiles(batches.files)
-    documents = document_preparation_of(settings, live, uploaded, texts, metrics.registry)
+    fetcher = await stack.enter_async_context(link_fetcher_of(settings, live))
+    documents = document_preparation_of(settings, live, uploaded, texts, metrics.registry, fetcher)
     stack.push_async_callback(documents.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
@@ -241,10 +242,7 @@ async def _open_services(
         live=live,
         reloader=reloader,
         next_turn_prefill=next_turn_prefill,
-        images=ImagePreparation(
-            await stack.enter_async_context(image_fetcher_of(settings, live)),
-            uploaded.read_all,
-        ),
+        images=ImagePreparation(fetcher, uploaded.read_all),
         documents=documents,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)

@@ -8,6 +8,7 @@ from moiety_platform.document_extraction.extractor import DocumentLimits, PdfExt
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.files.prompt_files import UploadedPromptFiles
 from moiety_platform.inference.document_preparation import DocumentPreparation
+from moiety_platform.inference.link_fetcher import LinkFetcher
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 
@@ -23,11 +24,12 @@ def document_preparation_of(
     uploaded: UploadedPromptFiles,
     cache: DocumentTextCache,
     registry: CollectorRegistry,
+    fetcher: LinkFetcher,
 ) -> DocumentPreparation:
     """Return a preparation of documents that follows the settings. Its owner closes it."""
     prepared = DocumentPreparation(
         PdfExtractor(), settings.document_processes, uploaded.read_document_head, uploaded.read_document,
-        cache, registry,
+        cache, registry, fetcher,
     )  # fmt: skip
 
     def use(settings: GatewaySettings) -> None:

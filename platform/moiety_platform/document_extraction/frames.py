@@ -14,6 +14,7 @@ class RefusalReason(StrEnum):
     DAMAGED = "damaged"
     NO_TEXT = "no_text"
     NOT_TEXT = "not_text"  # neither a PDF file nor plain text
+    LINK = "link"  # that cannot be followed
     WRONG_PURPOSE = "wrong_purpose"  # of an upload
     TOO_MANY_BYTES = "too_many_bytes"
     TOO_MANY_PAGES = "too_many_pages"

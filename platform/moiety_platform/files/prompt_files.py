@@ -17,7 +17,7 @@ from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
 from moiety_platform.files.upload import IMAGE_PURPOSES
 from moiety_platform.inference.document_preparation import UploadedFile
-from moiety_platform.inference.image_fetcher import CannotFetch, NoSuchFile
+from moiety_platform.inference.link_fetcher import CannotFetch, NoSuchFile
 from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_wire.images import ImageAllowance, ImageRules
 

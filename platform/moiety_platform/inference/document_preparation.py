@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ from moiety_platform.document_extraction.metrics import PDF, TEXT, DocumentMetri
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
 from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
+from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher
 from moiety_platform.inference.prompt_documents import (
     INVALID_DOCUMENT,
     is_document,
@@ -63,6 +64,7 @@ class IsImage:
 
 
 Found = str | IsImage | PlatformError  # what a document is: its text, an image, or why it cannot be read
+Linked = Mapping[str, bytes | CannotFetch]  # files by their links
 ReadHead = Callable[[str, Principal], Awaitable[UploadedFile]]
 ReadFile = Callable[[str, Principal], Awaitable[bytes]]
 
@@ -89,10 +91,12 @@ class DocumentPreparation:
         read_file: ReadFile,
         cache: DocumentTextCache,
         registry: CollectorRegistry,
+        fetcher: LinkFetcher,
     ) -> None:
         """Create it. The functions read an uploaded file of a caller; they raise the errors of `prepare`."""
         self.limits = DocumentLimits()
         self.cache = cache
+        self._fetcher = fetcher
         self._extractor = extractor
         self._read_head, self._read_file = read_head, read_file
         self._num_processes = num_processes
@@ -117,26 +121,35 @@ class DocumentPreparation:
         prompt = generation.prompts[0]  # a chat has only one
         if not isinstance(prompt, Conversation) or not prompt.documents:
             return generation, []
-        prepared, replaced = await self.prepare_conversation(prompt, owner, generation.cache_salt)
+        prepared, replaced = await self.prepare_conversation(prompt, owner, generation.cache_salt, follows_links=True)
         return msgspec.structs.replace(generation, prompts=(prepared,)), replaced
 
     async def prepare_conversation(
-        self, conversation: Conversation, owner: Principal, cache_salt: str = ""
+        self,
+        conversation: Conversation,
+        owner: Principal,
+        cache_salt: str = "",
+        *,
+        follows_links: bool = False,
     ) -> tuple[Conversation, list[str]]:
         """Return the conversation with the text of each document, and the paths of documents that are not shown.
 
-        Texts are cached for the tenant, and for a `cache_salt` if the request has one. Raises the errors of `prepare`.
+        Texts are cached for the tenant, and for a `cache_salt` if the request has one. Raises the errors of `prepare`,
+        and BadRequest for any link unless it `follows_links`.
         """
         if not conversation.documents:
             return conversation, []
+        if not follows_links:
+            _refuse_links(conversation)
         read: dict[str | bytes, Found] = {}
         found: list[Found] = []  # for each document of the conversation
         with self._counted_request(owner.tenant_id):
             budget = _DocumentBudget(self.limits, cache_salt)
+            linked = await self._fetch(conversation, owner)
             for document in conversation.documents:
                 if (key := _key_of(document)) not in read:
                     try:
-                        read[key] = await self._read(document, owner, budget)
+                        read[key] = await self._read(document, owner, budget, linked)
                     except (BadRequest, NotFound, Gone) as exc:
                         read[key] = exc
                 found.append(self._charged(document, read[key], budget))
@@ -175,9 +188,23 @@ class DocumentPreparation:
             if not self._num_requests[tenant_id]:
                 del self._num_requests[tenant_id]
 
-    async def _read(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
+    async def _fetch(self, conversation: Conversation, owner: Principal) -> Linked:
+        """Return the file of each link to a document, or why it cannot be fetched. Raises RateLimited."""
+        links = list(dict.fromkeys(document.link for document in conversation.documents if document.link))
+        others = {image.source for image in conversation.images if image.source and not image.is_uploaded}
+        most = self.limits.max_bytes
+        return await self._fetcher.fetch_all(links, owner.tenant_id, most, most, DOCUMENT, len(others))
+
+    async def _read(
+        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, linked: Linked
+    ) -> str | IsImage:
         """Return the text of a document, or that it is an image. Raises the errors of `prepare`."""
         try:
+            if document.link:
+                file = linked[document.link]
+                if isinstance(file, CannotFetch):
+                    raise DocumentRefused(f"cannot be fetched: {file}", RefusalReason.LINK)
+                document = msgspec.structs.replace(document, data=file, link="")
             return await self._read_within(document, owner, budget)
         except DocumentRefused as exc:
             self._metrics.observe_refusal(exc.reason)
@@ -202,10 +229,13 @@ class DocumentPreparation:
             budget.take(max_pages=extracted.num_pages)
             text = extracted.text
         else:
-            text = await self._decode(document.data or await self._read_file(document.file_id, owner), budget.limits)
+            text = await self._decode(await self._content(document, owner), budget.limits)
         if len(text) > budget.limits.max_characters:
             raise self._too_many_characters()
         return text
+
+    async def _content(self, document: PromptDocument, owner: Principal) -> bytes:
+        return await self._read_file(document.file_id, owner) if document.file_id else document.data
 
     async def _decode(self, data: bytes, limits: DocumentLimits) -> str:
         """Return the text of a plain-text file; large ones are decoded in a thread. Raises DocumentRefused."""
@@ -252,7 +282,7 @@ class DocumentPreparation:
                 reading.exception()  # looked at, where nobody waits for it any more
 
         try:
-            data = document.data or await self._read_file(document.file_id, owner)
+            data = await self._content(document, owner)
             reading = asyncio.get_running_loop().run_in_executor(self._threads, self._extractor.extract, data, limits)
         except BaseException:
             release()
@@ -269,7 +299,19 @@ def _cache_key(document: PromptDocument, cache_salt: str) -> bytes:
 
 
 def _key_of(document: PromptDocument) -> str | bytes:
-    return document.file_id or document.data
+    return document.file_id or document.link or document.data
+
+
+def _refuse_links(conversation: Conversation) -> None:
+    """Raise BadRequest if a document is a link."""
+    for document in conversation.documents:
+        if document.link:
+            raise BadRequest(
+                f"the document at {document.path} is a link, and links are not followed to count tokens; send the "
+                "document itself, as base64",
+                code=INVALID_DOCUMENT,
+                param=document.path.partition(".")[0],
+            )
 
 
 def _refusal_of(document: PromptDocument, reason: DocumentRefused) -> BadRequest:

@@ -42,10 +42,11 @@ class PromptImage(msgspec.Struct, frozen=True):
 
 
 class PromptDocument(msgspec.Struct, frozen=True):
-    """Document of a conversation, whose text is not read yet: a file, or an uploaded file's id."""
+    """Document of a conversation, whose text is not read yet: a file, an uploaded file's id, or a link."""
 
     data: bytes = b""
-    file_id: str = ""  # "" where `data` is known
+    file_id: str = ""  # of an upload
+    link: str = ""
     title: str | None = None
     context: str | None = None  # the client's text about the document
     may_be_image: bool = False  # whether an uploaded image is accepted in its place

@@ -18,7 +18,7 @@ import msgspec
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import NotFound
 from moiety_platform.inference.generation import Conversation, Generation, PromptImage
-from moiety_platform.inference.image_fetcher import CannotFetch, ImageFetcher, NoSuchFile
+from moiety_platform.inference.link_fetcher import CannotFetch, LinkFetcher, NoSuchFile
 from moiety_platform.inference.prompt_images import (
     check_file,
     check_number,
@@ -44,7 +44,7 @@ ReadUploaded = Callable[[Sequence[str], Principal, Limits], Awaitable[Found]]  #
 class ImagePreparation:
     """Preparation of images in one gateway process."""
 
-    def __init__(self, fetcher: ImageFetcher, read_uploaded: ReadUploaded) -> None:
+    def __init__(self, fetcher: LinkFetcher, read_uploaded: ReadUploaded) -> None:
         self.fetcher = fetcher
         self._read_uploaded = read_uploaded
 

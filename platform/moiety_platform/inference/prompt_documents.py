@@ -14,7 +14,7 @@ from typing import Any
 from moiety_platform.document_extraction.extractor import DocumentRefused
 from moiety_platform.document_extraction.frames import RefusalReason
 from moiety_platform.inference.generation import PromptDocument
-from moiety_platform.inference.prompt_images import decode_base64
+from moiety_platform.inference.prompt_images import check_link, decode_base64, is_link
 
 INVALID_DOCUMENT = "invalid_document"  # an error code
 FILE_DATA_PATTERN = "^(data:[^,]*;base64,)?[A-Za-z0-9+/]+=*$"  # for schemas
@@ -56,6 +56,14 @@ def document_of_file_data(text: str) -> PromptDocument:
     if not head.endswith(_ENCODED):
         raise ValueError("the data URL is not in base64; send data:application/pdf;base64,…")
     return document_of_base64(data)
+
+
+def document_of_link(url: str) -> PromptDocument:
+    """Return the document at a link. Raises ValueError."""
+    if not is_link(url):
+        raise ValueError("the URL is not a link; send https://…")
+    check_link(url)
+    return PromptDocument(link=url)
 
 
 def text_of_file(data: bytes, max_characters: int) -> str:

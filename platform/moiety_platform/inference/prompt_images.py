@@ -23,6 +23,7 @@ MAX_URL_CHARACTERS = 8192  # of a link
 
 _DATA_URL = "data:"
 _ENCODED = ";base64,"
+LINK_PATTERN = "^https?://"  # for schemas
 _LINKS = ("https://", "http://")
 
 _TYPES = {b"\x89PNG": b"png", b"RIFF": b"webp"}  # by the beginning of the file; others are JPEG
@@ -77,11 +78,21 @@ def image_of_url(url: str) -> PromptImage:
 
 def image_of_link(url: str) -> PromptImage:
     """Return the image at a link. Raises ValueError."""
-    if not url[:8].lower().startswith(_LINKS):
+    if not is_link(url):
         raise ValueError("the URL is neither a data URL nor a link; send data:image/png;base64,… or https://…")
+    check_link(url)
+    return PromptImage(source=url)
+
+
+def is_link(url: str) -> bool:
+    """Return whether a URL has the scheme of a link."""
+    return url[:8].lower().startswith(_LINKS)
+
+
+def check_link(url: str) -> None:
+    """Raise ValueError for a link that is too long."""
     if len(url) > MAX_URL_CHARACTERS:
         raise ValueError(f"the link has {len(url):,} characters; it may have {MAX_URL_CHARACTERS:,}")
-    return PromptImage(source=url)
 
 
 def image_of_file(file_id: str) -> PromptImage:

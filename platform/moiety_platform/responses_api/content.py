@@ -10,17 +10,19 @@ import msgspec
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody, or_text, refuse, shows
-from moiety_platform.inference.field_support import ignored, refused
+from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import PromptDocument
 from moiety_platform.inference.prompt_documents import (
     FILE_DATA_PATTERN,
     INVALID_DOCUMENT,
     document_of_file_data,
+    document_of_link,
     document_part,
 )
 from moiety_platform.inference.prompt_images import (
     IMAGE_URL_PATTERN,
     INVALID_IMAGE,
+    LINK_PATTERN,
     image_of_file,
     image_of_url,
     image_part,
@@ -41,9 +43,9 @@ _OTHERS = {
 }
 
 
-def _only(field: str, other: str) -> dict[str, Any]:
-    """Return the JSON schema of a part with one of two fields."""
-    return {"required": [field], "properties": {field: {"type": "string"}, other: {"type": "null"}}}
+def _only(field: str, *others: str) -> dict[str, Any]:
+    """Return the JSON schema of a part with one of some fields."""
+    return {"required": [field], "properties": {field: {"type": "string"}, **{one: {"type": "null"} for one in others}}}
 
 
 class ImageContent(StrictBody):
@@ -86,18 +88,25 @@ class ImageContent(StrictBody):
 
 
 class FileContent(StrictBody):
-    """A PDF file or plain text, by the id of its upload or its content. Of a PDF file only the text is read."""
+    """A PDF file or plain text, by its content, the id of its upload or a link. Of a PDF file only the text is read.
+
+    Links are followed where the operator has enabled it.
+    """
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [_only("file_data", "file_id"), _only("file_id", "file_data")]}
+        json_schema_extra={
+            "oneOf": [
+                _only("file_data", "file_id", "file_url"),
+                _only("file_id", "file_data", "file_url"),
+                _only("file_url", "file_data", "file_id"),
+            ]
+        }
     )
 
     type: Literal["input_file"]
     file_data: Annotated[str, shows(pattern=FILE_DATA_PATTERN)] | None = None
     file_id: str | None = None
-    file_url: Annotated[str | None, refused("links to files are not followed; send 'file_data' or 'file_id'", [])] = (
-        None
-    )
+    file_url: Annotated[str, shows(pattern=LINK_PATTERN)] | None = None
     filename: str | None = None  # the model reads it as the title of the document
     detail: Annotated[str | None, ignored("The text of a document is read, and images of its pages are not.")] = None
     prompt_cache_breakpoint: Annotated[Any, ignored("Every prefix is cached.")] = None
@@ -112,15 +121,28 @@ class FileContent(StrictBody):
             raise refuse(f"it is a file that cannot be read: {exc}", INVALID_DOCUMENT) from exc
         return value
 
+    @field_validator("file_url")
+    @classmethod
+    def _is_link(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                document_of_link(value)
+        except ValueError as exc:
+            raise refuse(f"it is a file that cannot be read: {exc}", INVALID_DOCUMENT) from exc
+        return value
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.file_data is None) == (self.file_id is None):
-            raise refuse("a file has either 'file_data' or the 'file_id' of an uploaded file; send only one of the two")
+        if sum(source is not None for source in (self.file_data, self.file_id, self.file_url)) != 1:
+            raise refuse(
+                "a file has one of 'file_data', 'file_url' and the 'file_id' of an uploaded file; send only one"
+            )
         return self
 
     def stored(self) -> dict[str, Any]:
         """Return the part as it is stored and listed."""
-        source = {"file_data": self.file_data} if self.file_id is None else {"file_id": self.file_id}
+        sources = {"file_data": self.file_data, "file_id": self.file_id, "file_url": self.file_url}
+        source = {name: value for name, value in sources.items() if value is not None}
         return {"type": INPUT_FILE, **source, **({"filename": self.filename} if self.filename else {})}
 
 
@@ -204,5 +226,10 @@ def _file_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     if part["type"] == INPUT_IMAGE:
         image = image_of_url(part["image_url"]) if file_id is None else image_of_file(file_id)
         return image_part(msgspec.structs.replace(image, path=path))
-    document = document_of_file_data(part["file_data"]) if file_id is None else PromptDocument(file_id=file_id)
+    if file_id is not None:
+        document = PromptDocument(file_id=file_id)
+    elif "file_url" in part:
+        document = document_of_link(part["file_url"])
+    else:
+        document = document_of_file_data(part["file_data"])
     return document_part(msgspec.structs.replace(document, title=part.get("filename"), path=path))

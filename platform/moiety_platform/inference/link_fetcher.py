@@ -1,4 +1,4 @@
-"""Fetches images that requests name by links, under the address checks of webhooks.
+"""Fetches images and documents that requests name by links, under the address checks of webhooks.
 
 Off by default. Clients choose the links, so everything is bounded: where a link may lead, the links of a request, its
 time, the bytes of a file and of all files, and the fetches of a tenant and of the process at the same time. A fetch
@@ -33,7 +33,6 @@ from moiety_platform.webhooks.addresses import (
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
 TOO_MANY_LINKS = "too_many_image_links"  # an error code
-_HEADERS = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
 _REASONS = {
     ADDRESS_NOT_ALLOWED: "leads to an address that is not in the public internet; link to a public one",
     NAME_NOT_RESOLVED: "is not known; correct it",
@@ -41,16 +40,28 @@ _REASONS = {
 
 
 class CannotFetch(Exception):
-    """An image cannot be fetched. The message says what is at fault, for example a part of its link."""
+    """A file cannot be fetched. The message says what is at fault, for example a part of its link."""
 
 
 class NoSuchFile(CannotFetch):
-    """There is no file with the id of an image, for this key."""
+    """There is no file with this id, for this key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedKind:
+    """Kind of files that links lead to."""
+
+    noun: str
+    accept: str  # media types that hosts are asked for
+
+
+IMAGE = LinkedKind("image", "image/png, image/jpeg, image/webp")
+DOCUMENT = LinkedKind("document", "application/pdf, text/plain, text/*;q=0.9, */*;q=0.1")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """Limits on links to images. They can change while the gateway runs."""
+    """Limits on links to images and documents. They can change while the gateway runs."""
 
     max_links: int = 0  # different ones in a request; 0: links are not followed
     timeout_s: float = 10.0  # of all fetches of a request together
@@ -63,10 +74,11 @@ class _Budget:
     """Bytes that the files of one request may still have."""
 
     left: int
+    kind: LinkedKind
 
 
 @dataclass(slots=True)
-class ImageFetcher:
+class LinkFetcher:
     """Fetcher of one gateway process, closed by its owner. `reach` and `limits` can be changed."""
 
     reach: AddressPolicy = field(default_factory=AddressPolicy)
@@ -86,9 +98,15 @@ class ImageFetcher:
         self._names.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_all(
-        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
+        self,
+        links: Sequence[str],
+        tenant_id: str,
+        max_bytes: int,
+        max_total_bytes: int,
+        kind: LinkedKind = IMAGE,
+        num_others: int = 0,
     ) -> dict[str, bytes | CannotFetch]:
-        """Return the file of each link, or why it cannot be fetched.
+        """Return the file of each link, or why it cannot be fetched. The request has `num_others` links of other kinds.
 
         Raises RateLimited if too many requests of the tenant fetch or wait to.
         """
@@ -96,27 +114,29 @@ class ImageFetcher:
             return {}
         limits = self.limits
         if limits.max_links == 0:
-            return dict.fromkeys(links, CannotFetch("this server follows no links; send the image itself, as base64"))
-        if len(links) > limits.max_links:
-            message = f"there are {len(links)} links to images; a request may have {limits.max_links}. Send fewer"
+            return dict.fromkeys(
+                links, CannotFetch(f"this server follows no links; send the {kind.noun} itself, as base64")
+            )
+        if len(links) + num_others > limits.max_links:
+            message = f"there are {len(links) + num_others} links; a request may have {limits.max_links}. Send fewer"
             return dict.fromkeys(links, CannotFetch(message))
         if self._num_requests[tenant_id] >= limits.max_requests_per_tenant:
-            message = f"{limits.max_requests_per_tenant} requests with links to images are running; wait, or send files"
+            message = f"{limits.max_requests_per_tenant} requests with links are running; wait, or send files"
             raise RateLimited(message, code=TOO_MANY_LINKS, retry_after_s=1)
         self._num_requests[tenant_id] += 1
         try:
-            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes)
+            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes, kind)
         finally:
             self._num_requests[tenant_id] -= 1
             if not self._num_requests[tenant_id]:
                 del self._num_requests[tenant_id]
 
     async def _fetch_within(
-        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int
+        self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int, kind: LinkedKind
     ) -> dict[str, bytes | CannotFetch]:
         """Return the results of `fetch_all` within the time of a request."""
         limits = self.limits
-        budget, found = _Budget(max_total_bytes), dict[str, bytes | CannotFetch]()
+        budget, found = _Budget(max_total_bytes, kind), dict[str, bytes | CannotFetch]()
 
         async def fetch(link: str) -> None:
             try:
@@ -147,11 +167,12 @@ class ImageFetcher:
 
     async def _fetch(self, link: str, max_bytes: int, budget: _Budget, lookup: DnsLookup) -> bytes:
         """Return the file of a link. Raises CannotFetch."""
-        url = self._checked(link)
+        url, noun = self._checked(link), budget.kind.noun
+        headers = {"Accept": budget.kind.accept, "Accept-Encoding": "identity"}
         if self._http is None:
             self._http = guarded_client(self.limits.timeout_s, self.tls)
         try:
-            request = await guarded_request(self._http, self.reach, "GET", url, _HEADERS, lookup=lookup)
+            request = await guarded_request(self._http, self.reach, "GET", url, headers, lookup=lookup)
             answer = await self._http.send(request, stream=True)
             try:
                 return await _read(answer, max_bytes, budget)
@@ -160,7 +181,7 @@ class ImageFetcher:
         except CannotReach as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} {_REASONS[exc.code]}") from exc
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError, OverflowError) as exc:
-            raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the image") from exc
+            raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the {noun}") from exc
 
     def _checked(self, link: str) -> httpx.URL:
         """Return the URL of a link that may be followed. Raises CannotFetch."""
@@ -184,7 +205,7 @@ async def _read(answer: httpx.Response, max_bytes: int, budget: _Budget) -> byte
     if answer.status_code != 200:
         raise CannotFetch(f"its host answers with status {answer.status_code}; correct the path of the link")
     if answer.headers.get("content-encoding", "identity").lower() != "identity":
-        raise CannotFetch("its host sends it compressed; send the image itself, as base64")
+        raise CannotFetch(f"its host sends it compressed; send the {budget.kind.noun} itself, as base64")
     body = bytearray()
     async for chunk in answer.aiter_raw():
         body += chunk
@@ -192,7 +213,9 @@ async def _read(answer: httpx.Response, max_bytes: int, budget: _Budget) -> byte
         if len(body) > max_bytes:
             raise CannotFetch(f"it has more than {max_bytes:,} bytes; make it smaller")
         if budget.left < 0:
-            raise CannotFetch("the images of the request have too many bytes together; send fewer or smaller")
+            raise CannotFetch(
+                f"the {budget.kind.noun}s of the request have too many bytes together; send fewer or smaller"
+            )
     return bytes(body)
 
 

@@ -1,0 +1,143 @@
+# ruff: noqa: F811  fixtures are imported
+"""Links to documents in requests: followed where the operator has enabled it, within the bounds of links to images."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.messages import ModelCard
+
+from .conftest import StartGateway
+from .test_documents import PAGES, PLACES, READ, asking, part_of, refusal
+from .test_image_links import file_server, sends
+from .test_images import (
+    MESSAGES,
+    RESPONSES,
+    RESULTS,
+    TOOL_TEMPLATE,
+    WIDE,
+    seeing,  # noqa: F401  a fixture
+)
+from .test_quotas import (
+    Limited,
+    limit,
+    limited,  # noqa: F401  a fixture
+)
+from .test_uploaded_images import COUNTS
+
+PATHS = (MESSAGES, RESPONSES)
+FOLLOWS: dict[str, Any] = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+
+
+def linked(path: str, url: str) -> dict[str, Any]:
+    """Return a link to a document in the fields of the API, with the title `a.pdf`."""
+    if path == MESSAGES:
+        return {"type": "document", "title": "a.pdf", "source": {"type": "url", "url": url}}
+    return {"type": "input_file", "filename": "a.pdf", "file_url": url}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("data", [PAGES, "é".encode(), b""])
+async def test_a_linked_document_is_read_as_one_that_is_sent(
+    start_gateway: StartGateway, card: ModelCard, path: str, data: bytes
+) -> None:
+    async with (
+        file_server(sends(data)) as (url, heads),
+        start_gateway([FakeEngineClient(card)], **FOLLOWS) as gateway,
+    ):
+        status, _, answer = await gateway.post(path, asking(path, linked(path, url), linked(path, url)))
+        assert status == 200, answer
+        assert len(heads) == 1 and b"application/pdf" in heads[0] and b"authorization" not in heads[0].lower()
+        if data:
+            await gateway.post(path, asking(path, part_of(path, data), part_of(path, data)))
+            first, second = gateway.engine.submits
+            assert first.prompt_ids == second.prompt_ids
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_result(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    card = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE)
+    async with (
+        file_server(sends(b"", "404 Not Found")) as (url, _),
+        start_gateway([FakeEngineClient(card)], **FOLLOWS) as gateway,
+    ):
+        message = await refusal(gateway, path, asking(path, linked(path, url)))
+        assert f"at {PLACES[path]} cannot be fetched" in message and "status 404" in message
+        body = RESULTS[path](WIDE)
+        last = body["input" if path == RESPONSES else "messages"][2]
+        if path == MESSAGES:
+            (last,) = last["content"]
+        last["output" if path == RESPONSES else "content"][1] = linked(path, url)
+        status, headers, answer = await gateway.post(path, body)
+        assert status == 200 and "x-moiety-ignored-fields" in headers, answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_links_that_lead_elsewhere_or_are_too_many_or_too_large_are_refused(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    image: dict[str, Any] = {"type": "image", "source": {"type": "url", "url": "https://127.0.0.1/a.png"}}
+    if path == RESPONSES:
+        image = {"type": "input_image", "image_url": "https://127.0.0.1/a.png"}
+    engines, small = [FakeEngineClient(seeing)], {"max_document_bytes": 1024}
+    async with file_server(sends(b"a" * 2000)) as (url, heads):
+        async with start_gateway(engines, max_image_links=2, **small) as gateway:
+            private = asking(path, linked(path, "https://127.0.0.1/a.pdf"))
+            assert "not in the public internet" in await refusal(gateway, path, private)
+            assert "its scheme is 'http'" in await refusal(gateway, path, asking(path, linked(path, url)))
+            many = [linked(path, f"https://127.0.0.1/{number}.pdf") for number in range(2)]
+            message = await refusal(gateway, path, asking(path, *many, image))
+            assert "there are 3 links; a request may have 2" in message
+            status, _, answer = await gateway.post(path, asking(path, linked(path, "ftp://127.0.0.1/a.pdf")))
+            assert status == 400 and "the URL is not a link" in answer.decode()
+            assert not heads
+        async with start_gateway([FakeEngineClient(seeing)], **small, **FOLLOWS) as gateway:
+            assert "more than 1,024 bytes" in await refusal(gateway, path, asking(path, linked(path, url)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_links_are_not_followed_to_count_tokens(start_gateway: StartGateway, card: ModelCard, path: str) -> None:
+    async with (
+        file_server(sends(PAGES)) as (url, heads),
+        start_gateway([FakeEngineClient(card)], **FOLLOWS) as gateway,
+    ):
+        body = {name: value for name, value in asking(path, linked(path, url)).items() if not name.startswith("max_")}
+        status, _, answer = await gateway.post(f"{path}/{COUNTS[path]}", body)
+        assert status == 400 and "links are not followed to count tokens" in answer.decode(), answer
+        assert not heads
+
+
+async def test_no_link_is_followed_for_a_tenant_whose_quota_is_used_up(limited: Limited) -> None:
+    async with file_server(sends(PAGES)) as (url, heads), limited(**FOLLOWS) as gateway:
+        await limit(gateway, "tenant", 1, "requests_per_minute")
+        assert (await gateway.post(RESPONSES, asking(RESPONSES)))[0] == 200
+        status, _, answer = await gateway.post(RESPONSES, asking(RESPONSES, linked(RESPONSES, url)))
+        assert status == 429, answer
+        assert not heads
+
+
+async def test_a_stored_response_has_the_link_and_fetches_it_again(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    async with (
+        file_server(sends(PAGES)) as (url, heads),
+        start_gateway([FakeEngineClient(card)], **FOLLOWS) as gateway,
+    ):
+        body = {**asking(RESPONSES, linked(RESPONSES, url)), "store": True}
+        status, _, answer = await gateway.post(RESPONSES, body)
+        assert status == 200, answer
+        response_id = json.loads(answer)["id"]
+        (item,) = (await gateway.client.responses.input_items.list(response_id)).data
+        assert (item.content[0].file_url, item.content[0].filename) == (url, "a.pdf")
+        more = {**asking(RESPONSES), "previous_response_id": response_id}
+        status, _, answer = await gateway.post(RESPONSES, more)
+        assert status == 200 and len(heads) == 2, answer
+        first, second = gateway.engine.submits
+        assert len(second.prompt_ids) > len(first.prompt_ids) > len(READ) // 4
