@@ -38,7 +38,7 @@ def loaded_run(options: argparse.Namespace) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "load_average": os.getloadavg(),
-        "settings": {name: str(value) for name, value in vars(options).items() if name != "output"},
+        "settings": {name: str(value) for name, value in vars(options).items() if name not in ("output", "work")},
     }
 
 

@@ -43,6 +43,7 @@ __all__ = [  # the configuration, and those values of its fields that the code t
     "TransferConfig",
 ]
 
+MAX_RANK_WEIGHT = 255
 REBALANCE_EVERY_S = 60.0  # where experts are redundant, which is of no use if they stay where they are
 EXCLUDE_AFTER_FAILURES = 3  # where --rank-failure-log is given
 LOSSES_WITHIN_S = 600.0
@@ -165,6 +166,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
     rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
+    expert_rank_weights: str = ""  # weights of service ranks in the load that experts are placed by; "": all alike
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys
     exclude_rank_after_s: float | None = None  # and for those that can be done without; None: for all of them alike
@@ -230,6 +232,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "--expert-batching needs --policy moiety and --batching continuous, since these choose the decodes of "
                 "a step: leave it out, or use them"
             )
+        _ = self.rank_weights  # raises if they are wrong
         if self.batch_timeout_ms < 0:
             raise InvalidConfig(f"batch_timeout_ms must be 0 or more, not {self.batch_timeout_ms}")
 
@@ -281,6 +284,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds from one look at where experts are to the next; 0: they stay there."""
         default = REBALANCE_EVERY_S if self.redundant_experts else 0.0
         return default if self.rebalance_every_s is None else self.rebalance_every_s
+
+    @property
+    def rank_weights(self) -> tuple[int, ...] | None:
+        """Weights of service ranks 0, 1, 2 … in the load that experts are placed by; None: all alike.
+
+        Raises InvalidConfig.
+        """
+        if not self.expert_rank_weights:
+            return None
+        words = self.expert_rank_weights.split(",")
+        weights = tuple(int(word) if word.strip().isascii() and word.strip().isdigit() else 0 for word in words)
+        if not all(1 <= weight <= MAX_RANK_WEIGHT for weight in weights):
+            raise InvalidConfig(
+                f"--expert-rank-weights must be whole numbers from 1 to {MAX_RANK_WEIGHT}, separated by commas, not "
+                f"{self.expert_rank_weights!r}"
+            )
+        if not self.rebalanced_every_s:
+            raise InvalidConfig(
+                "--expert-rank-weights needs experts that move: set --rebalance-every-s or --redundant-experts, or "
+                "leave it out"
+            )
+        return weights
 
     def _check_transfer(self) -> None:
         transfer = self.transfer

@@ -68,7 +68,7 @@ def build_loop(
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
     kv_connector = connector_of(config.transfer, model, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)
-    tenants = None if model.experts is None else TenantSlots()
+    tenants = None if model.experts is None else TenantSlots(rank_weights=config.rank_weights)
     if model.expert_counter is not None:
         model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
     elif config.expert_batching:

@@ -184,6 +184,13 @@ class ModelOptions:
         min=0,
     )
 
+    expert_rank_weights: str = _distributed(
+        "",
+        "Weights of a token of service rank 0, 1, 2 … in the load that experts are placed by, such as 8,2,1, so that "
+        "replicas go first to the experts that better ranks use. Further ranks have the last weight. If not given, all "
+        "tokens count the same.",
+    )
+
 
 @dataclass(slots=True, kw_only=True)
 class ServedModelOptions(ModelOptions):

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moiety_engine.config import EngineConfig
+from moiety_engine.errors import InvalidConfig
 from moiety_engine.moe.balancer import MIN_PICKS, Balancer
 from moiety_engine.moe.expert_slots import ExpertSlots
+from moiety_engine.moe.tenants import TenantSlots
 from moiety_placement.placement_table import Ints, Placement, balancedness
 
 EXPERTS, RANKS, LAYERS, EVERY_S, CAREFUL = 16, 4, 6, 60.0, 0.01
@@ -60,6 +63,44 @@ def test_a_skewed_load_moves_experts_once_and_the_same_load_moves_no_more() -> N
     assert follow(balancer) == 0
     assert balancer.rebalances_total == 1
     assert balancer.balancedness == balancer.balancedness_planned > 0.9
+
+
+def test_replicas_go_first_to_the_experts_of_the_class_whose_tokens_weigh_more() -> None:
+    """One class has a tenth of the tokens, on other experts than the rest."""
+    few_LE, many_LE = np.full((LAYERS, EXPERTS), 10), np.full((LAYERS, EXPERTS), 100)
+    few_LE[:, 6], many_LE[:, 11] = 600, 6000
+    evenness = {}
+    for weight in (1, 50):
+        balancer = make_balancer()
+        balancer.count(few_LE + many_LE, weight * few_LE + many_LE)
+        assert balancer.evaluate(EVERY_S, CAREFUL)
+        follow(balancer)
+        counts_LE = balancer.placement.counts_LE
+        assert (counts_LE[:, 6] > 1).all() == (weight == 50)
+        evenness[weight] = [balancedness(balancer.placement, one) for one in (few_LE, many_LE)]
+    assert evenness[50][0] > 1.5 * evenness[1][0]
+    assert evenness[50][1] < evenness[1][1], "replicas are divided, not added"
+
+
+def test_weights_do_not_replace_tokens_where_too_few_were_counted() -> None:
+    balancer, picks_LE = make_balancer(), np.full((LAYERS, EXPERTS), MIN_PICKS - 1)
+    balancer.count(picks_LE, 200 * picks_LE)
+    assert not balancer.evaluate(EVERY_S, CAREFUL)
+
+
+@pytest.mark.parametrize("wrong", ["8,2,x", "0,1", "256", "-1", "1,,1", " "])
+def test_weights_of_ranks_that_are_none_are_refused(wrong: str) -> None:
+    with pytest.raises(InvalidConfig, match="--expert-rank-weights must be"):
+        EngineConfig(model="m", name="m", tp=2, ep=2, redundant_experts=2, expert_rank_weights=wrong)
+
+
+def test_weights_need_experts_that_move_and_the_last_one_is_that_of_all_further_ranks() -> None:
+    with pytest.raises(InvalidConfig, match="needs experts that move"):
+        EngineConfig(model="m", name="m", expert_rank_weights="2,1")
+    config = EngineConfig(model="m", name="m", tp=2, ep=2, redundant_experts=2, expert_rank_weights="8, 2,1")
+    slots = TenantSlots(rank_weights=config.rank_weights)
+    assert [slots.weight_of_rank(rank) for rank in range(5)] == [8, 2, 1, 1, 1]
+    assert TenantSlots().weight_of_rank(0) == TenantSlots().weight_of_rank(3) == 1
 
 
 def test_a_rebalance_ends_with_its_last_layer_also_where_that_one_stays_as_it_is() -> None:

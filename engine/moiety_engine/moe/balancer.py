@@ -38,7 +38,8 @@ class Balancer:
         self._slots_LR = placement.physical_to_logical_LR.copy()
         self._every_s, self._most_writes, self._due_s = every_s, most_writes, now_s + every_s
         self._picks_LE = np.zeros((placement.num_layers, placement.num_experts), dtype=np.int64)
-        self._evaluated_LE = self._picks_LE  # load that the current plan is based on
+        self._load_LE = self._picks_LE.copy()  # picks times the weights of their classes
+        self._evaluated_LE = self._load_LE  # load that the current plan is based on
         self._waiting: list[int] = []  # layers to be planned
         self._moves: deque[tuple[int, list[Write]]] = deque()
         self._move_cost = 0.0
@@ -54,9 +55,14 @@ class Balancer:
     def is_moving(self) -> bool:
         return bool(self._moves or self._waiting)
 
-    def count(self, picks_LE: np.ndarray) -> None:
-        """Add the picks of the experts, [L, E], to the load of the current interval."""
+    def count(self, picks_LE: np.ndarray, load_LE: np.ndarray | None = None) -> None:
+        """Add the picks of the experts, [L, E], to the load of the current interval.
+
+        `load_LE` is the load that experts are placed by, where picks of some classes weigh more; None: the picks.
+        Whether there are enough for an evaluation depends on the picks.
+        """
         self._picks_LE += picks_LE
+        self._load_LE += picks_LE if load_LE is None else load_LE
 
     def aim(self, layer: int, slots_R: np.ndarray) -> None:
         """Queue the moves that give a layer the experts `slots_R` in its slots.
@@ -77,7 +83,8 @@ class Balancer:
         self._due_s = now_s + self._every_s
         if self._picks_LE.sum(axis=1).min() < MIN_PICKS * self._of_shape.num_experts:
             return False
-        self._evaluated_LE, self._picks_LE = self._picks_LE, np.zeros_like(self._picks_LE)
+        self._evaluated_LE, self._load_LE = self._load_LE, np.zeros_like(self._load_LE)
+        self._picks_LE = np.zeros_like(self._picks_LE)
         loads_LG = rank_loads(self.placement, self._evaluated_LE)
         uneven_L = loads_LG.max(axis=1) / loads_LG.mean(axis=1) - 1
         self._waiting = [

@@ -39,6 +39,18 @@ class CountTransfers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementLoad:
+    """Load that experts are placed by: picks, and picks times the weights of the service ranks, both [L, E]."""
+
+    picks_LE: np.ndarray
+    weighted_LE: np.ndarray
+
+    def plus(self, other: PlacementLoad) -> PlacementLoad:
+        """Return the sum."""
+        return PlacementLoad(self.picks_LE + other.picks_LE, self.weighted_LE + other.weighted_LE)
+
+
+@dataclass(frozen=True, slots=True)
 class _Coming:
     counts: Counts
     names: dict[int, str]
@@ -61,7 +73,7 @@ class ExpertLoadTracker:
         self._minute = int(now_s) // INTERVAL_S
         self._is_news = False
         self.pace: ExpertPace | None = None  # of the counts read last
-        self._picks_LE: np.ndarray | None = None  # of all tenants, since the last take_picks
+        self._picks: PlacementLoad | None = None  # of all tenants, since the last take_picks
 
     def update(self, now_s: float, transfers: CountTransfers) -> None:
         """Read counts that have arrived, and start the next download when it is due. Call it between steps."""
@@ -82,10 +94,10 @@ class ExpertLoadTracker:
     def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
         return self.history.load(ask.query_id, ask.minutes, ask.tenant_id, now_s)
 
-    def take_picks(self) -> np.ndarray | None:
-        """Return the picks of all tenants read since the last call, [L, E]; None if none were read."""
-        picks_LE, self._picks_LE = self._picks_LE, None
-        return picks_LE
+    def take_picks(self) -> PlacementLoad | None:
+        """Return the picks of all tenants read since the last call; None if none were read."""
+        picks, self._picks = self._picks, None
+        return picks
 
     def take_balance(self, now_s: float) -> ExpertBalance | None:
         """Return the expert balance, if there are new counts and a report is due; None otherwise."""
@@ -115,6 +127,7 @@ class ExpertLoadTracker:
         if picks_of:
             picks_LE = np.sum(list(picks_of.values()), axis=0)
             self.pace = ExpertPace.of(picks_LE, active_L, coming.steps)
-            self._picks_LE = picks_LE if self._picks_LE is None else self._picks_LE + picks_LE
+            load = PlacementLoad(picks_LE, coming.counts.weighted_LE.numpy())
+            self._picks = load if self._picks is None else self._picks.plus(load)
         self.history.keep_only_tenants(self._slots.names().values())
         self._is_news = True

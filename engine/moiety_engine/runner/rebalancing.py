@@ -17,10 +17,9 @@ from moiety_placement.placement_table import Placement
 from moiety_wire.experts import pack_counts
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from moiety_engine.config import EngineConfig
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.moe.load_watch import PlacementLoad
     from moiety_engine.moe.shape import ExpertShape
     from moiety_engine.runner.control_messages import ControlSender
     from moiety_placement.transition import Write
@@ -59,15 +58,16 @@ class Rebalancing:
         """Restart the clock after the engine slept, so that the sleep does not count as work."""
         self._updated_s = now_s
 
-    def update(self, now_s: float, picks_LE: np.ndarray | None, *, worked: bool) -> None:
+    def update(self, now_s: float, load: PlacementLoad | None, *, worked: bool) -> None:
         """Process the expert counts since the last call and make the next move. Call it between steps.
 
         `worked` says whether a step ran since the last call.
         """
         self._busy_s += max(0.0, now_s - self._updated_s) if worked else 0.0
         self._updated_s = now_s
-        if picks_LE is not None:
-            self.balancer.count(picks_LE[:, : self._shape.num_placed])
+        if load is not None:
+            placed = self._shape.num_placed
+            self.balancer.count(load.picks_LE[:, :placed], load.weighted_LE[:, :placed])
         if self.balancer.evaluate(now_s, self._move_cost()):
             self._busy_s = 0.0
         before, move = self.balancer.rebalances_total, self.balancer.next_move()
