@@ -21,8 +21,8 @@ from moiety_wire.engine_choices import Batching
 MakeReplica = Callable[..., Any]
 
 STEP_S, TOKEN_S = 0.01, 0.001
-TPOT_S = 0.03
-TIGHT = ServiceClass("tight", 0, ttft_s=1.0, tpot_s=TPOT_S, on_overload=OverloadAction.QUEUE)
+PACE_S = 0.03
+TIGHT = ServiceClass("tight", 0, ttft_s=1.0, tpot_s=PACE_S, on_overload=OverloadAction.QUEUE)
 CHAT = ServiceClass("chat", 1, ttft_s=600.0, tpot_s=0.1, on_overload=OverloadAction.QUEUE)
 ENDS = ServiceClass("ends", 2, completion_s=86400.0)
 TUNING = Tuning()
@@ -84,7 +84,8 @@ def gaps_s(replica: Any, key: int, since_ns: int) -> list[float]:
 
 @pytest.mark.parametrize("worse", [CHAT, ENDS], ids=lambda service: service.name)
 def test_steps_use_fewer_experts_at_the_same_pace_of_everybody(make_replica: MakeReplica, worse: ServiceClass) -> None:
-    means, totals, longest, best_gaps = {}, {}, {}, {}
+    means, totals = dict[bool, float](), dict[bool, int]()
+    longest, best_gaps = dict[bool, float](), dict[bool, float]()
     for on in (False, True):
         replica, best, keys = start(make_replica, worse, on=on)
         begin_ns = replica.now_ns
@@ -95,9 +96,9 @@ def test_steps_use_fewer_experts_at_the_same_pace_of_everybody(make_replica: Mak
         best_gaps[on] = max(gaps_s(replica, best, begin_ns))
     assert means[True] < 0.9 * means[False]
     assert totals[True] == pytest.approx(totals[False], rel=0.01)
-    assert best_gaps[True] <= max(best_gaps[False], TPOT_S)
+    assert best_gaps[True] <= max(best_gaps[False], PACE_S)
     # the tokens of both classes are wanted this long after the one before, since first tokens came long before theirs
-    assert longest[True] <= TUNING.no_slo_token_s + 2 * TPOT_S
+    assert longest[True] <= TUNING.no_slo_token_s + 2 * PACE_S
 
 
 def test_a_request_that_shares_no_experts_is_passed_over_a_few_times_at_most(make_replica: MakeReplica) -> None:
@@ -111,7 +112,7 @@ def test_a_request_that_shares_no_experts_is_passed_over_a_few_times_at_most(mak
         replica.step()
         longest = max(longest, *(one.experts.num_passed_over for one in replica.scheduler.queues.by_key.values()))
     assert 0 < longest <= MAX_PASSED_OVER
-    assert max(gaps_s(replica, alone, begin_ns)) <= TUNING.no_slo_token_s + 2 * TPOT_S
+    assert max(gaps_s(replica, alone, begin_ns)) <= TUNING.no_slo_token_s + 2 * PACE_S
 
 
 @pytest.mark.parametrize("wrong", [{"policy": PolicyName.FCFS}, {"batching": Batching.PADDED}])
