@@ -21,6 +21,7 @@ from moiety_kernels.compressed_attention import cpu as compressed_attention
 from moiety_kernels.cpu import compiling, dots
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
+from moiety_kernels.expert_count import ExpertSums, owner_code
 from moiety_kernels.expert_count import cpu as expert_count
 from moiety_kernels.expert_count.reference import count_picks as count_picks_reference
 from moiety_kernels.gated_delta import cpu as gated_delta
@@ -87,15 +88,16 @@ def embeds(kernel: ModuleType, _: Any) -> None:
 
 def counts(kernel: ModuleType, _: Any) -> None:
     chosen = [torch.rand(40, 8).topk(2).indices.int() for _ in range(3)]
-    owner = torch.randint(0, 4, (40,))
-    owner[(chosen[0] == 0).any(dim=1)] = 0  # an expert that only padding tokens go to
+    slot = torch.randint(0, 4, (40,))
+    slot[(chosen[0] == 0).any(dim=1)] = 0  # an expert that only padding tokens go to
+    owner = torch.tensor([one and owner_code(one, 1 + t % 3, t // 2) for t, one in enumerate(slot.tolist())])
     found = []
     for count in (kernel.count_picks, count_picks_reference):
-        picks, active = torch.zeros(4, 3, 8, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        count(chosen, owner, picks, active)
-        found.append((picks, active))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+        sums = ExpertSums(*(torch.zeros(n, dtype=torch.int64) for n in ((4, 3, 8), (3,), (3, 8), (20,), (20, 3, 1))))
+        for _ in range(2):
+            count(chosen, owner, sums, expert_bytes=1001, num_with_weights=7)
+        found.append(sums)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def normalizes(kernel: ModuleType, _: Any) -> None:
@@ -338,8 +340,14 @@ MUTANTS = [
     (selective_scan, "args.read_TN + t * args.read_stride", "args.read_TN + begin * args.read_stride"),
     (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
-    (expert_count, "if owner != 0 and load_i32", "if load_i32"),
-    (expert_count, "+ owner * args.slot_bytes", "+ (owner & 1) * args.slot_bytes"),
+    (expert_count, "if slot != 0:", "if slot >= 0:"),
+    (expert_count, "+ slot * args.slot_bytes", "+ (slot & 1) * args.slot_bytes"),
+    (expert_count, "expert) + weight)", "expert) + 1)"),
+    (expert_count, "if e < args.with_weights else 0", "if e <= args.with_weights else 0"),
+    (expert_count, "rest += has % num_tokens", "rest = has % num_tokens"),
+    (expert_count, "if owner & SLOT_MASK != 0:", "if owner >= 0:"),
+    (expert_count, "args.bits_W + part * args.part_bytes", "args.bits_W"),
+    (expert_count, "store_i64(bits_W, w, 0)", "store_i64(bits_W, w, 1)"),
     (layer_norm, "load_f32(x_D, i) - mean", "load_f32(x_D, i)"),
     (layer_norm, "args.delta_TD + 4 * width * t, width", "args.delta_TD, width"),
     (layer_norm, "args.bias_D, width, 1.0", "args.bias_D, width, 0.0"),
