@@ -8,7 +8,7 @@ multi-token prediction, where a slot also depends on the next token."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -94,8 +94,10 @@ def make_scheduler(
     held: DraftedKv | None = None,
     windows: tuple[int | None, ...] = (None,),
     num_snapshots: int | None = None,
+    steps_in_flight: int = 1,
 ) -> Scheduler:
     """Return a scheduler. With `num_snapshots`, its sequences have recurrent states."""
+    pipeline = {"steps_in_flight": steps_in_flight, "min_chunk_tokens": 2}
 
     def ledger() -> KvLedger:
         host = HostTier(host_blocks * len(windows)) if host_blocks else None
@@ -105,7 +107,7 @@ def make_scheduler(
 
     return Scheduler(
         ledger(),
-        SchedulerLimits(budget, max_running, batch_size=4, max_waiting=max_waiting),
+        SchedulerLimits(budget, max_running, batch_size=4, max_waiting=max_waiting, **pipeline),
         STRATEGIES[batching],
         policy,
         step_time=StepTimeModel((0.01, 0.05, 0.0, 0.0, 0.001, 0.001, 0.0)),
@@ -137,14 +139,16 @@ def make_submit(
 
 class Replica:
     """A scheduler, the virtual clock, the memory of a model, and the clients. Looks at each law where it can break.
-    With `overlap` a step is planned while one runs, as on a GPU: what that samples only the device knows by then."""
+    With `overlap` a step is planned while one runs, as on a GPU: what that samples only the device knows by then. With
+    several steps in flight, as in a pipeline of ranks, no step needs what an earlier one of them samples."""
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool = False, held: DraftedKv | None = None) -> None:
         self.scheduler = scheduler
         self.overlap = overlap
         self._held = held  # of a draft model
         self._drafter: dict[tuple[int, int], object] = {}  # as the next, of its cache
-        self._flight: tuple[Plan, list[int], list[bytes]] | None = None
+        self._flights: deque[tuple[Plan, list[int], list[bytes]]] = deque()
+        self.most_in_flight = 0
         self.now_ns = 10**12
         self.clients: dict[int, Client] = {}
         # (block, offset) → the table, and the text up to the token that is there
@@ -168,13 +172,15 @@ class Replica:
         self._take(self.scheduler.abort(client.submit.key, FinishReason.ABORT, now_ns=self.now_ns))
 
     def step(self, seconds: float) -> Plan:
-        scheduler = self.scheduler
+        scheduler, depth = self.scheduler, self.scheduler.limits.steps_in_flight
+        if depth > 1 and len(self._flights) == depth:
+            self._commit_oldest()
         plan = self._drafted(scheduler.plan(self.now_ns))
         assert plan.num_rows <= scheduler.limits.max_batch_tokens
         assert plan.num_rows == sum(chunk.num_tokens + chunk.num_pad for chunk in plan.chunks)
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
         assert len(scheduler.queues.running) <= scheduler.limits.max_running
-        if not plan.chunks and self._flight is None:
+        if not plan.chunks and not self._flights:
             assert not [s.key for s in scheduler.queues.by_key.values() if s.has_credit], (
                 "work is left, and none is done"
             )
@@ -183,19 +189,20 @@ class Replica:
         tokens = [token for chunk in plan.chunks for token in self._run(chunk)]
         vectors = [b"%d" % chunk.sequence.key for chunk in plan.chunks if chunk.embeds]
         self.now_ns += int(seconds * 1e9)
-        if not self.overlap:
-            self._commit((plan, tokens, vectors))
-        else:
-            self._commit(self._flight)
-            self._flight = (plan, tokens, vectors) if plan.chunks else None
-            if self._flight:
-                scheduler.launched(plan)
+        num_before = len(self._flights)
+        if plan.chunks or not self.overlap:
+            self._flights.append((plan, tokens, vectors))
+        if (depth > 1 and not plan.chunks) or (depth == 1 and (num_before or not self.overlap)):
+            self._commit_oldest()
+        if plan.chunks and self.overlap:
+            scheduler.launched(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
         self._take_verdicts()
         return plan
 
-    def _commit(self, flight: tuple[Plan, list[int], list[bytes]] | None) -> None:
-        if flight is not None:
-            plan, tokens, vectors = flight
+    def _commit_oldest(self) -> None:
+        if self._flights:
+            plan, tokens, vectors = self._flights.popleft()
             for output in self.scheduler.commit(plan, tokens, [None] * len(tokens), self.now_ns, vectors):
                 self._take(output)
 
@@ -236,15 +243,17 @@ class Replica:
         if not sequence.pending:
             assert PENDING not in sequence.tokens
             return sequence.tokens
-        assert self._flight is not None
+        assert len(self._flights) == self.scheduler.limits.steps_in_flight == 1, (
+            "a step needs a token of an earlier one"
+        )
         assert sequence.tokens.index(PENDING) == len(sequence.tokens) - 1
-        return [*sequence.tokens[:-1], self._flight[1][sequence.pending_row]]
+        return [*sequence.tokens[:-1], self._flights[0][1][sequence.pending_row]]
 
     def _run(self, chunk: Chunk) -> list[int]:
         """Read the KV of computed tokens and write that of the chunk; return the next token if the chunk samples."""
         sequence = chunk.sequence
         tokens = self._tokens(sequence)
-        assert chunk.sequence not in self.scheduler.queues.verifying, "planned while its draft runs"
+        assert chunk.sequence not in self.scheduler.queues.verifying, "planned while its draft or token is computed"
         tokens = [*tokens, *chunk.draft]
         texts = [(sequence.request.submit.cache_salt, tuple(tokens[: i + 1])) for i in range(len(tokens))]
         end = sequence.kv.num_computed + chunk.num_tokens
@@ -424,8 +433,8 @@ class Replica:
             self.step(0.01)
             self.check()
         assert self.scheduler.idle, f"{[s.key for s in self.scheduler.queues.by_key.values()]} starve"
-        self._commit(self._flight)
-        self._flight = None
+        while self._flights:
+            self._commit_oldest()
         stopped = [c for c in self.clients.values() if c.aborted or (c.tokens and c.tokens[-1] == EOS)]
         assert self.scheduler.output_processor.tokens_past_stop_total <= self.overlap * len(stopped), "computed in vain"
         assert self.scheduler.groups.num_used == 0

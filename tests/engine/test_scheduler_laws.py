@@ -44,6 +44,7 @@ class Setup:
     num_groups: int = 1
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int | None = None
+    steps_in_flight: int = 1
 
 
 class Machine(RuleBasedStateMachine):
@@ -74,8 +75,9 @@ class Machine(RuleBasedStateMachine):
             held=(held := DraftedKv(BLOCK_SIZE, lag) if setup.by_model else None),
             windows=setup.windows,
             num_snapshots=setup.num_snapshots,
+            steps_in_flight=setup.steps_in_flight,
         )
-        self.replica = Replica(scheduler, overlap=setup.overlap, held=held)
+        self.replica = Replica(scheduler, overlap=setup.overlap or setup.steps_in_flight > 1, held=held)
 
     @rule(
         service=st.sampled_from(sorted(CLASSES)),
@@ -162,6 +164,11 @@ SETUPS = [
     Setup(draft_tokens=3, overlap=True, windows=(None, 3, 9)),
     Setup(overlap=True, num_snapshots=3),
     Setup(policy="fcfs", num_groups=3, windows=(None, 6), num_snapshots=1),
+    Setup(steps_in_flight=2),
+    Setup(policy="fcfs", steps_in_flight=3),
+    Setup(draft_tokens=3, by_model=True, steps_in_flight=2),
+    Setup(policy="fcfs", num_groups=2, draft_tokens=5, steps_in_flight=3),
+    Setup(windows=(None, 6), num_snapshots=3, steps_in_flight=3),
 ]
 
 
@@ -174,6 +181,7 @@ def name_of(setup: Setup) -> str:
         + "-groups" * (setup.num_groups > 1)
         + "-windows" * (setup.windows != (None,))
         + "-states" * (setup.num_snapshots is not None)
+        + f"-pipeline of {setup.steps_in_flight}" * (setup.steps_in_flight > 1)
     )
 
 

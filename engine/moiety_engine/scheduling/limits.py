@@ -20,3 +20,4 @@ class SchedulerLimits:
     encoder_cost: EncoderCost = NO_ENCODER
     batches_experts: bool = False  # as in PolicyContext
     steps_in_flight: int = 1  # steps in a pipeline of ranks at once
+    min_chunk_tokens: int = 128  # of a pipeline's steps: prompts are not cut into smaller chunks to fill more steps

@@ -10,21 +10,21 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moiety_engine.scheduling.limits import SchedulerLimits
     from moiety_engine.scheduling.plan import Chunk
     from moiety_engine.scheduling.queues.request_queues import RequestQueues
     from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
     from moiety_engine.sequence import Sequence
 
-MIN_PREFILL_ROWS = 128  # fewer rows take about as long on most devices
 _CHUNKS_PER_STEP = 2  # a prompt is cut into more chunks than stages, since the first and the last chunk fill no stage
 
 
 class PipelineDivision:
-    """Shares of the steps in a pipeline. `num_steps` is the number of steps in flight; with 1, nothing is divided."""
+    """Shares of the steps in a pipeline. With one step in flight, nothing is divided."""
 
-    def __init__(self, queues: RequestQueues, step_time: StepTimeModel, num_steps: int) -> None:
-        self._queues, self._step_time = queues, step_time
-        self.num_steps = num_steps
+    def __init__(self, queues: RequestQueues, step_time: StepTimeModel, limits: SchedulerLimits) -> None:
+        self._queues, self._step_time, self._limits = queues, step_time, limits
+        self.num_steps = limits.steps_in_flight
 
     @property
     def is_active(self) -> bool:
@@ -56,8 +56,9 @@ class PipelineDivision:
                 chosen.add(sequence)
         return [chunk for chunk in decoding if chunk.sequence in chosen]
 
-    def max_prefill_rows(self, most: int) -> int:
-        """Return how many prompt tokens the next step may have, at most `most`, which is the limit of every step."""
+    def max_prefill_rows(self) -> int:
+        """Return how many prompt tokens the next step may have."""
+        most = self._limits.max_batch_tokens
         if not self.is_active:
             return most
         queues, num_parts = self._queues, _CHUNKS_PER_STEP * self.num_steps
@@ -66,7 +67,7 @@ class PipelineDivision:
             num_left += sequence.num_uncomputed
             if num_left >= most * num_parts:
                 return most
-        return min(most, max(MIN_PREFILL_ROWS, -(-num_left // num_parts)))
+        return min(most, max(self._limits.min_chunk_tokens, -(-num_left // num_parts)))
 
     def earliest_due_s(self, due_s: float) -> float:
         """Return the earliest deadline that the next step may delay.

@@ -103,7 +103,7 @@ class Scheduler:
         state = SchedulerState(groups, self.queues, self.policy, self.tally, self.step_time, self.encoder_work)
         self._preemptor = Preemptor(state, swap or SwapCost())
         self.speculative_prefill = SpeculativePrefill(groups, self.step_time, is_possible=not strategy.padded)
-        self._division = PipelineDivision(self.queues, self.step_time, limits.steps_in_flight)
+        self._division = PipelineDivision(self.queues, self.step_time, limits)
         self._prefill_planner = PrefillPlanner(
             state, self._preemptor, self.speculative_prefill, waits_for_tokens=self._division.is_active
         )
@@ -347,7 +347,7 @@ class Scheduler:
         own_due_s, context = self.queues.sums_of(decoding)
         due_s = self._division.earliest_due_s(own_due_s)
         planner.add_decodes(decoding, context)
-        planner.limit_prefill(self._division.max_prefill_rows(self.limits.max_batch_tokens))
+        planner.limit_prefill(self._division.max_prefill_rows())
         if self.policy.num_queued and planner.rows_left > 0:
             view = BatchView(
                 planner.shape,
