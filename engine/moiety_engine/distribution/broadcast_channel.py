@@ -26,6 +26,10 @@ class ControlChannel(Protocol):
         """Wait for the next message and return it. Only on the other ranks."""
         ...
 
+    def flush(self) -> None:
+        """Wait until the other ranks have received all messages."""
+        ...
+
 
 class Channel:
     """One end of a channel by broadcasts, which wait until the other ranks take part."""
@@ -55,6 +59,9 @@ class Channel:
         dist.broadcast(rest, group=self._handle, group_src=0)
         return head[_LENGTH.size :] + rest.numpy().tobytes()
 
+    def flush(self) -> None:
+        """Return at once: the other ranks have taken part in all broadcasts."""
+
 
 class DirectChannel:
     """One end of a channel by messages to each rank, which do not wait for the receivers.
@@ -78,9 +85,11 @@ class DirectChannel:
             if len(whole) > HEAD_BYTES:
                 works.append(self._begin_send(whole[HEAD_BYTES:], rank))
         self._sent.append((works, whole))
-        while len(self._sent) > _MOST_PENDING:
-            for work in self._sent.popleft()[0]:
-                work.wait()
+        self._wait_for_all_but(_MOST_PENDING)
+
+    def flush(self) -> None:
+        """Wait until the other ranks have received all messages."""
+        self._wait_for_all_but(0)
 
     def receive(self) -> bytes:
         """Wait for the next message and return it. Only on the other ranks."""
@@ -93,6 +102,11 @@ class DirectChannel:
         rest = torch.empty(end - HEAD_BYTES, dtype=torch.uint8)
         dist.recv(rest, group=self._handle, group_src=0, tag=_TAG)
         return first[_LENGTH.size :] + rest.numpy().tobytes()
+
+    def _wait_for_all_but(self, num_newest: int) -> None:
+        while len(self._sent) > num_newest:
+            for work in self._sent.popleft()[0]:
+                work.wait()
 
     def _begin_send(self, part: torch.Tensor, rank: int) -> dist.Work:
         work = dist.isend(part, group=self._handle, group_dst=rank, tag=_TAG)

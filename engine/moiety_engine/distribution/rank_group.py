@@ -50,7 +50,8 @@ class RankGroup:
     children: RankProcesses | None = field(default=None)
 
     def close(self) -> None:
-        """End the group normally; on rank 0, call it after the others have received the stop message."""
+        """End the group normally; on rank 0, call it after the stop message was sent."""
+        self.channel.flush()
         self.heartbeat.close()
         dist.destroy_process_group()
         if self.children is not None:
