@@ -62,6 +62,7 @@ class Work(msgspec.Struct):
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
     offloaded: tuple[int, int, int] = (0, 0, 0)  # slots, hits and misses of experts, which ranks report with a delay
+    aborts: list[int] = []  # keys of requests that are aborted while a step decodes them
     turns: str = ""  # a folder in which each rank with attention notes what it sends; experts wait for the next note
 
 
@@ -86,6 +87,9 @@ class Answer(msgspec.Struct):
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
     num_excluded: int = 0  # ranks
+    most_in_flight: int = 0  # steps
+    num_aborted: int = 0
+    num_used_blocks: int = 0  # at the end
     num_evictions: int = 0  # of adapters
     num_slots: int = 0  # of adapters
     num_expert_misses: int = 0  # on all ranks, of offloaded experts
@@ -235,6 +239,21 @@ def shuffler(loop: EngineLoop) -> Callable[[int], None]:
     return shuffle
 
 
+def watcher(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None]:
+    """Return a function that counts the steps in flight, and aborts requests that one of them decodes."""
+    left = set(work.aborts)
+
+    def watch(_: int) -> None:
+        answer.most_in_flight = max(answer.most_in_flight, len(loop._flights))
+        decoded = {c.sequence.key for one in loop._flights for c in one.plan.chunks[: one.plan.num_decode]}
+        for key in left & decoded:
+            loop.abort(key)
+            answer.num_aborted += 1
+            left.remove(key)
+
+    return watch
+
+
 def work_through(work: Work) -> Answer:
     hasty = itertools.count(time.time_ns(), int(1e9 * work.hurries))
     clock_ns = hasty.__next__ if work.hurries else time.time_ns
@@ -295,13 +314,13 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         loop.intake.adapters.learn(name, Path(path))
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
-    shuffle = shuffler(loop) if work.shuffles else None
+    on_step = shuffler(loop) if work.shuffles else watcher(loop, work, answer)
     for wave in work.waves if work.some_fail else ():
         step_through(loop, wave, answer)
     if work.some_fail:
         return answer
     for wave in itertools.cycle(work.waves) if work.again else work.waves:
-        for submit, (key, result) in zip(wave, run_all(loop, wave, on_step=shuffle).items(), strict=True):
+        for submit, (key, result) in zip(wave, run_all(loop, wave, on_step=on_step).items(), strict=True):
             assert result.finish is not None
             answer.token_ids[key] = result.token_ids
             answer.best[key] = [one.top_logprobs for one in result.logprobs]
@@ -323,6 +342,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.num_swapped = load.swapped_in_blocks_total
     answer.num_accepted = load.accepted_tokens_total
     answer.num_excluded = load.excluded_ranks
+    answer.num_used_blocks = loop.scheduler.groups.num_used
     load = load_with_experts(loop, work.offloaded)
     answer.num_expert_misses, answer.num_expert_hits = load.expert_misses_total, load.expert_hits_total
     answer.num_expert_slots = load.expert_slots
