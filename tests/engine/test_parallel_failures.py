@@ -167,7 +167,8 @@ def test_a_parallel_group_that_has_lost_a_rank_for_good_says_the_same_without_it
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "layout"), [(signal.SIGKILL, {"ffn_ranks": 1}), thorough(signal.SIGSTOP, {"tp": 2})]
+    ("number", "layout"),
+    [(signal.SIGKILL, {"ffn_ranks": 1}), (signal.SIGKILL, {"pp": 2}), thorough(signal.SIGSTOP, {"tp": 2})],
 )
 def test_a_lost_parallel_rank_ends_the_group(
     folders: dict[str, Path], tmp_path: Path, number: int, layout: dict[str, int]
