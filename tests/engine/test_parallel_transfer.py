@@ -257,6 +257,7 @@ def test_ranks_of_different_layouts_exchange_the_shards_that_they_need(
     assert pair.num_arrived == len(submits)
 
 
+@pytest.mark.timeout(900)  # each wave starts an engine again
 @pytest.mark.parametrize(("num_requests", "num_kills", "tp"), [(8, 1, 2), thorough(100, 10, 2), thorough(100, 10, 1)])
 def test_no_answer_is_lost_when_ranks_are_killed(
     processes: RankProcesses, folders: dict[str, Path], num_requests: int, num_kills: int, tp: int
@@ -277,4 +278,4 @@ def test_no_answer_is_lost_when_ranks_are_killed(
             tokens |= pair.run(submits[wave * size : (wave + 1) * size], before_output=kill)
             num_arrived += pair.num_arrived
     assert_answers(expected, tokens)
-    assert num_arrived > 0 or tp != 2 or num_kills == 1, "one kill may come before any KV has arrived"
+    assert num_arrived > 0 or num_kills == 1, "one kill may come before any KV has arrived"
