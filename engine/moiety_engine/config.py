@@ -313,11 +313,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.batching is not Batching.CONTINUOUS:
             raise InvalidConfig(f"KV transfer needs --batching continuous, not {self.batching}")
-        if self.dp_attention > 1:
-            raise InvalidConfig(
-                "KV transfer is not available with --dp-attention, whose groups of ranks have different requests: "
-                "leave it at 1, or use --role both without --kv-listen"
-            )
         if transfer.buffer_bytes is not None and transfer.buffer_bytes < 1:
             raise InvalidConfig(
                 f"kv_buffer_bytes must be at least 1, not {transfer.buffer_bytes}; leave it out for the default"

@@ -28,13 +28,15 @@ class EngineRole(StrEnum):
 
 
 class KvRanks(msgspec.Struct, frozen=True, array_like=True):
-    """Division of the KV of a request over an engine's ranks: by heads (`tp`), and by layers (`pp`).
+    """Division of an engine's KV over its ranks: that of a request by heads (`tp`) and by layers (`pp`).
 
-    Every rank sends or receives its own part, at its own address.
+    Every rank sends or receives its own part, at its own address. Each of several groups of such ranks (DP attention)
+    has the KV of other requests; `transfer_group` is the group that a transfer goes to.
     """
 
     tp: int = 1
     pp: int = 1
+    groups: int = 1
 
 
 class KvHandoff(msgspec.Struct, frozen=True):
@@ -55,6 +57,12 @@ class KvTransferTimes(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_bytes: int
     transport: str
+
+
+def transfer_group(transfer_id: str, num_groups: int) -> int:
+    """Return the group of ranks that receives a transfer and continues its request. Equal on all engines."""
+    hashed = blake2b(transfer_id.encode(), digest_size=8, person=b"moiety-kv-group").digest()
+    return int.from_bytes(hashed, "big") % num_groups
 
 
 def transfer_token(secret: str, transfer_id: str) -> str:

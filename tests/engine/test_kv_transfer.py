@@ -259,7 +259,7 @@ def test_kv_for_ranks_that_cannot_be_served_is_counted_and_computed_again(pair: 
     assert engines.tokens[1] == whole[1].token_ids
     assert engines.ends[1].arrival is None
     (said,) = [one for one in logs if one["event"] == "kv_part_not_sent"]
-    assert "1 KV addresses of an engine with --tp 2 and --pp 1" in said["reason"]
+    assert "1 KV addresses of an engine with --tp 2, --pp 1 and 1 groups" in said["reason"]
     assert (engines.prefill.load().lost_transfers_total, engines.decode.load().lost_transfers_total) == (1, 0)
 
 

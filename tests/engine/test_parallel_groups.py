@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import Sampling
+from moiety_wire.roles import transfer_group
 
 BLOCK_SIZE, BUDGET = 4, 64
 
@@ -38,14 +40,22 @@ class Replica:
         limits = SchedulerLimits(BUDGET, 16)
         self.scheduler = Scheduler(first, limits, STRATEGIES[Batching.CONTINUOUS], further=[second])
         self._now_ns = 10**12
+        self.loaded: dict[int, int] = {}  # group into whose blocks the KV of each request was loaded
 
     def add(self, key: int, prompt: list[int]) -> None:
         self.scheduler.add(submit_of(key, prompt), seed=0, now_ns=self._now_ns)
+
+    def take_over(self, key: int, prompt: list[int], transfer_id: str) -> None:
+        """Add a request whose prompt another engine has computed, and whose KV is here."""
+        submit = msgspec.structs.replace(submit_of(key, prompt), transfer_id=transfer_id, resumed_ids=[99])
+        self.scheduler.add(submit, seed=0, now_ns=self._now_ns, num_transferred_tokens=len(prompt))
 
     def step(self) -> dict[int, tuple[int, int]]:
         """Run a step; return (group, tokens) of each of its requests."""
         self._now_ns += 10**7
         plan = self.scheduler.plan(self._now_ns)
+        keys = {chunk.sequence.key: chunk.sequence.kv.group for chunk in plan.chunks}
+        self.loaded |= {kv_load.key: keys[kv_load.key] for kv_load in plan.kv_loads}
         found = {chunk.sequence.key: (chunk.sequence.kv.group, chunk.num_tokens) for chunk in plan.chunks}
         tokens = [100 + len(chunk.sequence.tokens) for chunk in plan.chunks if chunk.samples]
         self.scheduler.commit(plan, tokens, [None] * len(tokens), self._now_ns)
@@ -81,6 +91,17 @@ def test_the_next_turn_of_a_conversation_goes_to_the_group_that_has_the_first() 
     again = replica.drain()
     assert again == {10 + key: group for key, group in groups.items()}
     assert replica.scheduler.cached_tokens_total == len(talks) * 20
+
+
+def test_a_request_continues_in_the_group_that_has_received_its_kv() -> None:
+    replica = Replica(num_blocks=24)
+    names = [f"{number:032x}" for number in range(200)]
+    in_second = [name for name in names if transfer_group(name, 2) == 1][:6]
+    for key, name in enumerate(in_second):  # more than the second group has room for at once
+        replica.take_over(key, [1000 * key + i for i in range(20)], name)
+    replica.add(10, list(range(50, 70)))
+    assert replica.drain()[10] == 0
+    assert replica.loaded == dict.fromkeys(range(6), 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 40), st.integers(-5, 50)), min_size=1, max_size=6))

@@ -18,11 +18,12 @@ import psutil
 import pytest
 
 from moiety_engine.config import KvTransport, TransferConfig
+from moiety_engine.distribution.layout import Layout
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.planning.layout_support import LAYOUTS, why_unavailable
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import FinishReason, Sampling
-from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, transfer_token
+from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, transfer_group, transfer_token
 
 from .rank_processes import RankProcesses, assert_same, settings_of, thorough
 from .role_engine import RoleOutput
@@ -112,7 +113,7 @@ class Pair:
     ) -> dict[str, list[int]]:
         """Return the tokens of all requests.
 
-        `loses_part` sends the part of the second rank to an address at which nobody listens. `before_output` is called
+        `loses_part` sends the part of the last rank to an address at which nobody listens. `before_output` is called
         with the engine and the number of its outputs so far. An engine that has ended is started again: the decode
         engine answers what the prefill engine has left, and is asked again for what it has left itself."""
         tokens: dict[int, list[int]] = {submit.key: [] for submit in submits}
@@ -120,7 +121,10 @@ class Pair:
         for submit in submits:
             transfer_id, address = secrets.token_hex(16), self.decode.address
             if loses_part:
-                address = f"{address.partition(',')[0]},tcp://127.0.0.1:9"
+                addresses, ranks = address.split(","), self.decode.ranks
+                groups = Layout(tp=ranks.tp, pp=ranks.pp, dp=ranks.groups).groups
+                addresses[groups[transfer_group(transfer_id, ranks.groups)][-1]] = "tcp://127.0.0.1:9"
+                address = ",".join(addresses)
             token = transfer_token(self.decode.secret, transfer_id)
             there = KvHandoff(transfer_id, address, self.decode.host, token, self.decode.ranks)
             self.prefill.submit(msgspec.structs.replace(submit, hand_over=there))
@@ -235,6 +239,8 @@ PAIRS = {  # of different layouts: prefill and decode
     "PP 2 to 1": ({"pp": 2}, {}),
     "PP 1 to 2": ({}, {"pp": 2}),
     "TP 2 to PP 2": ({"tp": 2}, {"pp": 2}),
+    "DP 2 to TP 2": ({"dp_attention": 2, "ep": 2}, {"tp": 2}),
+    "1 to DP 2 × TP 2": ({}, {"dp_attention": 2, "tp": 2, "ep": 2}),
 }
 KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "nemotron_h", "gpt_oss"]
 

@@ -30,7 +30,7 @@ MAX_RANKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CacheShare:
-    """One rank's share of a model's cache.
+    """One rank's share of a model's cache. `rank` counts the ranks of one group.
 
     `units` has the key-value heads of each layer of the whole model, WHOLE, EVENLY, or None for a layer that reads the
     cache of an earlier one; those of the hidden states follow if they are kept.
@@ -48,7 +48,7 @@ class CacheShare:
 
     def why_incompatible(self, other: KvRanks) -> str:
         """Return why the caches of the other engine's ranks have no common division with this one's; "" if they do."""
-        if min(other.tp, other.pp) < 1 or other.tp * other.pp > MAX_RANKS:
+        if min(other.tp, other.pp, other.groups) < 1 or other.tp * other.pp > MAX_RANKS:
             return f"--tp {other.tp} and --pp {other.pp} of the other engine are no numbers of ranks"
         if other.pp > self.num_layers:
             return f"--pp {other.pp} of the other engine is more than the model's {self.num_layers} layers"
@@ -80,7 +80,9 @@ def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool
     units = tuple(_units_of(layer.attention) for layer in spec.layers)
     layout = position.layout
     rank = position.pp_rank * layout.tp + position.tp_rank
-    return CacheShare(KvRanks(layout.tp, layout.pp), rank, len(units), (*units, WHOLE) if keeps_hidden else units)
+    return CacheShare(
+        KvRanks(layout.tp, layout.pp, layout.dp), rank, len(units), (*units, WHOLE) if keeps_hidden else units
+    )
 
 
 def _units_of(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int | None:

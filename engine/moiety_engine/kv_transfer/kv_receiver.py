@@ -61,7 +61,8 @@ class KvReceiver:
         """Yield the requests that need not wait any more. If `arrival_of` returns None for one, its KV is lost."""
         now_s = self._clock()
         for key, (submit, since_s) in list(self._pending.items()):
-            progress = self._staging_buffer.claim(submit.transfer_id)
+            own = self._others is None or self._others.has_rank_0(submit.transfer_id)
+            progress = self._staging_buffer.claim(submit.transfer_id) if own else Progress.THERE
             if progress is Progress.THERE and self._others is not None:
                 progress = self._others.progress(submit.transfer_id, prompt_hash(_computed(submit)))
             is_late = progress is Progress.UNKNOWN and now_s - since_s < ANNOUNCED_S
@@ -85,6 +86,8 @@ class KvReceiver:
         transfer_id = self._there[key].transfer_id
         if self._others is not None:
             self._others.load(transfer_id, first, tables, firsts, state_slot)
+            if not self._others.has_rank_0(transfer_id):
+                return
         self._staging_buffer.load(transfer_id, first, tables, firsts, state_slot)
 
     def drop_long_held(self, keys: Iterable[int]) -> None:
@@ -119,7 +122,10 @@ class KvReceiver:
 
     def _receive(self, submit: CoreSubmit) -> None:
         computed = _computed(submit)
-        arrival = self._staging_buffer.arrival(submit.transfer_id, prompt_hash(computed))
+        if self._others is None or self._others.has_rank_0(submit.transfer_id):
+            arrival = self._staging_buffer.arrival(submit.transfer_id, prompt_hash(computed))
+        else:
+            arrival = self._others.arrival(submit.transfer_id)
         if arrival is None:
             self.lost_transfers_total += 1
             log.warning(

@@ -17,12 +17,15 @@ from moiety_engine.model.batch import KvCache
 from moiety_engine.scheduling.plan import Plan
 from moiety_wire.roles import KvHandoff
 
+_MOVED = "the prompt was preempted and continued by another group of ranks"
+
 
 @dataclass(slots=True)
 class _OutgoingPrompt:
     hand_over: KvHandoff
     tokens: list[int]
     begin: SendBegin | None = None
+    group: int = 0  # of ranks that compute the prompt
     num_left: int = 0  # tokens that are sent or queued
 
 
@@ -49,15 +52,19 @@ class KvSender:
             end = sequence.kv.num_computed + chunk.num_tokens
             if transfer is None or end <= transfer.num_left:
                 continue
-            begin = self._begin(sequence.key, transfer, kv) if transfer.begin is None else transfer.begin
-            if begin is None:
+            if transfer.begin is None:
+                transfer.group = sequence.kv.group
+                problem = self._begin(transfer, kv)
+            else:
+                problem = "" if transfer.group == sequence.kv.group else _MOVED
+            if problem:
+                self._give_up(sequence.key, transfer, problem)
                 continue
             first, size = transfer.num_left, kv.block_size  # cached tokens of the prompt are sent with the first step
             tables = [list(table[first // size : -(-end // size)]) for table in sequence.kv.tables]
             transfer_id, slot = transfer.hand_over.transfer_id, sequence.kv.state_slot
-            ranges.append(
-                SendRange(transfer_id, first, end, tables, first % size, slot, None if transfer.num_left else begin)
-            )
+            begin = None if transfer.num_left else transfer.begin
+            ranges.append(SendRange(transfer_id, first, end, tables, first % size, slot, begin, transfer.group))
             transfer.num_left = end
         return ranges
 
@@ -76,19 +83,22 @@ class KvSender:
     def close(self) -> None:
         self.own.close()
 
-    def _begin(self, key: int, transfer: _OutgoingPrompt, kv: KvCache) -> SendBegin | None:
-        """Announce the transfer. Return None if that is not possible.
+    def _begin(self, transfer: _OutgoingPrompt, kv: KvCache) -> str:
+        """Announce the transfer, if rank 0 has a part of it. Return why that is not possible, or "".
 
         The announcement waits until the prompt is being computed, since the receiver reserves memory for it.
         """
         given, tokens = transfer.hand_over, transfer.tokens
         addresses = given.address.split(ADDRESS_SEPARATOR)
         begin = SendBegin(addresses, given.host, given.token, len(tokens), prompt_hash(tokens), given.ranks)
-        problem = self.own.begin(given.transfer_id, begin, kv)
-        if problem:
-            self.own.log_not_sent(problem)
-            self._problems[key] = problem
-            del self._open[key]
-            return None
         transfer.begin = begin
-        return begin
+        return self.own.begin(given.transfer_id, begin, kv) if transfer.group == self.own.group else ""
+
+    def _give_up(self, key: int, transfer: _OutgoingPrompt, problem: str) -> None:
+        """End a transfer that cannot continue. The request is still prefilled here, and its KV computed again."""
+        self.own.log_not_sent(problem)
+        self._problems[key] = problem
+        del self._open[key]
+        if transfer.num_left:
+            self._end_others(EndSend(transfer.hand_over.transfer_id, is_complete=False))
+            self.own.end(transfer.hand_over.transfer_id, is_complete=False)

@@ -27,7 +27,7 @@ class SendRange(msgspec.Struct, frozen=True, array_like=True):
     """Range of tokens of one prompt that a step sends.
 
     `tables` are the blocks of each cache group; the first token is at `in_block` of the first block. `state_slot` is
-    the slot of the sequence's recurrent state; -1 without one.
+    the slot of the sequence's recurrent state; -1 without one. `group` is the group of ranks that computes the prompt.
     """
 
     transfer_id: str
@@ -37,6 +37,7 @@ class SendRange(msgspec.Struct, frozen=True, array_like=True):
     in_block: int
     state_slot: int
     begin: SendBegin | None = None  # with the first range
+    group: int = 0
 
 
 class EndSend(msgspec.Struct, frozen=True, tag=True, array_like=True):

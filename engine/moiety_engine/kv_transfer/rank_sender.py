@@ -15,6 +15,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from moiety_engine.distribution.layout import Layout
 from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
@@ -22,7 +23,7 @@ from moiety_engine.kv_transfer.rank_messages import SendBegin, SendRange
 from moiety_engine.kv_transfer.sender_thread import SenderThread
 from moiety_engine.model.batch import KvCache
 from moiety_engine.staging import DeviceMark
-from moiety_wire.roles import KvHandoff
+from moiety_wire.roles import KvHandoff, transfer_group
 
 log = structlog.get_logger()
 
@@ -68,24 +69,26 @@ class _SentBlocks:
 class RankSender:
     """Sender of one rank. Used by the thread that runs the steps."""
 
-    def __init__(self, sender: SenderThread, share: CacheShare) -> None:
-        """Create the sender of the rank that has this share of the cache."""
-        self._sender, self._share = sender, share
+    def __init__(self, sender: SenderThread, share: CacheShare, group: int = 0) -> None:
+        """Create the sender of the rank of this group that has this share of the cache."""
+        self._sender, self._share, self.group = sender, share, group
         self._open: dict[str, _OutgoingPrompt] = {}
         self._stream: Any = None  # CUDA stream for copies to the host
 
     def begin(self, transfer_id: str, begin: SendBegin, kv: KvCache) -> str:
         """Announce this rank's part to each rank that needs some of it. Return why it is not possible, or ""."""
-        share = self._share
-        if len(begin.addresses) != begin.ranks.tp * begin.ranks.pp:
-            return (
-                f"the gateway names {len(begin.addresses)} KV addresses of an engine with --tp {begin.ranks.tp} and "
-                f"--pp {begin.ranks.pp}: run the same release of the gateway and all engines"
-            )
-        if reason := share.why_incompatible(begin.ranks):
+        share, ranks = self._share, begin.ranks
+        if reason := share.why_incompatible(ranks):
             return reason
+        if len(begin.addresses) != ranks.tp * ranks.pp * ranks.groups:
+            return (
+                f"the gateway names {len(begin.addresses)} KV addresses of an engine with --tp {ranks.tp}, --pp "
+                f"{ranks.pp} and {ranks.groups} groups: run the same release of the gateway and all engines"
+            )
+        groups = Layout(tp=ranks.tp, pp=ranks.pp, dp=ranks.groups).groups
+        addresses = [begin.addresses[rank] for rank in groups[transfer_group(transfer_id, ranks.groups)]]
         transfer = _OutgoingPrompt(transfer_id, begin.num_tokens, [])
-        for rank, shards in share.shards_to(begin.ranks).items():
+        for rank, shards in share.shards_to(ranks).items():
             try:
                 views = ShardViews(kv, share, shards)
             except ValueError as exc:
@@ -106,7 +109,7 @@ class RankSender:
                     rank=share.rank,
                     shards=shards,
                 )
-                address = begin.addresses[rank]
+                address = addresses[rank]
                 problem = self._sender.begin(KvHandoff(transfer_id, address, begin.host, begin.token), announced)
             if problem:
                 self._cancel(transfer)
@@ -124,6 +127,8 @@ class RankSender:
         device = kv.layers[0].parts[0].device
         sent_blocks = []
         for one in ranges:
+            if one.group != self.group:
+                continue
             if one.begin is not None and one.transfer_id not in self._open:
                 self.log_not_sent(self.begin(one.transfer_id, one.begin, kv))
             transfer = self._open.get(one.transfer_id)

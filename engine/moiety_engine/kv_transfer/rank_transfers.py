@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from moiety_engine.config import KvTransport
 from moiety_engine.distribution.rank_requests import exchange_over_store
 from moiety_engine.kv_transfer.rank_messages import (
     ADDRESS_SEPARATOR,
@@ -23,6 +24,7 @@ from moiety_engine.kv_transfer.rank_sender import RankSender, StepSends
 from moiety_engine.kv_transfer.receiver_thread import ReceiverThread
 from moiety_engine.kv_transfer.staging_buffer import ANNOUNCED_S, Progress, StagingBuffer
 from moiety_engine.kv_transfer.transports import own_host
+from moiety_wire.roles import KvTransferTimes, transfer_group
 
 if TYPE_CHECKING:
     from moiety_engine.distribution.collectives import RankCollectives
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from moiety_engine.model.batch import KvCache
 
 POLL_S = 0.005  # interval of polls for a transfer of which this rank's part has arrived
+POLL_GROUP_S = 0.02  # interval of polls for a transfer to a group without rank 0
+_TRANSPORTS = tuple(one.value for one in KvTransport)
+_NUM_TIMES = len(KvTransferTimes.__struct_fields__)
 _ADDRESSES = "kv-address"  # store key
 
 
@@ -64,27 +69,38 @@ class GroupTransferProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._everyone = rank_group.ranks.everyone
-        self._num_parts = rank_group.ranks.rank_position.layout.attention_ranks
+        layout = rank_group.ranks.rank_position.layout
+        self._num_parts, self._num_groups = layout.pp * layout.tp, layout.dp
         self.send, self._clock = send, clock
         self._polled: dict[str, tuple[float, float]] = {}  # by transfer: first and newest poll
+        self._times: dict[str, KvTransferTimes] = {}  # of transfers to groups without rank 0
+
+    def has_rank_0(self, transfer_id: str) -> bool:
+        """Return whether the transfer goes to the group of rank 0, which then has a part of it."""
+        return transfer_group(transfer_id, self._num_groups) == 0
 
     def progress(self, transfer_id: str, prompt_hash: bytes) -> Progress:
-        """Return the progress of a transfer over all ranks, after rank 0's part has arrived.
+        """Return the progress of a transfer over all ranks of its group, after rank 0's part, if any, has arrived.
 
         Each rank decides itself when its part has stalled. A part that is still not announced `ANNOUNCED_S` after the
         first poll is lost.
         """
-        now_s = self._clock()
+        now_s, has_part = self._clock(), self.has_rank_0(transfer_id)
         first_s, newest_s = self._polled.get(transfer_id, (now_s, 0.0))
-        if now_s - newest_s < POLL_S:
+        if now_s - newest_s < (POLL_S if has_part else POLL_GROUP_S):
             return Progress.COMING
         self._polled[transfer_id] = first_s, now_s
         self.send(PollTransfer(transfer_id, prompt_hash))
-        num_there, num_lost, num_unknown = sum_transfer_progress(self._everyone, Progress.THERE)
-        if num_there == self._num_parts:
+        found = sum_transfer_progress(self._everyone, Progress.THERE if has_part else None)
+        if found.num_there == self._num_parts:
+            self._times[transfer_id] = found.times
             return Progress.THERE
-        is_late = num_unknown > 0 and now_s - first_s > ANNOUNCED_S
-        return Progress.LOST if num_lost or is_late else Progress.COMING
+        is_late = found.num_unknown > 0 and now_s - first_s > ANNOUNCED_S
+        return Progress.LOST if found.num_lost or is_late else Progress.COMING
+
+    def arrival(self, transfer_id: str) -> KvTransferTimes | None:
+        """Return the transfer times of a transfer to a group without rank 0 that is complete there; else None."""
+        return self._times.get(transfer_id)
 
     def load(
         self, transfer_id: str, first: int, tables: Sequence[list[int]], firsts: Sequence[int], state_slot: int
@@ -95,18 +111,39 @@ class GroupTransferProgress:
     def drop(self, transfer_id: str) -> None:
         """Let the other ranks drop their parts."""
         self._polled.pop(transfer_id, None)
+        self._times.pop(transfer_id, None)
         self.send(DropTransfer(transfer_id))
 
 
-def sum_transfer_progress(everyone: RankCollectives, progress: Progress | None) -> tuple[int, int, int]:
-    """Return the numbers of ranks that have their part, that have lost it, and to which it was not announced.
+class TransferSum(NamedTuple):
+    """Numbers of ranks that have their part, that have lost it, and to which it was not announced."""
 
-    All ranks must call it together. `progress` is that of this rank; None for a rank without a part.
+    num_there: int
+    num_lost: int
+    num_unknown: int
+    times: KvTransferTimes  # of the rank that gave some; meaningless if none did
+
+
+def sum_transfer_progress(
+    everyone: RankCollectives, progress: Progress | None, times: KvTransferTimes | None = None
+) -> TransferSum:
+    """Return the progress of a transfer over all ranks.
+
+    All ranks must call it together. `progress` is that of this rank; None for a rank without a part. `times` are given
+    by at most one rank.
     """
     counted = Progress.THERE, Progress.LOST, Progress.UNKNOWN
-    own = torch.tensor([progress is one for one in counted], dtype=torch.int64)
-    num_there, num_lost, num_unknown = everyone.sum(own).tolist()
-    return num_there, num_lost, num_unknown
+    own = [int(progress is one) for one in counted]
+    if times is None:
+        own += [0] * _NUM_TIMES
+    else:
+        own += [times.begun_unix_ns, times.ended_unix_ns, times.num_tokens, times.num_bytes]
+        own.append(_TRANSPORTS.index(times.transport))
+    there, lost, unknown, begun_ns, ended_ns, num_tokens, num_bytes, transport = everyone.sum(
+        torch.tensor(own, dtype=torch.int64)
+    ).tolist()
+    found = KvTransferTimes(begun_ns, ended_ns, num_tokens, num_bytes, _TRANSPORTS[transport])
+    return TransferSum(there, lost, unknown, found)
 
 
 class RankTransfers:
@@ -145,11 +182,8 @@ class RankTransfers:
                 self._receiver = self._open_receiver(staging_buffer, message.secret)
                 exchange_addresses(self._rank_group, message.secret, self._receiver.address)
             case PollTransfer():
-                sum_transfer_progress(
-                    self._rank_group.ranks.everyone,
-                    None if staging_buffer is None else _progress(staging_buffer, message),
-                )
-            case LoadTransfer() if staging_buffer is not None:
+                self._report(message)
+            case LoadTransfer() if staging_buffer is not None and self._has_part(message.transfer_id):
                 staging_buffer.load(
                     message.transfer_id, message.first, message.tables, message.firsts, message.state_slot
                 )
@@ -163,9 +197,22 @@ class RankTransfers:
         if self._receiver is not None:
             self._receiver.close()
 
+    def _has_part(self, transfer_id: str) -> bool:
+        position = self._rank_group.ranks.rank_position
+        return transfer_group(transfer_id, position.layout.dp) == position.dp_rank
 
-def _progress(staging_buffer: StagingBuffer, message: PollTransfer) -> Progress:
-    progress = staging_buffer.claim(message.transfer_id)
-    if progress is Progress.THERE and staging_buffer.arrival(message.transfer_id, message.prompt_hash) is None:
-        return Progress.LOST
-    return progress
+    def _report(self, message: PollTransfer) -> None:
+        """Report whether this rank's part has arrived; the first rank of another group than rank 0's also reports when.
+
+        A part of another prompt is lost.
+        """
+        position, staging_buffer = self._rank_group.ranks.rank_position, self._staging_buffer
+        progress: Progress | None = None
+        times: KvTransferTimes | None = None
+        if staging_buffer is not None and self._has_part(message.transfer_id):
+            progress = staging_buffer.claim(message.transfer_id)
+            if progress is Progress.THERE:
+                times = staging_buffer.arrival(message.transfer_id, message.prompt_hash)
+                progress = Progress.LOST if times is None else progress
+        is_first = position.dp_rank > 0 and position.rank == position.layout.groups[position.dp_rank][0]
+        sum_transfer_progress(self._rank_group.ranks.everyone, progress, times if is_first else None)

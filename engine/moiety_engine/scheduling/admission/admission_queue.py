@@ -11,6 +11,7 @@ from moiety_engine.scheduling.scheduler_state import SchedulerState
 from moiety_engine.sequence import Sequence
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.messages import FailureCode
+from moiety_wire.roles import transfer_group
 from moiety_wire.trace_events import EventKind, Reason
 
 
@@ -95,6 +96,7 @@ class AdmissionQueue:
         sequence.kv.num_transferred_tokens = num_transferred_tokens
         sequence.kv.peak_computed = len(sequence.tokens) - 1
         if num_transferred_tokens:
+            sequence.kv.group = transfer_group(sequence.request.submit.transfer_id, self._kv.count)
             sequence.kv.num_uncached = len(sequence.tokens) - num_transferred_tokens
         sequence.timeline.note(
             now_ns, EventKind.MIGRATED, Reason.TRANSFERRED if num_transferred_tokens else Reason.KV_LOST

@@ -91,7 +91,12 @@ class KvGroups:
         return max([len(kv.find_prefix(request)) for kv in self._ledgers]) * self.first.block_size
 
     def choose(self, request: Request, running: Iterable[Request], full: set[int]) -> None:
-        """Assign a request without blocks to a group, not to one in `full` if there are others."""
+        """Assign a request without blocks to a group, not to one in `full` if there are others.
+
+        A request stays in the group that has received its KV from another engine.
+        """
+        if request.kv.num_transferred_tokens:
+            return
         load_tokens = [0] * self.count
         for other in running:
             load_tokens[other.kv.group] += len(other.tokens)
@@ -143,8 +148,8 @@ class KvGroups:
             yield 0 if kv.states is None else group * (kv.states.num_slots + kv.states.num_host_slots), kv
 
     def take_kv_loads(self) -> list[KvLoad]:
-        """Return the KV loads from other engines, once per plan, to run after the copies; empty with several groups."""
-        return self.first.take_kv_loads()
+        """Return the KV loads from other engines of all groups, once per plan, to run after the copies."""
+        return [kv_load for kv in self._ledgers for kv_load in kv.take_kv_loads()]
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
         """Delete the cached blocks of these tenants, and return how many there were."""
