@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -11,13 +12,15 @@ import pytest
 import torch
 import zmq
 
+from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
 from moiety_engine.kv_transfer.peer_authentication import present_sender
 from moiety_engine.kv_transfer.receiver_thread import NOT_ALLOWED, ReceiverThread
+from moiety_engine.kv_transfer.sender_thread import ANSWER_S, SenderThread
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
-from moiety_wire.roles import transfer_token
+from moiety_wire.roles import KvHandoff, transfer_token
 
 from .kv_announcements import begin_of, share_of
 
@@ -153,6 +156,20 @@ def test_with_keys_a_link_without_one_or_with_another_is_not_even_heard(
         assert not any(stranger.socket.poll(0) for stranger in strangers)
     finally:
         receiver.close()
+
+
+def test_a_transfer_that_is_refused_after_its_end_leaves_its_room_to_others(
+    receiver: ReceiverThread, kv: KvCache
+) -> None:
+    begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
+    sending = SenderThread(KvTransport.TCP, begin.num_bytes, None)
+    assert sending.begin(KvHandoff("a", receiver.address), begin) == ""
+    assert sending.end("a", receiver.address) == ""  # without a chunk
+    until_s = time.monotonic() + ANSWER_S / 2
+    while sending.begin(KvHandoff("b", receiver.address), msgspec.structs.replace(begin, transfer_id="b")):
+        assert time.monotonic() < until_s, "the transfer keeps its room until it times out"
+        time.sleep(0.001)
+    sending.close()
 
 
 def test_each_start_of_an_engine_has_a_secret_of_its_own(

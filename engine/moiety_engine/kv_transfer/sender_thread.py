@@ -33,13 +33,14 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _OutgoingTransfer:
-    """One transfer. The step loop reads `problem`; the thread owns all other fields."""
+    """One transfer. The step loop reads `problem` and sets `has_ended`; the thread owns all other fields."""
 
     begin: Begin
     address: str
     transport: Transport
     last_message_s: float  # time of the last activity
     problem: str = ""  # why the transfer failed
+    has_ended: bool = False  # all of it is sent or queued
 
 
 _Job = Callable[[], None]
@@ -97,6 +98,7 @@ class SenderThread:
         if transfer is None:
             return ""  # it has arrived already
         if not transfer.problem:
+            transfer.has_ended = True
             self._jobs.put(lambda: self._send_message(transfer, End(transfer_id)))
             return ""
         self.cancel(transfer_id, address)
@@ -187,6 +189,8 @@ class SenderThread:
                         reason=answer.reason,
                         advice="see the log of the decode engine, which computes the prompt itself",
                     )
+                if transfer.has_ended:  # otherwise `end` or `cancel` will find the problem
+                    self._forget(transfer)
 
     def _give_up(self) -> None:
         """Drop transfers without an answer, and close the connection to their receiver with its queue."""
