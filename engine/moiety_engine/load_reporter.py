@@ -160,6 +160,7 @@ def _load_of(
         prefill_seconds_total=scheduler.prefill_seconds_total,
         decode_seconds_total=scheduler.decode_seconds_total,
         tenant_kv_blocks=tenant_blocks,
+        pending_prefill_tokens=scheduler.queues.num_pending_tokens(),
         prefill_done_requests_total=kv_connector.prefill_done_requests_total,
         disaggregated_decode_requests_total=0
         if kv_receiver is None

@@ -140,6 +140,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     fleet_replicas: int = 0  # other replicas whose tenants' service reached this one lately
     remote_service_total: float = 0.0  # service of tenants on these, in the unit of the policy's counters
     tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
+    pending_prefill_tokens: int = 0  # tokens that open requests have to compute before they decode
 
 
 class Load(LoadMetrics, frozen=True, kw_only=True, tag="load"):
@@ -159,6 +160,7 @@ GAUGES = (
     ("num_running", "Requests in the batch."),
     ("num_waiting", "Requests that wait in the queue."),
     ("num_paused", "Requests that are paused for lack of token credit; they are not in the batch."),
+    ("pending_prefill_tokens", "Tokens that open requests have to compute before they decode."),
     ("kv_blocks_total", "Total blocks of the KV cache."),
     ("kv_blocks_used", "KV cache blocks that requests hold."),
     ("kv_blocks_cached", "Free KV cache blocks that hold a reusable prefix."),

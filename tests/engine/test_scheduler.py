@@ -98,6 +98,7 @@ class Driver:
             self._take(output)
         self.steps += 1
         self.check_blocks()
+        self.check_pending_tokens()
         return bool(plan.chunks)
 
     def _take(self, output: object) -> None:
@@ -117,11 +118,19 @@ class Driver:
         unsealed = [block for s in sequences for block in s.kv.blocks[s.kv.num_sealed :]]
         assert len(unsealed) == len(set(unsealed))
 
+    def check_pending_tokens(self) -> None:
+        """Tokens to prefill are counted once, from the arrival of a request until it decodes."""
+        queues = self.scheduler.queues
+        begun = [len(s.tokens) - s.kv.num_computed for s in (*queues.prefilling, *queues.returning)]
+        assert queues.num_pending_tokens() == sum(s.kv.num_uncached for s in queues.waiting.values()) + sum(begun)
+        assert all(count >= 0 for count in begun)
+
     def run(self, limit: int = 2000) -> None:
         while not self.scheduler.idle:
             assert self.steps < limit, "the scheduler makes no progress"
             self.step()
         assert self.scheduler.kv.pool.num_used == 0
+        assert self.scheduler.queues.num_pending_tokens() == 0
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from tests.wire_submits import wire_submit
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.routing.choose import Prefix, choose
+from moiety_platform.routing.prefix_cost import RUNNING_TOKENS
 from moiety_platform.routing.prefix_names import SLICE_TOKENS, PrefixNames
 from moiety_wire.block_hashes import block_hash, root_hash
 from moiety_wire.classes import STANDARD
@@ -20,6 +22,7 @@ from moiety_wire.messages import ModelCard, Submit
 from moiety_wire.prefix_events import PrefixEvents, block_name, pack_names
 
 RANDOM = random.Random(1)
+RUNNING = 20 * 16 // RUNNING_TOKENS - 1  # requests that cost less than 20 blocks
 PROMPT = list(range(1000, 1640))
 SUBMIT = wire_submit("r", tenant_id="t", prompt_ids=PROMPT, cache_salt=b"s")
 
@@ -34,14 +37,24 @@ def names_of(submit: Submit = SUBMIT) -> list[int]:
 NAMES = names_of()
 
 
-def engine(card: ModelCard, address: str, num_blocks: int | None, *, num_waiting: int = 0) -> EngineState:
-    """Return an engine with that many blocks of the prompt, and requests of 100 computed tokens that wait."""
-    load = Load(0, num_waiting, 0, 100, 0, 0, 16, 1, 1000, 0, 10, 10, engine_id=address, seq=0)
+def engine(
+    card: ModelCard, address: str, num_blocks: int | None, *, pending: int = 0, num_running: int = 0, inflight: int = 0
+) -> EngineState:
+    """Return an engine with that many blocks of the prompt.
+
+    It has `pending` tokens to prefill, and has computed 100 tokens of a prompt on average.
+    """
+    load = Load(
+        *(num_running, 0, 0, 100, 0, 0, 16, 1, 1000, 0, 10, 10),
+        engine_id=address,
+        seq=0,
+        pending_prefill_tokens=pending,
+    )
     blocks = None
     if num_blocks is not None:
         blocks = PrefixBlocks()
         blocks.apply(PrefixEvents(0, pack_names(NAMES[:num_blocks]), is_start=True))
-    return EngineState(address, True, "", card, load, 0, 0.1, prefix_blocks=blocks)
+    return EngineState(address, True, "", card, load, inflight, 0.1, prefix_blocks=blocks)
 
 
 def chosen(*engines: EngineState, prefix: Prefix | None = None) -> str:
@@ -50,8 +63,17 @@ def chosen(*engines: EngineState, prefix: Prefix | None = None) -> str:
 
 def test_the_longest_cached_prefix_decides_until_the_queue_costs_more(card: ModelCard) -> None:
     assert chosen(engine(card, "a", 10), engine(card, "b", 30), engine(card, "c", 0)) == "b"
-    assert chosen(engine(card, "a", 10), engine(card, "b", 30, num_waiting=3), engine(card, "c", 0)) == "b"
-    assert chosen(engine(card, "a", 10), engine(card, "b", 30, num_waiting=4), engine(card, "c", 0)) == "a"
+    assert chosen(engine(card, "a", 10), engine(card, "b", 30, pending=300), engine(card, "c", 0)) == "b"
+    assert chosen(engine(card, "a", 10), engine(card, "b", 30, pending=350), engine(card, "c", 0)) == "a"
+
+
+def test_running_requests_and_those_sent_since_the_last_report_count(card: ModelCard) -> None:
+    free, held = engine(card, "a", 10), partial(engine, card, "b", 30)
+    assert chosen(free, held(num_running=RUNNING)) == "b"
+    assert chosen(free, held(num_running=RUNNING + 2)) == "a"
+    assert chosen(free, held(num_running=1, inflight=1)) == "b"
+    assert chosen(free, held(inflight=3)) == "b"
+    assert chosen(free, held(inflight=4)) == "a", "they have about 400 tokens, more than 20 blocks"
 
 
 def test_after_its_eviction_a_prompt_goes_where_its_prefix_is(card: ModelCard) -> None:

@@ -89,7 +89,7 @@ def choose(
     if kv_aware is not None and isinstance(prefix, Prefix) and (block_size := block_size_of(able)):
         names = prefix.block_names(block_size)
         if names is not None:
-            return cheapest(able, service, names, kv_aware)
+            return cheapest(able, names, kv_aware)
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
     for key in prefix:
         preferred = max(able, key=lambda engine: weight(key, engine.address))

@@ -145,6 +145,7 @@ class LoadView(msgspec.Struct, frozen=True):
     encoded_image_tokens_total: int
     image_encode_seconds_total: float
     tenant_kv_blocks: dict[str, int]
+    pending_prefill_tokens: int
     classes: list[ClassLoadView]
 
     @classmethod

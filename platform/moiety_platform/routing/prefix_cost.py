@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.routing.prefix_names import PrefixNames
-from moiety_wire.classes import ServiceClass
 
 RUNNING_TOKENS = 64  # a running request delays a prompt by about as much as this many prompt tokens
 SAME_COST_TOKENS = 16  # costs that differ by less are equal
@@ -17,15 +16,15 @@ def block_size_of(engines: Sequence[EngineState]) -> int:
     """Return the block size of the prefix caches, in tokens; 0 unless all engines publish blocks of one size."""
     size = 0
     for engine in engines:
-        if engine.prefix_blocks is None or engine.load is None or size not in (0, engine.load.block_size):
+        if engine.prefix_blocks is None or engine.load is None or not engine.load.block_size:
+            return 0
+        if size not in (0, engine.load.block_size):
             return 0
         size = engine.load.block_size
     return size
 
 
-def cheapest(
-    engines: Sequence[EngineState], service: ServiceClass | None, prefix: PrefixNames, rng: random.Random
-) -> EngineState:
+def cheapest(engines: Sequence[EngineState], prefix: PrefixNames, rng: random.Random) -> EngineState:
     """Return the engine at which the request costs least; of several, a random one.
 
     All of `engines` publish their blocks (`block_size_of`). A wait weighs as many tokens as the engine computes in that
@@ -34,7 +33,7 @@ def cheapest(
     engine is verified block by block; if it was too long, the choice is repeated with the exact length.
     """
     fresh = [engine for engine in engines if engine.load_is_fresh] or engines
-    queued = [queued_tokens(engine, service) for engine in fresh]
+    queued = [queued_tokens(engine) for engine in fresh]
     hits = [0 if one.prefix_blocks is None else one.prefix_blocks.estimate_prefix(prefix.names) for one in fresh]
     costs = [_cost(prefix, num_blocks, tokens) for num_blocks, tokens in zip(hits, queued, strict=True)]
     while True:
@@ -47,23 +46,20 @@ def cheapest(
         hits[index], costs[index] = num_blocks, _cost(prefix, num_blocks, queued[index])
 
 
-def queued_tokens(engine: EngineState, service: ServiceClass | None) -> int:
+def queued_tokens(engine: EngineState) -> int:
     """Return the work before a new request at the engine, in prompt tokens.
 
-    It is the larger of the predicted wait times the engine's measured prefill speed, and the waiting requests times the
-    mean of computed prompt tokens; and a share for each running request. The engine's report is up to one heartbeat
-    old, so requests that this gateway has sent since count as waiting.
+    It is the tokens that its open requests have to compute before they decode, and a share for each running request.
+    The engine's report is up to one heartbeat old, so requests that this gateway has sent since count with the mean of
+    computed prompt tokens.
     """
     load = engine.load
     if load is None:
         return 0
     computed = max(0, load.prompt_tokens_total - load.cached_tokens_total)
-    num_waiting = max(load.num_waiting, engine.num_inflight - load.num_running)
-    waiting = num_waiting * computed // load.requests_total if load.requests_total else 0
-    class_load = None if service is None else engine.class_load(service.name)
-    if class_load is not None and load.prefill_seconds_total > 0:
-        waiting = max(waiting, round(class_load.predicted_ttft_s * computed / load.prefill_seconds_total))
-    return waiting + load.num_running * RUNNING_TOKENS
+    num_new = max(0, engine.num_inflight - load.num_running - load.num_waiting - load.num_paused)
+    new_tokens = num_new * computed // load.requests_total if load.requests_total else 0
+    return load.pending_prefill_tokens + new_tokens + load.num_running * RUNNING_TOKENS
 
 
 def _cost(prefix: PrefixNames, num_blocks: int, queued: int) -> int:

@@ -27,6 +27,7 @@ class RequestQueues:
         self.by_key: dict[int, Sequence] = {}
         self.waiting: dict[int, Sequence] = {}  # by key
         self._waiting_of: dict[tuple[int, str], dict[int, Sequence]] = {}  # by rank and class
+        self._num_waiting_tokens = 0  # uncached tokens of the waiting sequences
         self.running: list[Sequence] = []
         self.decoding: dict[Sequence, Chunk] = {}  # those that lack only the newest token's KV
         self.verifying: dict[Sequence, None] = {}  # running sequences that wait for the result of a running step
@@ -41,6 +42,7 @@ class RequestQueues:
     def add(self, sequence: Sequence) -> None:
         self.by_key[sequence.key] = sequence
         self.waiting[sequence.key] = sequence
+        self._num_waiting_tokens += sequence.kv.num_uncached
         self._waiting_of.setdefault(_queue_of(sequence), {})[sequence.key] = sequence
 
     def newest_of_worst_rank(self) -> Sequence | None:
@@ -176,6 +178,14 @@ class RequestQueues:
                 self.returning.remove(sequence)
         sequence.state = SequenceState.ENDED
 
+    def num_pending_tokens(self) -> int:
+        """Return how many tokens the sequences that wait, return or are in prefill have to compute before they decode.
+
+        Waiting sequences count with the tokens that no cache had on their arrival.
+        """
+        begun = [len(one.tokens) - one.kv.num_computed for one in (*self.prefilling, *self.returning)]
+        return self._num_waiting_tokens + sum(begun)
+
     def tenant_blocks(self, most: int) -> dict[str, int]:
         """Return the blocks that sequences hold, by tenant, for the `most` tenants with the most blocks.
 
@@ -205,6 +215,7 @@ class RequestQueues:
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]
+        self._num_waiting_tokens -= sequence.kv.num_uncached
         del self._waiting_of[_queue_of(sequence)][sequence.key]
 
 
