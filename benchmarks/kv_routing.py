@@ -1,0 +1,348 @@
+"""KV-aware routing beside affinity and random choice: prefix-cache hit rate and TTFT of simulated replicas.
+
+    python benchmarks/kv_routing.py [--replicas 16] [--seconds 240] [--jobs 2] [--out FILE]
+
+Each replica is the real scheduler and block pool under the step times of an A100 with Llama-3 8B, with a device and a
+host tier of the prefix cache. Two simulated gateways choose with the gateway's own `choose`: they see load reports
+every 0.5 s, cache events every 50 ms, and only their own open requests. The traces are generated in Mooncake's format
+(blocks of 512 tokens), which `moiety_workload/readers.py` reads; they are not Mooncake's own requests. `conversations`
+has about the published means of its conversation trace: 12,035 prompt tokens, 343 output tokens, and 40 % of the prompt
+tokens in earlier requests. In `agents`, each of these conversations begins with one of 8 system prompts of 20,480
+tokens, drawn with weights 1, 1/2, … 1/8. Figures are of requests that arrive after the first quarter of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from functools import partial
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+from moiety_engine.simulator.devices import find_device
+from moiety_engine.simulator.driver import START_NS
+from moiety_engine.simulator.pool import PoolDevice, PoolTerms
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
+from moiety_platform.routing.choose import Prefix, choose
+from moiety_platform.routing.prefix_cost import cheapest
+from moiety_platform.routing.prefix_names import PrefixNames
+from moiety_wire.classes import SHIPPED, STANDARD
+from moiety_wire.engine_load import Load
+from moiety_wire.messages import ModelCard, Sampling, Stopping, Submit
+from moiety_wire.prefix_events import MAX_BLOCKS_PER_MESSAGE, PrefixEvents, pack_names
+from moiety_workload.readers import MOONCAKE_BLOCK_TOKENS, load_workload
+from moiety_workload.request import TraceRequest, Workload
+
+DEVICE, POLICY = "a100-llama3-8b", "moiety"
+ROUTINGS = ("random", "affinity", "kv-aware")
+RATES_PER_S = {"conversations": (3.0, 5.0, 7.0), "agents": (2.0, 3.0, 4.0)}  # by trace, of the fleet
+TICK_S, HEARTBEAT_S = 0.05, 0.5
+NUM_GATEWAYS = 2
+SYSTEM_BLOCKS, NUM_AGENTS = 40, 8
+MAX_PROMPT_TOKENS = 100_000
+WARM_UP_PART = 0.25
+
+
+def generate_trace(path: Path, trace: str, rate: float, seconds: float, seed: int = 0) -> None:
+    """Write a trace in Mooncake's format: JSON lines with the hash ids of blocks of 512 tokens.
+
+    Conversations begin at random; the next turn repeats the prompt and the answer before it, and comes after a pause of
+    30 s on average. The time before 0 fills the process, so that the rate is even from the start.
+    """
+    rng, ids = random.Random(f"{trace} {seed}"), count(NUM_AGENTS * SYSTEM_BLOCKS)
+    size, mean_turns, lead_s = MOONCAKE_BLOCK_TOKENS, 1.75, 120.0
+    rows: list[dict[str, Any]] = []
+    begin_s = -lead_s
+    weights = [1 / (1 + agent) for agent in range(NUM_AGENTS)]
+    while begin_s < seconds:
+        begin_s += rng.expovariate(rate / mean_turns)
+        blocks: list[int] = []
+        if trace == "agents":
+            (agent,) = rng.choices(range(NUM_AGENTS), weights)
+            blocks = list(range(agent * SYSTEM_BLOCKS, (agent + 1) * SYSTEM_BLOCKS))
+        num_tokens, at_s = len(blocks) * size, begin_s
+        num_tokens += _lognormal(rng, 9600, 1.0)
+        while num_tokens <= MAX_PROMPT_TOKENS:
+            blocks += [next(ids) for _ in range(math.ceil(num_tokens / size) - len(blocks))]
+            output_tokens = _lognormal(rng, 343, 0.8)
+            if 0 <= at_s < seconds:
+                row = {"timestamp": round(at_s * 1000), "input_length": num_tokens, "output_length": output_tokens}
+                rows.append({**row, "hash_ids": list(blocks)})
+            if rng.random() < 1 / mean_turns:
+                break
+            del blocks[num_tokens // size :]  # the last block is filled by the answer
+            num_tokens += output_tokens + _lognormal(rng, 3000, 1.0)
+            at_s += output_tokens * 0.04 + rng.expovariate(1 / 30)
+    rows.sort(key=lambda row: row["timestamp"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
+    return max(16, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+
+
+def describe_trace(workload: Workload) -> dict[str, float]:
+    """Return the means of a trace, and the share of its prompt tokens that an unlimited cache would have had."""
+    requests, seen, repeated = workload.requests, set[int](), 0
+    for request in requests:
+        for block in request.prefix_ids:
+            if block not in seen:
+                break
+            repeated += MOONCAKE_BLOCK_TOKENS
+        seen.update(request.prefix_ids)
+    prompt_tokens = sum(request.input_tokens for request in requests)
+    return {
+        "requests": len(requests),
+        "mean_input_tokens": round(prompt_tokens / len(requests)),
+        "mean_output_tokens": round(statistics.fmean(request.output_tokens for request in requests)),
+        "repeated_share": round(min(1.0, repeated / prompt_tokens), 3),
+    }
+
+
+class Replica(PoolDevice):
+    """One simulated engine, with what it reports to gateways."""
+
+    def __init__(self, workload: Workload, terms: PoolTerms, max_tokens: int, address: str) -> None:
+        super().__init__(workload, terms, max_tokens, 0.0)
+        self.address = address
+        self.blocks = PrefixBlocks()
+        self.blocks.apply(PrefixEvents(0, b"", is_start=True))
+        self.open_of: list[int] = [0] * NUM_GATEWAYS
+        self._gateway_of: dict[int, int] = {}  # id of the request → its gateway
+        self._changes = self._scheduler.groups.record_prefix_changes()
+        self._seq = count(1)
+        self.records_of_ended: list[Any] = []
+        self.report(0.0)
+
+    def send(self, request: TraceRequest, gateway: int) -> None:
+        self._gateway_of[id(request)] = gateway
+        self.open_of[gateway] += 1
+        self.submit(request)
+
+    def publish(self, now_s: float) -> None:
+        """Take the ends of requests and the changes of the cache up to now."""
+        for record in self.ended:
+            self.open_of[self._gateway_of.pop(id(record.request))] -= 1
+        self.records_of_ended += self.ended
+        self.ended.clear()
+        assert self._changes is not None, "a model without recurrent states"
+        while (found := self._changes.take(START_NS + round(now_s * 1e9))) is not None:
+            self.blocks.apply(PrefixEvents(next(self._seq), pack_names(found[0]), pack_names(found[1])))
+
+    def report(self, now_s: float) -> None:
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        self.load_at_s = now_s
+        self.load = Load(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_paused=0,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_cached,
+            block_size=scheduler.kv.block_size,
+            steps_total=self._num_steps,
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            cached_tokens_total=scheduler.cached_tokens_total,
+            output_tokens_total=scheduler.output_tokens_total,
+            requests_total=len(self._records),
+            classes=scheduler.class_loads(),
+            pending_prefill_tokens=scheduler.queues.num_pending_tokens(),
+            engine_id=self.address,
+            seq=0,
+        )
+
+
+def _card() -> ModelCard:
+    return ModelCard(
+        engine_id="e", model="m", family="", tokenizer_json="", chat_template="", special_tokens={}, eos_token_ids=(),
+        max_context_tokens=10**6, vocab_size=10**6, max_num_logprobs=0, created_unix_s=0, dtype="", device="",
+    )  # fmt: skip
+
+
+def measure(trace: str, routing: str, rate: float, num_replicas: int, seconds: float) -> dict[str, Any]:
+    """Return the figures of one run."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{trace}.jsonl"
+        generate_trace(path, trace, rate, seconds)
+        workload = load_workload(path, num_tenants=1)
+    terms = PoolTerms(find_device(DEVICE), POLICY, {service.name: service for service in SHIPPED}, 0.0)
+    longest = max(request.output_tokens for request in workload.requests)
+    replicas = [Replica(workload, terms, longest, f"tcp://replica-{index}") for index in range(num_replicas)]
+    sent = _serve(workload, replicas, routing)
+    measured = [
+        record
+        for replica in replicas
+        for record in replica.records_of_ended
+        if record.request.arrival_s >= WARM_UP_PART * workload.duration_s
+    ]
+    ttfts_s = sorted((record.first_ns - record.arrival_ns) / 1e9 for record in measured if record.first_ns)
+    cached = sum(record.cached_tokens for record in measured)
+    return {
+        "trace": trace,
+        "rate_per_s": rate,
+        "routing": routing,
+        **describe_trace(workload),
+        "hit_rate": round(cached / sum(record.request.input_tokens for record in measured), 4),
+        "ttft_p50_s": round(ttfts_s[len(ttfts_s) // 2], 3),
+        "ttft_p99_s": round(ttfts_s[len(ttfts_s) * 99 // 100], 3),
+        "ttft_mean_s": round(statistics.fmean(ttfts_s), 3),
+        "failed": sum(record.failure is not None for record in measured),
+        "largest_share": round(max(sent.values()) / len(workload.requests), 4),
+        "least_share": round(min(sent[replica.address] for replica in replicas) / len(workload.requests), 4),
+        "took_s": round(time.monotonic() - began_s, 1),
+    }
+
+
+def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter[str]:
+    """Run the workload to its end; return the number of requests of each replica."""
+    rng, card, sent = random.Random(routing), _card(), Counter[str]()
+    gateways, by_address = cycle(range(NUM_GATEWAYS)), {replica.address: replica for replica in replicas}
+    now_s, tick = 0.0, 0
+    waiting = list(reversed(workload.requests))
+    while waiting or any(replica.num_open for replica in replicas):
+        tick += 1
+        until_s = tick * TICK_S
+        while waiting and waiting[-1].arrival_s < until_s:
+            request, gateway = waiting.pop(), next(gateways)
+            replica = replicas[rng.randrange(len(replicas))]
+            if routing != "random":
+                states = [
+                    EngineState(
+                        one.address, True, "", card, one.load, one.open_of[gateway], now_s - one.load_at_s,
+                        prefix_blocks=one.blocks,
+                    )
+                    for one in replicas
+                ]  # fmt: skip
+                prefix = Prefix(_submit(request, replica))
+                kv_aware = rng if routing == "kv-aware" else None
+                if kv_aware is not None:
+                    names = prefix.block_names(MOONCAKE_BLOCK_TOKENS)
+                    while names is not None and not names.is_complete:
+                        names.hash_slice()
+                replica = by_address[choose(states, "m", STANDARD, prefix, kv_aware=kv_aware).address]
+            sent[replica.address] += 1
+            replica.send(request, gateway)
+        now_s = until_s
+        for index, replica in enumerate(replicas):
+            replica.advance(now_s)
+            replica.publish(now_s)
+            if (tick + index) % round(HEARTBEAT_S / TICK_S) == 0:
+                replica.report(now_s)
+    return sent
+
+
+def _submit(request: TraceRequest, replica: Replica) -> Submit:
+    return Submit(
+        "r", 0, "m", request.tenant, STANDARD, replica._prompt(request), Sampling(), Stopping(max_tokens=1),
+        1, request.tenant.encode(), 0,
+    )  # fmt: skip
+
+
+def measure_lookup(
+    num_replicas: int = 16, num_blocks: int = 1_000_000, num_prompt_tokens: int = 20_000
+) -> dict[str, Any]:
+    """Return the times of one choice over full indexes, in microseconds, the medians of 51 runs.
+
+    Every replica has the first 3/4 of the prompt, in blocks of 16 tokens, and one has all of it.
+    """
+    submit = Submit(
+        "r", 0, "m", "t", STANDARD, [token * 7919 % 150_000 for token in range(num_prompt_tokens)], Sampling(),
+        Stopping(max_tokens=1), 1, b"s", 0,
+    )  # fmt: skip
+    names = PrefixNames(submit, 16)
+    slices_us: list[list[float]] = []
+    for _ in range(51):
+        names, slices = PrefixNames(submit, 16), []
+        while not names.is_complete:
+            slices.append(_micros(names.hash_slice))
+        slices_us.append(slices)
+    rng, states = random.Random(1), []
+    tracemalloc.start()
+    for index in range(num_replicas):
+        blocks = PrefixBlocks()
+        blocks.apply(PrefixEvents(0, b"", is_start=True))
+        held = names.names if index == 0 else names.names[: len(names.names) * 3 // 4]
+        others = (rng.getrandbits(60) for _ in range(num_blocks // num_replicas - len(held)))
+        stored = [*held, *others]
+        for seq, begin in enumerate(range(0, len(stored), MAX_BLOCKS_PER_MESSAGE), start=1):
+            blocks.apply(PrefixEvents(seq, pack_names(stored[begin : begin + MAX_BLOCKS_PER_MESSAGE])))
+        del stored
+        load = Load(0, 0, 0, 1, 0, 0, 16, 1, 1, 0, 1, 1, engine_id="e", seq=0)
+        states.append(EngineState(f"e{index}", True, "", _card(), load, 0, 0.1, prefix_blocks=blocks))
+    index_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    num_indexed = sum(len(state.prefix_blocks or ()) for state in states)
+    growing = PrefixBlocks()
+    growing.apply(PrefixEvents(0, b"", is_start=True))
+    parts = [pack_names(rng.getrandbits(60) for _ in range(MAX_BLOCKS_PER_MESSAGE)) for _ in range(51)]
+    apply_us = [_micros(partial(growing.apply, PrefixEvents(seq, part))) for seq, part in enumerate(parts, start=1)]
+    return {
+        "replicas": num_replicas,
+        "indexed_blocks": num_indexed,
+        "prompt_tokens": num_prompt_tokens,
+        "hash_whole_us": round(statistics.median(map(sum, slices_us))),
+        "hash_longest_slice_us": round(statistics.median(map(max, slices_us))),
+        "choose_us": round(statistics.median(_micros(partial(cheapest, states, names, rng)) for _ in range(51))),
+        "apply_full_message_us": round(statistics.median(apply_us)),
+        "bytes_per_block": round(index_bytes / num_indexed, 1),
+    }
+
+
+def _micros(call: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return (time.perf_counter() - began_s) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="KV-aware routing beside affinity and random choice, simulated.")
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cases = [
+        (trace, routing, rate, args.replicas, args.seconds)
+        for trace, rates in RATES_PER_S.items()
+        for rate in rates
+        for routing in ROUTINGS
+    ]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        runs = []
+        for run in pool.map(measure, *zip(*cases, strict=True)):
+            print(run, file=sys.stderr)
+            runs.append(run)
+    command = f"python benchmarks/kv_routing.py --replicas {args.replicas} --seconds {args.seconds:g}"
+    result = {
+        "command": command,
+        "date": date.today().isoformat(),
+        "device": DEVICE,
+        "policy": POLICY,
+        "replicas": args.replicas,
+        "virtual_seconds": args.seconds,
+        "lookup": measure_lookup(args.replicas),
+        "runs": runs,
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    if args.out is None:
+        print(text, end="")
+    else:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
