@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from moiety_engine.distribution.collectives import RankCollectives, Ranks, RowExchange
+from moiety_engine.distribution.expert_all_to_all import ExactAllToAll
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.model.adapter_stacks import LayerFactors
 from moiety_engine.model.arithmetic import Arithmetic
@@ -37,6 +38,7 @@ from moiety_engine.model.batch import Batch
 from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.loading import load_model
+from moiety_engine.model.remote_experts import take_turns
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weights import MoeWeights
 from moiety_engine.moe.expert_slots import ExpertSlots
@@ -88,9 +90,11 @@ def ours(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> tuple[Tensor, Ten
     assert dist.group.WORLD is not None
     in_order = rank_position.layout.slots(NUM_EXPERTS)
     slots = ExpertSlots(in_order, NUM_EXPERTS, num_parts=NUM_RANKS, own_part=rank, device=x_TD.device)
-    dispatch = Dispatch(rank_position, RowExchange(dist.group.WORLD), slots)
+    exchange = RowExchange(dist.group.WORLD)
+    dispatch = Dispatch(rank_position, exchange, slots, ExactAllToAll(exchange, rank_position), layer=0)
     layer = MixtureOfExperts(spec, weights, MoeContext(chosen, Arithmetic(), LayerFactors(), slots, dispatch))
-    return layer(x_TD, None), chosen[0]
+    (end,) = take_turns([layer.stages(x_TD, None)])
+    return end(), chosen[0]
 
 
 def theirs(rank: int, whole: dict[str, Tensor], x_TD: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from moiety_wire.engine_choices import (
     Batching,
     DeviceChoice,
     Dtype,
+    ExpertAll2All,
     ExpertEviction,
     FleetFairness,
     KvDtype,
@@ -162,6 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # stages of layers, one after the other
     pp_microbatches: int | None = None  # steps in the stages at once; 1: one after the other; None: one for each stage
     ffn_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
+    expert_all2all: ExpertAll2All = ExpertAll2All.AUTO  # between ranks with different tokens that share experts
     micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones

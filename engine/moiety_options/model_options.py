@@ -13,6 +13,7 @@ from moiety_wire.engine_choices import (
     Batching,
     DeviceChoice,
     Dtype,
+    ExpertAll2All,
     ExpertEviction,
     KvDtype,
     LoadFormat,
@@ -159,6 +160,12 @@ class ModelOptions:
         "Number of additional ranks that run only the experts (attention–FFN disaggregation). The other ranks then "
         "run no experts.",
         min=0,
+    )
+    expert_all2all: ExpertAll2All = _distributed(
+        ExpertAll2All.AUTO,
+        "With --dp-attention, how ranks exchange tokens for their experts. torch exchanges exact row counts; "
+        "torch-padded pads to the row counts of recent steps, so that the host waits once a step; deepep uses DeepEP's "
+        "GPU kernels, which must be installed. auto selects torch on a CPU and torch-padded on a GPU.",
     )
     micro_batches: int = _distributed(
         2,

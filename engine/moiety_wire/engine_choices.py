@@ -96,6 +96,15 @@ class Overlap(StrEnum):
     OFF = "off"
 
 
+class ExpertAll2All(StrEnum):
+    """All-to-all between ranks with different tokens that share experts."""
+
+    AUTO = "auto"  # torch on a CPU, torch-padded on a GPU
+    TORCH = "torch"  # exact row counts, for which the host waits in each layer
+    TORCH_PADDED = "torch-padded"  # fixed capacities from the last steps: the host waits once a step
+    DEEPEP = "deepep"  # DeepEP's kernels
+
+
 class PoolingChoice(StrEnum):
     """Pooling of the hidden states of an input into its embedding."""
 

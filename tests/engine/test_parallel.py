@@ -107,6 +107,7 @@ def share_of(config: EngineConfig) -> float:
 
 IN_GROUPS = [
     ("qwen3_moe", {"dp_attention": 2, "ep": 2}),
+    ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4, "expert_all2all": "torch-padded"}),
     *(thorough(one, {"dp_attention": 2, "ep": 2}) for one in ("deepseek_v3", "deepseek_v32", "mixtral", "gpt_oss")),
     thorough("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}),
     ("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 4}),

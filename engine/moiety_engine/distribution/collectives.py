@@ -233,6 +233,11 @@ class RowExchange:
         self._handle = handle
         self.size, self.rank = handle.size(), handle.rank()
 
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """The process group of the ranks."""
+        return self._handle
+
     def exchange_counts(self, num_sent_R: Tensor) -> tuple[list[int], list[int]]:
         """Exchange the numbers of rows: return how many rows go to each rank, and how many come from each.
 

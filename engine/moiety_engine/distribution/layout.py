@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
-from moiety_wire.engine_choices import Batching
+from moiety_wire.engine_choices import Batching, ExpertAll2All
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -213,7 +213,30 @@ def layout_of(config: EngineConfig) -> Layout:
             "--exclude-rank-after-s needs ranks whose parts of the model others can hold, but each rank "
             "is required here: leave it out, use --dp-attention without --pp, or at least two --ffn-ranks"
         )
+    if config.expert_all2all is ExpertAll2All.DEEPEP:
+        _require_deep_ep_layout(config, layout)
     return layout
+
+
+def _require_deep_ep_layout(config: EngineConfig, layout: Layout) -> None:
+    """Raise InvalidConfig with the reason if DeepEP does not support the layout or a feature of the configuration."""
+    instead, ranks = "use --expert-all2all auto", layout.stage_size
+    if layout.dp == 1:
+        raise InvalidConfig(
+            "--expert-all2all deepep needs ranks with different tokens: use it with --dp-attention, or leave it out"
+        )
+    if layout.ffn_ranks:
+        raise InvalidConfig(f"--expert-all2all deepep is not available with --ffn-ranks: {instead}")
+    if layout.ep != ranks:
+        raise InvalidConfig(f"--expert-all2all deepep needs whole experts on each rank: use --ep {ranks}, or {instead}")
+    if config.adapters or config.adapter_memory_bytes:
+        raise InvalidConfig(
+            f"--expert-all2all deepep sends no adapter slots of tokens: leave out adapters, or {instead}"
+        )
+    if config.batch_invariant:
+        raise InvalidConfig(
+            f"--expert-all2all deepep adds results in bfloat16 and is not available with --batch-invariant: {instead}"
+        )
 
 
 def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:

@@ -28,6 +28,14 @@ class Spread:
     num_wanted: tuple[int, ...]
     order_L: Tensor  # int64, index of each wanted row of the step in the groups' concatenated rows
 
+    def share_bounds(self, tp: int, num_parts: int) -> list[int]:
+        """Return, of each micro-batch, the most tokens that any of the `tp` ranks of any group dispatches.
+
+        `num_parts`: number of micro-batches, in which `micro_batches.cut` divides each group's tokens; 0 for none.
+        """
+        parts = max(1, num_parts)
+        return [max(-(-(n * (i + 1) // parts - n * i // parts) // tp) for n in self.num_tokens) for i in range(parts)]
+
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:

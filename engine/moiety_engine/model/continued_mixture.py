@@ -31,6 +31,8 @@ class ContinuedMixture(MixtureOfExperts):
         assert spec.router_mlp is not None and weights.router_mlp is not None
         self._hidden = RouterMlp(spec.router_mlp, weights.router_mlp, context.arithmetic, inputs)
 
+    _is_whole = True
+
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moiety_engine.distribution.deep_ep_all_to_all import DeepEpAllToAll
+from moiety_engine.distribution.expert_all_to_all import ExactAllToAll, PaddedAllToAll
 from moiety_engine.model.dispatch import Dispatch
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import MoeWeights
 from moiety_engine.moe.expert_slots import ExpertSlots
 from moiety_engine.moe.shape import ExpertShape
+from moiety_wire.engine_choices import ExpertAll2All
 
 if TYPE_CHECKING:
     import torch
 
     from moiety_engine.distribution.collectives import Ranks
+    from moiety_engine.distribution.expert_all_to_all import ExpertAllToAll
     from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.model.spec import DenseSpec, ModelSpec
     from moiety_engine.model.weights import ModelWeights
@@ -31,9 +35,33 @@ def expert_slots(spec: DenseSpec | MoeSpec | None, ranks: Ranks, device: torch.d
     return ExpertSlots(slots, num_experts, **own, device=device, counts=counts)
 
 
-def expert_dispatch(slots: ExpertSlots | None, ranks: Ranks) -> Dispatch | None:
-    """Return the dispatch of a layer with these slots; None if its tokens are not exchanged between ranks."""
-    return None if ranks.experts is None or slots is None else Dispatch(ranks.rank_position, ranks.experts, slots)
+def expert_dispatch(
+    slots: ExpertSlots | None, ranks: Ranks, all_to_all: ExpertAllToAll | None, layer: int
+) -> Dispatch | None:
+    """Return the dispatch of a layer with these slots; None if its tokens are not exchanged between ranks.
+
+    `layer`: its number among the MoE layers of this stage.
+    """
+    if ranks.experts is None or slots is None:
+        return None
+    assert all_to_all is not None, "ranks with different tokens need an all-to-all"
+    return Dispatch(ranks.rank_position, ranks.experts, slots, all_to_all, layer)
+
+
+def all_to_all_of(ranks: Ranks, device: torch.device, choice: ExpertAll2All) -> ExpertAllToAll | None:
+    """Return the model's all-to-all between ranks with different tokens; None if there are none.
+
+    `auto` is `torch` on a CPU, whose network is driven by the host, and `torch-padded` on a GPU.
+    """
+    if ranks.experts is None:
+        return None
+    if choice is ExpertAll2All.AUTO:
+        choice = ExpertAll2All.TORCH_PADDED if device.type == "cuda" else ExpertAll2All.TORCH
+    if choice is ExpertAll2All.DEEPEP:
+        return DeepEpAllToAll(ranks.experts)
+    return (PaddedAllToAll if choice is ExpertAll2All.TORCH_PADDED else ExactAllToAll)(
+        ranks.experts, ranks.rank_position
+    )
 
 
 def expert_shape(

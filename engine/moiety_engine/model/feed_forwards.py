@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import Ranks
+    from moiety_engine.distribution.expert_all_to_all import ExpertAllToAll
     from moiety_engine.model.adapter_stacks import LayerFactors
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.layers import FeedForward
@@ -40,12 +41,15 @@ def feed_forward(
     ranks: Ranks,
     router_inputs: RouterInputs,
     defers: bool = False,
+    all_to_all: ExpertAllToAll | None = None,
+    layer: int = 0,
 ) -> FeedForward | None:
     """Return the feed-forward that the spec describes, if any; an MoE layer appends its choices to `chosen`.
 
     `slots`: see MoeContext. `cached`: iterator over the cached experts of the remaining MoE layers. `norm_eps`: see
     NormedMixture. `ranks`: the ranks that share the layer, or have its experts. `router_inputs`: those of the
-    model's routers. `defers`: see LayerSpec.
+    model's routers. `defers`: see LayerSpec. `all_to_all`: that of the model, if ranks with different tokens share
+    experts. `layer`: the layer's number in this stage.
     """
     if spec is None:
         return None
@@ -54,7 +58,7 @@ def feed_forward(
         if ranks.crossings:
             return RemoteExperts(spec, weights, MoeContext(chosen, arithmetic, adapters, slots), ranks)
         own = next(cached) if cached else None
-        context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks), own)
+        context = MoeContext(chosen, arithmetic, adapters, slots, expert_dispatch(slots, ranks, all_to_all, layer), own)
         return _mixture(
             spec, weights, context, norm_eps=norm_eps, ranks=ranks, router_inputs=router_inputs, defers=defers
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,7 +43,7 @@ from moiety_kernels.route import RoutingSpec, route, weigh_experts
 from moiety_kernels.scaled_sum import scale_rows, scaled_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -273,12 +274,43 @@ class MixtureOfExperts:
         latent = self._weights.latent
         if latent is not None:
             return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD, rows)
-        if self._dispatch is not None:
-            onto_TD = torch.zeros_like(x_TD)
-            beside = partial(self._add_shared, onto_TD, x_TD, rows)
-            return self._dispatch(input_TD, weight_TK, expert_TK, self.routed, beside, rows)
+        assert self._dispatch is None, "such a layer runs in stages"
         slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
         return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD, rows)
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether rows go to other ranks; the layer then runs by `stages`, and not by a call."""
+        return self._dispatch is not None
+
+    def stages(
+        self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None, *, bound: int | None = None
+    ) -> Generator[None, None, Callable[[], Tensor]]:
+        """Run the layer; yields while its rows, and then its results, are in flight, and returns what ends it.
+
+        The returned function waits for the results and returns the sum. All ranks of the stage advance their parts of
+        a step in the same order. `bound`: the most tokens that any rank dispatches; None: unknown.
+        """
+        assert self._dispatch is not None, "the layer's experts are on this rank"
+        self._dispatch.bind(bound)
+        if self._is_whole:
+            out_TD = self(x_TD, rows, token_ids_T)
+            yield
+            return lambda: out_TD
+        weight_TK, expert_TK = self._route(x_TD, token_ids_T)
+        self._chosen.append(expert_TK)
+        input_TD, weight_TK = self._weighed(x_TD, weight_TK)
+        begun = self._dispatch.begin(input_TD, weight_TK, expert_TK, rows)
+        out_TD = self._add_shared(torch.zeros_like(x_TD), x_TD, rows)
+        yield
+        begun.run_experts(self.routed)
+        yield
+        return partial(begun.add_to, out_TD)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Return whether all stages of the layer run at once, because it has further operations around its experts."""
+        return self._weights.latent is not None
 
     def _routed_in_latent_space(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, latent: LatentProjections
@@ -384,3 +416,9 @@ def replayable_layers(attentions: Sequence[Attention]) -> dict[int, RecurrentLay
         for i, one in enumerate(attentions)
         if isinstance(one, RecurrentMixer | CompressedAttention | ConvAttention)
     }
+
+
+def prefetch_in_turn(mixtures: Sequence[MixtureOfExperts]) -> None:
+    """Let each layer prefetch the experts of the next one."""
+    for mixture, following in pairwise(mixtures):
+        mixture.prefetch(following)

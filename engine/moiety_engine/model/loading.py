@@ -11,6 +11,7 @@ import torch
 
 from moiety_engine.config import EngineConfig, OffloadConfig
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS, Ranks
+from moiety_engine.distribution.deep_ep_all_to_all import require_deep_ep
 from moiety_engine.memory import device_memory
 from moiety_engine.model.arithmetic import Arithmetic, cannot_be_invariant
 from moiety_engine.model.checkpoint import load
@@ -35,7 +36,7 @@ from moiety_kernels.moe import MOE_KERNELS, unavailable
 from moiety_kernels.quantization import FORMATS, INT4, INT8
 from moiety_kernels.quantization.on_gpu import FLOAT8_CAPABILITY
 from moiety_kernels.quantization.weight import BLOCK, GPU_PACK
-from moiety_wire.engine_choices import LoadFormat
+from moiety_wire.engine_choices import ExpertAll2All, LoadFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +73,7 @@ class LoadOptions(TypedDict, total=False):
     keeps_hidden: bool
     frees_windows: bool
     max_context_tokens: int | None
+    expert_all2all: ExpertAll2All
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def load_options(config: EngineConfig, device: str, progress: Callable[[int, int
         "load_format": config.load_format,
         "progress": progress,
         "max_context_tokens": config.max_context_tokens,
+        "expert_all2all": config.expert_all2all,
     }
 
 
@@ -136,6 +139,7 @@ def load_share(
     frees_windows: bool = False,
     mtp: bool = False,
     max_context_tokens: int | None = None,
+    expert_all2all: ExpertAll2All = ExpertAll2All.AUTO,
 ) -> WeightShard:
     """Load the checkpoint in `folder` for `device` ("cpu", "cuda", "cuda:1").
 
@@ -156,6 +160,8 @@ def load_share(
     `mtp`: load only the MTP layer.
     `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
 
+    `expert_all2all`: how ranks with different tokens exchange them for experts.
+
     Raises ModelError, InvalidConfig, and OutOfMemory with the figures.
     """
     if num_threads is not None:
@@ -168,6 +174,8 @@ def load_share(
     wanted = _form(quantization, stored, exact=dtype == "float32")
     dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, position := ranks.rank_position)
+    if expert_all2all is ExpertAll2All.DEEPEP:
+        require_deep_ep(where, DTYPES[dtype])
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     _check_form_cuts(form, stored, spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
@@ -204,7 +212,7 @@ def load_share(
     return WeightShard(
         spec,
         weights,
-        TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows),
+        TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows, expert_all2all),
     )
 
 

@@ -42,6 +42,8 @@ class NormedMixture(MixtureOfExperts):
         assert weights.norms is not None and self._shared is not None
         self._norms, self._eps, self._group = weights.norms, norm_eps, group
 
+    _is_whole = True
+
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         norms = self._norms
         weight_TK, expert_TK = self._route(x_TD)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moiety_engine.model.adapter_stacks import AdapterStacks
-from moiety_engine.model.dispatch import adapter_columns, add_given, destinations, pack, share_of, unpack
+from moiety_engine.distribution.expert_all_to_all import ExpertRows, add_given, destinations
+from moiety_engine.model.adapter_stacks import AdaptedRows, AdapterStacks
+from moiety_engine.model.dispatch import adapter_columns, share_of
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.spec import MoeSpec
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.collectives import ExpertExchange, PendingRowCounts, PendingRows, Ranks, Waited
-    from moiety_engine.model.adapter_stacks import AdaptedRows
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
@@ -58,6 +58,19 @@ class RemoteExperts(MixtureOfExperts):
         self._rank_position = ranks.rank_position
         self._num_held = spec.routing.num_experts if slots is None else slots.num_held
 
+    @property
+    def is_remote(self) -> bool:
+        """Return True."""
+        return True
+
+    def stages(
+        self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None, *, bound: int | None = None
+    ) -> Generator[None, None, Callable[[], Tensor]]:
+        """Begin the layer, and yield while its rows are on the expert ranks; see MixtureOfExperts."""
+        end = self.begin(x_TD, rows, token_ids_T)
+        yield
+        return end
+
     def begin(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Callable[[], Tensor]:
         """Send the rows of this rank's share to the experts, compute the shared experts, and return without waiting.
 
@@ -73,8 +86,7 @@ class RemoteExperts(MixtureOfExperts):
             slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
         goes_RS = destinations(self._rank_position, self._num_held, slot_SK)
         num_sent, row_N = goes_RS.sum(1).tolist(), goes_RS.nonzero()[:, 1]
-        given = x_SD, weight_SK, slot_SK, *adapter_columns(rows, share)
-        packed_NB = pack(*(one.index_select(0, row_N) for one in given))
+        packed_NB = ExpertRows(x_SD, weight_SK, slot_SK, *adapter_columns(rows, share)).pack().index_select(0, row_N)
         none = [0] * crossing.there.size
         to_experts = none[: crossing.num_attention] + num_sent
         crossing.there.send_row_counts(to_experts)
@@ -207,15 +219,22 @@ class _Answering:
     def receive(self, announced: PendingRowCounts, *, has_adapters: bool) -> tuple[Tensor, list[int]]:
         """Return the received rows, packed, and the number of rows from each rank."""
         num_received = self._waited.on(announced)
-        slots = [self._like_TK.int()[:, :1]] if has_adapters else []
-        nothing_NB = pack(self._like_TD, self._like_TK, self._like_TK.int(), *slots)
+        nothing_NB = self._like(has_adapters=has_adapters).pack()
         return self._crossing.there.exchange_rows(nothing_NB, self._none, num_received).wait(), num_received
 
     def return_rows(self, coming: tuple[Tensor, list[int]], *, has_adapters: bool) -> PendingRows:
         packed_NB, num_received = coming
-        received = unpack(packed_NB, self._like_TD, self._like_TK, has_adapters=has_adapters)
-        given_ND = self._routed(*received) if len(received[0]) else received[0]
+        received = self._like(has_adapters=has_adapters).unpack(packed_NB)
+        adapter_S1 = received.adapter_S1
+        rows = None if adapter_S1 is None else AdaptedRows(adapter_S1.squeeze(1).long())
+        given_ND = received.x_SD
+        if len(given_ND):
+            given_ND = self._routed(given_ND, received.weight_SK, received.slot_SK, rows)
         return self._crossing.back.exchange_rows(given_ND.contiguous(), num_received, self._none)
+
+    def _like(self, *, has_adapters: bool) -> ExpertRows:
+        slot_TK = self._like_TK.int()
+        return ExpertRows(self._like_TD, self._like_TK, slot_TK, slot_TK[:, :1] if has_adapters else None)
 
     @property
     def _none(self) -> list[int]:

@@ -32,6 +32,8 @@ class ShortcutMixture(MixtureOfExperts):
         super().__init__(spec, weights, context)
         self._group = group
 
+    _is_whole = True
+
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         """Return the dense feed-forward's output and the experts' output, [2, T, D]."""
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)

@@ -6,7 +6,6 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from math import prod
 from operator import call
 from typing import TYPE_CHECKING, Any
@@ -15,23 +14,24 @@ import torch
 from torch import Tensor
 
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
+from moiety_engine.distribution.expert_all_to_all import run_complete_pass
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_choices import begin_count, count_nothing
 from moiety_engine.model.expert_migration import SlotWeights
-from moiety_engine.model.expert_setup import expert_shape, expert_slots
+from moiety_engine.model.expert_setup import all_to_all_of, expert_shape, expert_slots
 from moiety_engine.model.feed_forwards import feed_forward
 from moiety_engine.model.hyper_connections import residual_norms, residual_shape, split_streams
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
 from moiety_engine.model.layer_embeddings import layer_embeddings
-from moiety_engine.model.layers import MixtureOfExperts, attention, replayable_layers
+from moiety_engine.model.layers import MixtureOfExperts, attention, prefetch_in_turn, replayable_layers
 from moiety_engine.model.mtp_input import MtpInput
 from moiety_engine.model.normed_mixture import NormedMixture
 from moiety_engine.model.norms import make_norm
 from moiety_engine.model.pending_pass import PendingPass
 from moiety_engine.model.recorded_pass import record_programs
-from moiety_engine.model.remote_experts import RemoteExperts, take_turns
+from moiety_engine.model.remote_experts import take_turns
 from moiety_engine.model.residual_weights import scale_term
 from moiety_engine.model.residuals import ResidualConnections, times
 from moiety_engine.model.rotary import RotaryTable, rotation_of
@@ -80,12 +80,9 @@ class Transformer:
         one.
         """
         arithmetic, ranks, expert_cache = options.arithmetic, options.ranks, options.expert_cache
-        self.spec = spec
-        self.ranks = ranks
-        self.arithmetic = arithmetic
+        self.spec, self.ranks, self.arithmetic = spec, ranks, arithmetic
         self._own = own = own_spec(spec, ranks.rank_position)
-        self.device = weights.embedding_VD.device
-        self.dtype = weights.embedding_VD.dtype
+        self.device, self.dtype = weights.embedding_VD.device, weights.embedding_VD.dtype
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = options.kv_dtype or self.activation_dtype
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
@@ -126,17 +123,28 @@ class Transformer:
         self.expert_cache = expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
+        self._all_to_all = all_to_all_of(ranks, self.device, options.expert_all2all)
         feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=RouterInputs())
+        feed = partial(feed, all_to_all=self._all_to_all)
         parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
         feeds = [
-            feed(one.ffn, w.ffn, self._chosen, arithmetic, factors, slots, cached, defers=one.defers_experts)
-            for one, w, factors, slots in parts
+            feed(
+                one.ffn,
+                w.ffn,
+                self._chosen,
+                arithmetic,
+                factors,
+                slots,
+                cached,
+                defers=one.defers_experts,
+                layer=number,
+            )
+            for number, (one, w, factors, slots) in enumerate(parts)
         ]
         self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
         if expert_cache is not None and expert_cache.prefetches:
-            for mixture, following in pairwise(self._mixtures):
-                mixture.prefetch(following)
-        self._far = [half if isinstance(half, RemoteExperts) else None for half in feeds]
+            prefetch_in_turn(self._mixtures)
+        self._in_stages = [half if isinstance(half, MixtureOfExperts) and half.is_remote else None for half in feeds]
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
         self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
         self._residuals = [
@@ -268,8 +276,7 @@ class Transformer:
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
             x_TD = times(self.spec.embedding_multiplier, x_TD)
-            if self._weights.input_scale is not None:
-                x_TD = scale_term(x_TD, self._weights.input_scale)
+            x_TD = x_TD if self._weights.input_scale is None else scale_term(x_TD, self._weights.input_scale)
             if batch.images is not None:
                 x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
             if self._mtp_input is not None and len(x_TD):  # a group may have no tokens
@@ -353,10 +360,11 @@ class Transformer:
         return lambda *args: norm(summed(*args))
 
     def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
-        """Return `_whole` of a feed-forward; for remote experts, of the function that ends a begun exchange."""
+        """Return `_whole` of a feed-forward; for one that runs in stages, of the function that ends them."""
         sums_itself = isinstance(half, NormedMixture | ShortcutMixture)
         group = SINGLE_RANK_GROUPS.tensor if sums_itself else self.ranks.tensor
-        return None if half is None else self._whole(call if isinstance(half, RemoteExperts) else half, group, weights)
+        in_stages = isinstance(half, MixtureOfExperts) and half.is_remote
+        return None if half is None else self._whole(call if in_stages else half, group, weights)
 
     def run_layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
@@ -365,46 +373,63 @@ class Transformer:
 
         Counts the chosen experts if there is only one pipeline stage.
         """
-        self._chosen.clear()
-        if batch.micro_batches:
-            ended = self._in_turns(x_TD, batch.micro_batches, kv)
-        else:
-            (ended,) = take_turns([self._way(x_TD, batch, kv, on_stored)])
+        repeatable = on_stored is None and not self.spec.recurrent_layers  # a pass advances recurrent states
+        run = partial(self._run_pass, batch=batch, kv=kv, on_stored=on_stored)
+        ended = run_complete_pass(self._all_to_all, run, x_TD, repeatable=repeatable)
         if self.ranks.pipeline.size == 1:
             self._begin_count(batch)()
         return ended
 
-    def _in_turns(self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache) -> tuple[Tensor, Tensor]:
+    def _run_pass(
+        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run all layers once; see `run_layers`."""
+        self._chosen.clear()
+        tp, parts = self.ranks.rank_position.layout.tp, batch.micro_batches
+        bounds = [None] * max(1, len(parts)) if batch.spread is None else batch.spread.share_bounds(tp, len(parts))
+        if parts:
+            return self._in_turns(x_TD, parts, kv, bounds)
+        return take_turns([self._way(x_TD, batch, kv, on_stored, bound=bounds[0])])[0]
+
+    def _in_turns(
+        self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache, bounds: Sequence[int | None]
+    ) -> tuple[Tensor, Tensor]:
         """Run the layers on micro-batches: one computes attention while the others are at the experts."""
         of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
-        ended = take_turns([self._way(part_TD, part, kv) for part_TD, part in zip(of_parts, parts, strict=True)])
+        ways = zip(of_parts, parts, bounds, strict=True)
+        ended = take_turns([self._way(part_TD, part, kv, bound=bound) for part_TD, part, bound in ways])
         by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
         self._chosen[:] = [torch.cat(picks) for picks in by_layer]
         return torch.cat([x for x, _ in ended]), torch.cat([normed for _, normed in ended])
 
     def _way(
-        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
+        self,
+        x_TD: Tensor,
+        batch: Batch,
+        kv: KvCache,
+        on_stored: Callable[[int], None] | None = None,
+        *,
+        bound: int | None,
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Run a batch or a micro-batch through all layers; yields while its rows are on the expert ranks."""
+        """Run a batch or a micro-batch through all layers; yields in MoE layers, while rows are on other ranks.
+
+        `bound`: the most tokens of the part that any rank dispatches; None: unknown.
+        """
         if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
             for mixture in self._mixtures:
-                if isinstance(mixture, RemoteExperts):
-                    end = mixture.begin(x_TD, batch.adapted)
-                    yield
-                    end()
-                else:
-                    mixture(x_TD, batch.adapted)
+                end = yield from mixture.stages(x_TD, batch.adapted, bound=bound)
+                end()
             return x_TD, x_TD
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self.spec.streams)
         normed_TD = self._norms[0][0](x_TD)
         next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
         views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None
-        for number, (attend, feed, far, (_, ffn_norm), cache, next_norm, residual) in enumerate(
+        for number, (attend, feed, mixture, (_, ffn_norm), cache, next_norm, residual) in enumerate(
             zip(
                 self._attentions,
                 self._ffns,
-                self._far,
+                self._in_stages,
                 self._norms,
                 kv.layers,
                 next_norms,
@@ -419,12 +444,11 @@ class Transformer:
                 x_TD, fed_TD = residual.scale_attention(x_TD, normed_TD, attended_TD)
             else:
                 x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
-                if far is None:
+                if mixture is None:
                     fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
                 else:
-                    begun = far.begin(normed_TD, batch.adapted, batch.token_ids_T)
-                    yield
-                    fed_TD = feed(begun)
+                    stages = mixture.stages(normed_TD, batch.adapted, batch.token_ids_T, bound=bound)
+                    fed_TD = feed((yield from stages))
                 x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)
             if batch.images is not None:
                 fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)

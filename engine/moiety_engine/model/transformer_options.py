@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS, Ranks
 from moiety_engine.model.arithmetic import Arithmetic
+from moiety_wire.engine_choices import ExpertAll2All
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,8 @@ class TransformerOptions:
     `kv_dtype`: type of the KV cache; None: that of the activations. `expert_bytes`: bytes of one expert of a layer,
     given if this rank may have no experts. `expert_cache`: cache whose slots are the weights' experts. `keeps_hidden`:
     the KV cache also keeps the hidden state of each token, for an MTP layer. `frees_windows`: blocks behind sliding
-    windows may be freed; see `cache_groups`.
+    windows may be freed; see `cache_groups`. `expert_all2all`: how ranks with different tokens exchange
+    them for experts.
     """
 
     kv_dtype: torch.dtype | None = None
@@ -33,3 +35,4 @@ class TransformerOptions:
     expert_cache: ExpertCache | None = None
     keeps_hidden: bool = False
     frees_windows: bool = False
+    expert_all2all: ExpertAll2All = ExpertAll2All.AUTO
