@@ -56,10 +56,9 @@ def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int
     """Return the tests that can be left out of functions marked `one_in(n)`, or that `steps` has: all but each n-th.
 
     Functions begin to count at different ones, so that each value is in some function's sample. `first` shifts all of
-    them: n consecutive numbers choose every test of a function once. Even numbers choose one half of the functions of
-    `ALTERNATING` files, odd ones the other. Functions marked `every_value` are not sampled.
+    them: n consecutive numbers choose every test of a function once. Functions marked `every_value` are not sampled.
     """
-    beyond = {item for item in items if _alternates(item) and (crc32(_name(item).encode()) + first) % 2}
+    beyond: set[pytest.Item] = set()
     for function in _by_function(items):
         marker = function[0].get_closest_marker("one_in")
         step = (marker.args[0] if marker else 1) * steps.get(_name(function[0]), 1)
@@ -68,6 +67,12 @@ def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int
             sample = function[begin % min(step, len(function)) :: step]
             beyond.update(set(function).difference(sample))
     return beyond
+
+
+def other_half(items: list[pytest.Item], first: int) -> set[pytest.Item]:
+    """Return the tests that can be left out of `ALTERNATING` files: those of half of the functions if `first` is even,
+    and of the others if it is odd. Functions marked `every_value` are never left out."""
+    return {item for item in items if _alternates(item) and (crc32(_name(item).encode()) + first) % 2}
 
 
 def _alternates(item: pytest.Item) -> bool:

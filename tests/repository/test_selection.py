@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests import selection
-from tests.selection import beyond_sample, repeated_combinations, sample_steps, write_lists
+from tests.selection import beyond_sample, other_half, repeated_combinations, sample_steps, write_lists
 
 pytest_plugins = ["pytester"]
 
@@ -67,9 +67,9 @@ def test_consecutive_samples_contain_each_function_of_an_alternating_file_once(
         @pytest.mark.every_value
         def test_always(): pass
     """)
-    assert beyond_sample(items, {}, 7) == set(), "files that are not listed are whole"
+    assert other_half(items, 7) == set(), "files that are not listed are whole"
     monkeypatch.setattr(selection, "ALTERNATING", frozenset({os.path.relpath(items[0].path, selection.TESTS)}))
-    even, odd = ({item.name for item in beyond_sample(items, {}, first)} for first in (100, 101))
+    even, odd = ({item.name for item in other_half(items, first)} for first in (100, 101))
     assert even | odd == {"test_a", "test_b", "test_c"}
     assert not even & odd
 
