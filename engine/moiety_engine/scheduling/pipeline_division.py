@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moiety_engine.sequence import Sequence
 
 _CHUNKS_PER_STEP = 2  # a prompt is cut into more chunks than stages, since the first and the last chunk fill no stage
+_ROUNDING = 1e-6
 
 
 class PipelineDivision:
@@ -51,8 +52,9 @@ class PipelineDivision:
         chosen: set[Sequence] = set()
         for chunk in sorted(decoding, key=_first_served):
             sequence = chunk.sequence
-            if left[sequence.kv.group] > 0:
-                left[sequence.kv.group] -= work(sequence)
+            group, own = sequence.kv.group, work(sequence)
+            if left[group] > _ROUNDING * own:
+                left[group] -= own
                 chosen.add(sequence)
         return [chunk for chunk in decoding if chunk.sequence in chosen]
 
