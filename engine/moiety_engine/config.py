@@ -24,6 +24,7 @@ from moiety_wire.engine_choices import (
     PoolingChoice,
     Quantization,
     Speculate,
+    TwoBatchOverlap,
 )
 from moiety_wire.roles import EngineRole
 
@@ -164,6 +165,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_microbatches: int | None = None  # steps in the stages at once; 1: one after the other; None: one for each stage
     ffn_ranks: int = 0  # further ranks, which have the experts and nothing else; 0: all ranks have some
     expert_all2all: ExpertAll2All = ExpertAll2All.AUTO  # between ranks with different tokens that share experts
+    two_batch_overlap: TwoBatchOverlap = TwoBatchOverlap.AUTO  # between ranks with different tokens
     micro_batches: int = 2  # with expert ranks: a step is cut into so many at most,
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones

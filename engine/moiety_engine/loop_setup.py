@@ -73,7 +73,9 @@ def build_loop(
         model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
     elif config.expert_batching:
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-batching")
-    options = DeviceOptions(kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config))
+    options = DeviceOptions(
+        kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type)
+    )
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, tenants, clock_ns)
     scheduler = build_scheduler(config, model, sizes, draft)

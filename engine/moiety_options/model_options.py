@@ -24,6 +24,7 @@ from moiety_wire.engine_choices import (
     PoolingChoice,
     Quantization,
     Speculate,
+    TwoBatchOverlap,
 )
 
 DEMO_NAME = "moiety-demo"
@@ -166,6 +167,11 @@ class ModelOptions:
         "With --dp-attention, how ranks exchange tokens for their experts. torch exchanges exact row counts; "
         "torch-padded pads to the row counts of recent steps, so that the host waits once a step; deepep uses DeepEP's "
         "GPU kernels, which must be installed. auto selects torch on a CPU and torch-padded on a GPU.",
+    )
+    two_batch_overlap: TwoBatchOverlap = _distributed(
+        TwoBatchOverlap.AUTO,
+        "With --dp-attention, compute one half of a step's tokens while the other half is on its way to experts. auto "
+        "enables this on a GPU for steps of at least 32 tokens in a group, or 512 if they have prompt tokens.",
     )
     micro_batches: int = _distributed(
         2,

@@ -105,6 +105,14 @@ class ExpertAll2All(StrEnum):
     DEEPEP = "deepep"  # DeepEP's kernels
 
 
+class TwoBatchOverlap(StrEnum):
+    """Overlap of the all-to-all of one half of a step with the computation of the other half."""
+
+    AUTO = "auto"  # on a GPU, for steps with enough tokens
+    ON = "on"  # for every step with two tokens
+    OFF = "off"
+
+
 class PoolingChoice(StrEnum):
     """Pooling of the hidden states of an input into its embedding."""
 

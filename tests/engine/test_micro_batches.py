@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from moiety_engine.runner.micro_batches import cut, cutting_of
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
+from moiety_wire.engine_choices import TwoBatchOverlap
 from moiety_wire.messages import Sampling
 
 BLOCK_SIZE = 4
@@ -65,7 +68,7 @@ def test_the_rows_of_micro_batches_are_those_of_the_step_and_attend_to_the_same(
 
 def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_enough_tokens() -> None:
     together, apart = (
-        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, ffn_ranks=ranks))
+        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, ffn_ranks=ranks), "cpu")
         for ranks in (0, 2)
     )
     few, many = [step_of([(0, 7)]), HostBatch.empty()], [step_of([(0, 1)]), step_of([(0, 9), (3, 2)])]
@@ -73,3 +76,21 @@ def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_eno
     assert (apart.count(few), apart.count(many)) == (1, 2)
     assert apart.count([step_of([(0, 40)])]) == 3
     assert cut(few[0], 1) == []
+
+
+def test_two_halves_overlap_where_ranks_have_different_tokens_and_a_step_has_enough() -> None:
+    def count(device_type: str, hosts: list[HostBatch], **settings: Any) -> int:
+        return cutting_of(EngineConfig(model="m", name="n", **settings), device_type).count(hosts)
+
+    groups = {"dp_attention": 2, "ep": 2}
+    decodes, more_decodes = step_of([(4, 1)] * 31), step_of([(4, 1)] * 32)
+    prompt, longer_prompt = step_of([(0, 511)]), step_of([(0, 512)])
+    found = [
+        count("cuda", [one, HostBatch.empty()], **groups) for one in (decodes, more_decodes, prompt, longer_prompt)
+    ]
+    assert found == [1, 2, 1, 2]
+    assert count("cuda", [longer_prompt], **groups, two_batch_overlap=TwoBatchOverlap.OFF) == 1
+    assert count("cuda", [longer_prompt], tp=2, ep=2) == 1
+    assert count("cpu", [longer_prompt], **groups) == 1
+    assert count("cpu", [step_of([(0, 2)])], **groups, two_batch_overlap=TwoBatchOverlap.ON) == 2
+    assert count("cpu", [step_of([(0, 1)])], **groups, two_batch_overlap=TwoBatchOverlap.ON) == 1

@@ -1,6 +1,6 @@
-"""Splitting of a step into micro-batches, for attention–FFN disaggregation.
+"""Splitting of a step into micro-batches, for attention–FFN disaggregation and two-batch overlap.
 
-While the expert ranks compute one micro-batch, the attention ranks compute another.
+While rows of one micro-batch are with or on their way to experts, the attention ranks compute another.
 
 T tokens of a group, S sequences.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch
+from moiety_wire.engine_choices import TwoBatchOverlap
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
@@ -25,26 +26,45 @@ class MicroBatchSplit:
     """Policy for the number of micro-batches of a step.
 
     Each micro-batch reads the experts' weights once more. Therefore no micro-batch may have fewer than `least_tokens`
-    tokens, counted in the group with the most tokens.
+    tokens, counted in the group with the most tokens. `least_decode_tokens`: the same for steps that only decode; None:
+    no difference.
     """
 
     most: int = 1
     least_tokens: int = 1
+    least_decode_tokens: int | None = None
 
     def count(self, hosts: list[HostBatch]) -> int:
         """Return the number of micro-batches of a step; it is the same for all rank groups."""
         if any(host.images is not None for host in hosts):
             return 1  # the rows of images are not split
         tokens = max(len(host.token_ids_T) for host in hosts)
-        return max(1, min(self.most, tokens // self.least_tokens))
+        least = self.least_tokens
+        if self.least_decode_tokens is not None and all(len(host.token_ids_T) == host.num_decode for host in hosts):
+            least = self.least_decode_tokens
+        return max(1, min(self.most, tokens // least))
 
 
 WHOLE = MicroBatchSplit()
 
 
-def cutting_of(config: EngineConfig) -> MicroBatchSplit:
-    """Return the configured split; WHOLE where attention and experts share their ranks, since no rank waits there."""
-    return MicroBatchSplit(config.micro_batches, config.micro_batch_tokens) if config.ffn_ranks else WHOLE
+OVERLAP_DECODE_TOKENS, OVERLAP_TOKENS = 32, 512  # of a step in two halves on a GPU: the thresholds that vLLM has
+
+
+def cutting_of(config: EngineConfig, device_type: str) -> MicroBatchSplit:
+    """Return the configured split; WHOLE where no rank waits for experts.
+
+    On a CPU two-batch overlap is off unless it is configured: the processor carries the rows, so that nothing is idle
+    meanwhile (`benchmarks/expert_parallel.py`).
+    """
+    if config.ffn_ranks:
+        return MicroBatchSplit(config.micro_batches, config.micro_batch_tokens)
+    choice = config.two_batch_overlap
+    if config.dp_attention == 1 or choice is TwoBatchOverlap.OFF:
+        return WHOLE
+    if choice is TwoBatchOverlap.ON:
+        return MicroBatchSplit(2)
+    return MicroBatchSplit(2, OVERLAP_TOKENS // 2, OVERLAP_DECODE_TOKENS // 2) if device_type == "cuda" else WHOLE
 
 
 def cut(host: HostBatch, count: int) -> list[HostBatch]:
