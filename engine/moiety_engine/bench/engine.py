@@ -126,7 +126,16 @@ def _settings(
         "ranks": {
             name: getattr(config, name)
             for name in (
-                *("tp", "dp_attention", "ep", "pp", "pp_microbatches", "ffn_ranks", "micro_batches", "micro_batch_tokens"),
+                *(
+                    "tp",
+                    "dp_attention",
+                    "ep",
+                    "pp",
+                    "pp_microbatches",
+                    "ffn_ranks",
+                    "micro_batches",
+                    "micro_batch_tokens",
+                ),
                 *("expert_all2all", "two_batch_overlap"),
             )
         },
