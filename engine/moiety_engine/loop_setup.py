@@ -69,9 +69,8 @@ def build_loop(
     kv_connector = connector_of(config.transfer, model, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots(rank_weights=config.rank_weights)
-    if model.expert_counter is not None:
-        model.expert_counter.reserve(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
-    elif config.expert_batching:
+    model.reserve_expert_counts(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
+    if model.experts is None and config.expert_batching:
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-batching")
     options = DeviceOptions(
         kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type)

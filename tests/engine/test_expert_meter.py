@@ -126,6 +126,20 @@ def test_loads_of_offloaded_experts_are_charged_to_those_who_needed_them(checkpo
     assert sum(moved) == load.charged_expert_moved_bytes_total == load.expert_loaded_bytes_total - at_start
 
 
+def test_a_second_loop_of_the_same_model_with_larger_steps_counts_as_the_first(loops: Any) -> None:
+    """Recorded steps hold the addresses of the counts, which a larger loop replaces."""
+    read = []
+    for size in (512, 4096, 512):
+        config = EngineConfig(
+            model=str(loops.folder), name="tiny", max_batch_tokens=size, prefix_caching=False, overlap=Overlap.OFF
+        )
+        loop = build_loop(loops.model, config)
+        ended = finishes(run_all(loop, [submit(key, "a", 5, 20) for key in range(3)]))
+        read.append([finish.expert_read_bytes for finish in ended])
+        assert sum(read[-1]) == loop.experts.meter.read_bytes_total
+    assert read[0] == read[1] == read[2]
+
+
 def test_the_experts_of_a_requests_newest_token_predict_its_next_ones(loops: Any) -> None:
     config = EngineConfig(model=str(loops.folder), name="tiny", expert_batching=True, overlap=Overlap.OFF)
     loop = build_loop(loops.model, config)

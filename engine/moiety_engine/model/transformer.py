@@ -216,6 +216,15 @@ class Transformer:
             self._programs.forget()
         self.adapters.lay_out(keys, num_slots, rank, moves)
 
+    def reserve_expert_counts(self, num_chunks: int, *, keeps_bits: bool) -> None:
+        """Make room to count the experts of steps with so many chunks; see `ExpertCounter.reserve`.
+
+        Discards recorded programs if they hold old addresses. Call it before steps are captured.
+        """
+        counter = self.expert_counter
+        if counter is not None and counter.reserve(num_chunks, keeps_bits=keeps_bits) and self._programs is not None:
+            self._programs.forget()
+
     def slots_of(self, layer: int) -> ExpertSlots | None:
         """Return the expert slots of a layer, an index over all pipeline stages.
 

@@ -64,15 +64,19 @@ class ExpertCounter:
             bytes_P=zeros(NUM_PARTS),
         )
 
-    def reserve(self, num_parts: int, *, keeps_bits: bool) -> None:
-        """Make room for steps of `num_parts` parts. Call it before any step is recorded or captured.
+    def reserve(self, num_parts: int, *, keeps_bits: bool) -> bool:
+        """Make room for steps of `num_parts` parts. Return whether tensors were replaced.
 
-        `keeps_bits`: keep the experts of each part's last token.
+        `keeps_bits`: keep the experts of each part's last token. What was recorded or captured before holds the
+        addresses of replaced tensors and must be discarded.
         """
+        if len(self._sums.bytes_P) >= num_parts and (self._sums.bits_PLW is not None or not keeps_bits):
+            return False
         num_layers, num_words = len(self._shape.layers), -(-self._shape.num_experts // 64)
         bytes_P = torch.zeros(num_parts, dtype=torch.int64, device=self._device)
         bits_PLW = bytes_P.new_zeros(num_parts, num_layers, num_words) if keeps_bits else None
         self._sums = self._sums._replace(bytes_P=bytes_P, bits_PLW=bits_PLW)
+        return True
 
     def count(self, chosen: Sequence[Tensor], owner_T: Tensor) -> None:
         """Count one forward pass: expert_TK of each layer, int32, and the owner of each token, int64."""

@@ -29,7 +29,7 @@ class DecodePacing:
         self, tuning: Tuning, pace: SloTracker, step_time: StepTimeModel, *, batches_experts: bool = False
     ) -> None:
         self._tuning = tuning
-        self._batches_experts = batches_experts
+        self.batches_experts = batches_experts
         self._slo = pace
         self._step_time = step_time
         self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
@@ -68,7 +68,7 @@ class DecodePacing:
         self.limit_s = limit_s
         if not best_waits and not best:
             self._take_turn_of_floor()
-        if self._batches_experts:
+        if self.batches_experts:
             first = self._first_with_slack(worse, num_taken, now_s + 2 * limit_s)
             taken = {chunk.sequence for chunk in self._by_experts(best, worse, num_taken, first)}
         else:

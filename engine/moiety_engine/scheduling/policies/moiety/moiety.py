@@ -59,6 +59,10 @@ class Moiety(Policy):
         self._kv_admission = KvAdmission(context, self.tuning, self._accounts, self._records)
         self._pacing = DecodePacing(self.tuning, self._slo, context.step_time, batches_experts=context.batches_experts)
 
+    def set_expert_batching(self, enabled: bool) -> None:
+        """Switch expert batching on or off, for comparisons of both on the same requests."""
+        self._pacing.batches_experts = enabled
+
     # ── prefill queue ──
 
     def push(self, sequence: Sequence, now_s: float) -> None:
