@@ -186,7 +186,7 @@ BAD = [
     (message(type=7), "input.0.type", "valid string"),
     (message(role="user", content=7), "input.0.content", "a string or a list of text parts"),
     (message(role="user", content=[{"type": "input_image"}]), "input.0.content.0", "image"),
-    (message(role="user", content=[{"type": "input_file"}]), "input.0.content.0", "either 'file_data' or"),
+    (message(role="user", content=[{"type": "input_file"}]), "input.0.content.0", "one of 'file_data', 'file_url' and"),
     (message(role="user", content=[{"type": "smell"}]), "input.0.content.0.type", "'smell' are not supported"),
     (
         message(role="user", content=[{"type": "output_text", "text": "x"}]),
