@@ -32,12 +32,13 @@ ALSO_SHOWN = {
     ("deepseek_v4", ("tp", 4, "ep", 4)),  # a rank has a group of heads, and all compressed entries
     ("deepseek_v4", ("pp", 2)),  # stages pass on several residual streams
     ("longcat_flash", ("tp", 2, "ep", 2)),  # some experts are on no rank
+    ("zaya", ("pp", 2)),  # stages pass on the input of their last router
     ("jetmoe", ("tp", 2, "ep", 2)),  # a rank has a part of the query heads of each expert of attention
 }
 OF_TWO_HEADS = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
 RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba", "zaya")
 REFUSED: set[tuple[str, tuple[str | int, ...]]] = {(family, ("tp", 4, "ep", 4)) for family in OF_TWO_HEADS}
-REFUSED |= {("zaya", cuts) for cuts in CUT_BY}  # neither its values nor its routers can be divided so
+REFUSED |= {("zaya", cuts) for cuts in CUT_BY if "tp" in cuts}  # its values cannot be divided so
 CUT = [
     (pytest.param if family == shown_by or (family, cuts) in ALSO_SHOWN else thorough)(
         family, dict(zip(cuts[::2], cuts[1::2], strict=True))
@@ -125,6 +126,7 @@ IN_GROUPS = [
     ("jetmoe", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("jetmoe", {"dp_attention": 2, "ep": 2}),
     ("zaya", {"dp_attention": 2, "ep": 2}),
+    ("zaya", {"dp_attention": 2, "ep": 2, "pp": 2}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),

@@ -41,7 +41,6 @@ def test_rejected_drafts_leave_no_trace_in_states(make_checkpoint: Any) -> None:
     ("layout", "match"),
     [
         ({"tp": 2}, r"1 groups of heads that share the values .* cannot be divided by --tp 2"),
-        ({"pp": 2}, r"--pp is not available for zaya, whose routers continue those of the layers before"),
         ({"dp": 2, "ffn_ranks": 2}, r"--ffn-ranks is not available for zaya"),
     ],
 )

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moiety_engine.model.spec import MoeSpec
 from moiety_kernels.linear import linear
 from moiety_kernels.rms_norm import rms_norm
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import Pipeline
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.router_mlp_spec import RouterMlpSpec
+    from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.tensor_allocator import TensorAllocator
 
 
@@ -55,9 +59,16 @@ def allocate_router_mlp(spec: RouterMlpSpec, size: int, new: TensorAllocator) ->
 
 
 class RouterInputs:
-    """Inputs of the newest router of each batch that is being computed, by the batch's tokens."""
+    """Inputs of the newest router of each batch that is being computed, by the batch's tokens.
 
-    def __init__(self) -> None:
+    The first router of a pipeline stage continues the last one of the stage before, whose input is sent along.
+    """
+
+    def __init__(self, spec: ModelSpec, pipeline: Pipeline) -> None:
+        """Create it. `spec` is of the whole model, `pipeline` that of its stages."""
+        widths = (one.ffn.router_mlp for one in spec.layers if isinstance(one.ffn, MoeSpec))
+        self._width = next((router.width for router in widths if router is not None), 0)
+        self._pipeline = pipeline
         self._of_tokens: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def keep(self, token_ids_T: Tensor, input_TW: Tensor) -> None:
@@ -67,6 +78,17 @@ class RouterInputs:
     def of(self, token_ids_T: Tensor) -> Tensor:
         """Return the input of the router of the layer before."""
         return self._of_tokens[token_ids_T]
+
+    def receive(self, token_ids_T: Tensor) -> None:
+        """Receive the input of the last router of the stage before, after that stage's output."""
+        if self._width and len(token_ids_T) and not self._pipeline.is_first:
+            empty_TW = torch.empty(len(token_ids_T), self._width, device=token_ids_T.device)
+            self.keep(token_ids_T, self._pipeline.receive(empty_TW))
+
+    def send(self, token_ids_T: Tensor) -> None:
+        """Send the input of this stage's last router to the next stage, after this stage's output."""
+        if self._width and len(token_ids_T):
+            self._pipeline.send_to_next_stage(self.of(token_ids_T))
 
 
 class RouterMlp:

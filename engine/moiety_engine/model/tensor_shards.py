@@ -84,8 +84,12 @@ def own_spec(spec: ModelSpec, rank_position: RankPosition) -> ModelSpec:
             f"--ffn-ranks is not available for {spec.family}, which adds the output of experts one layer later: use "
             "--ep or --tp"
         )
-    if any(isinstance(one.ffn, MoeSpec) and one.ffn.router_mlp is not None for one in spec.layers):
-        _require_routers_in_order(spec, rank_position.layout)
+    has_routers = any(isinstance(one.ffn, MoeSpec) and one.ffn.router_mlp is not None for one in spec.layers)
+    if rank_position.layout.ffn_ranks and has_routers:
+        raise InvalidConfig(
+            f"--ffn-ranks is not available for {spec.family}, whose routers continue those of the layers before: use "
+            "--dp-attention with --ep, or --pp, instead"
+        )
     if rank_position.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {rank_position.layout.pp} is more than the model's {len(spec.layers)} layers")
     _check_stages(spec, rank_position.layout)
@@ -235,16 +239,6 @@ def _check_stages(spec: ModelSpec, layout: Layout) -> None:
             raise InvalidConfig(
                 f"--pp {layout.pp} begins a stage with layer {first}, which attends to the tokens that a layer of the "
                 "stage before it has selected: use another number of stages, or --tp and --ep instead"
-            )
-
-
-def _require_routers_in_order(spec: ModelSpec, layout: Layout) -> None:
-    """Raise InvalidConfig if a layer's router would be on another rank than the one before, which it continues."""
-    for option, count in (("--pp", layout.pp - 1), ("--ffn-ranks", layout.ffn_ranks)):
-        if count:
-            raise InvalidConfig(
-                f"{option} is not available for {spec.family}, whose routers continue those of the layers before: use "
-                "--dp-attention with --ep instead"
             )
 
 

@@ -124,7 +124,8 @@ class Transformer:
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
         self._all_to_all = all_to_all_of(ranks, self.device, options.expert_all2all)
-        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=RouterInputs())
+        self._router_inputs = RouterInputs(spec, ranks.pipeline)
+        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=self._router_inputs)
         feed = partial(feed, all_to_all=self._all_to_all)
         parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
         feeds = [
@@ -294,6 +295,7 @@ class Transformer:
         else:
             shape = residual_shape(len(batch.token_ids_T), self.spec)
             x_TD = pipeline.receive(torch.empty(shape, dtype=self.activation_dtype, device=self.device))
+            self._router_inputs.receive(batch.token_ids_T)
         programs = self._programs
         recordable = on_stored is None and batch.images is None
         if programs is not None and recordable and programs.takes(batch):
@@ -301,6 +303,8 @@ class Transformer:
         else:
             x_TD, normed_TD = self.run_layers(x_TD, batch, kv, on_stored)
             pipeline.send_to_next_stage(x_TD)
+            if pipeline.size > 1:
+                self._router_inputs.send(batch.token_ids_T)
         kept_TD = normed_TD if self.spec.streams is None else x_TD.flatten(1)
         if kv.hidden is not None:
             kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, kept_TD)
