@@ -135,7 +135,7 @@ def serve_lines(name: str, folder: str) -> None:
         loop.warm_up()
         for line in sys.stdin:
             found = counted_pass(loop) if line.strip() == "count" else serve(loop, int(line))
-            exchange = loop.executor.model._all_to_all
+            exchange = loop.executor.model._layers.all_to_all
             if isinstance(exchange, PaddedAllToAll):
                 found["repeated_passes"] = exchange.repeats_total
             out.write(json.dumps(found) + "\n")

@@ -115,7 +115,7 @@ class DecayModel(Transformer):
         for index in spec.recurrent_layers:
             own = weights.layers[index].attention
             assert isinstance(own, AttentionWeights)
-            self._attentions[index] = self.recurrent[index] = DecayLayer(DecaySpec(**fields), own)
+            self._layers.attentions[index] = self._layers.recurrent[index] = DecayLayer(DecaySpec(**fields), own)
 
 
 class Engine(PoisonedEngine):

@@ -5,38 +5,27 @@ T tokens of the step, D model width, L rows whose results are wanted, V vocabula
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
-from operator import call
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
-from moiety_engine.distribution.expert_all_to_all import run_complete_pass
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_choices import begin_count, count_nothing
 from moiety_engine.model.expert_migration import SlotWeights
-from moiety_engine.model.expert_setup import all_to_all_of, expert_shape, expert_slots
-from moiety_engine.model.feed_forwards import feed_forward
-from moiety_engine.model.hyper_connections import residual_norms, residual_shape, split_streams
+from moiety_engine.model.expert_setup import expert_shape
+from moiety_engine.model.hyper_connections import residual_shape
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
-from moiety_engine.model.layer_embeddings import layer_embeddings
-from moiety_engine.model.layers import MixtureOfExperts, attention, prefetch_in_turn, replayable_layers
+from moiety_engine.model.layer_stack import LayerStack
 from moiety_engine.model.mtp_input import MtpInput
-from moiety_engine.model.normed_mixture import NormedMixture
-from moiety_engine.model.norms import make_norm
 from moiety_engine.model.pending_pass import PendingPass
 from moiety_engine.model.recorded_pass import record_programs
-from moiety_engine.model.remote_experts import take_turns
 from moiety_engine.model.residual_weights import scale_term
-from moiety_engine.model.residuals import ResidualConnections, times
-from moiety_engine.model.rotary import RotaryTable, rotation_of
-from moiety_engine.model.router_mlp import RouterInputs
-from moiety_engine.model.shortcut_mixture import ShortcutMixture
+from moiety_engine.model.residuals import times
+from moiety_engine.model.rotary import rotation_of
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.transformer_options import TransformerOptions
@@ -48,13 +37,11 @@ from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import Decodes, Replayed
-    from moiety_engine.model.layers import FeedForward
-    from moiety_engine.model.norm_weights import NormWeights
+    from moiety_engine.model.layers import RecurrentLayer
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_placement.transition import Write
 
@@ -88,8 +75,6 @@ class Transformer:
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
         self.experts = expert_shape(spec, weights, ranks.rank_position, options.expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
-        self._chosen: list[Tensor] = []  # experts of the running pass, layer by layer
-        rotaries = {rope: RotaryTable(rope, self.device) for rope in own.ropes}
         self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, self.activation_dtype)
         self._weights = weights
         self.keeps_hidden = keeps_hidden = options.keeps_hidden
@@ -109,49 +94,8 @@ class Transformer:
         once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
         recordable = on_cpu_alone and ranks.everyone.size == 1 and once
         self._programs = record_programs(self) if recordable else None
-        attend = partial(attention, arithmetic=arithmetic, rounds=self.dtype is torch.bfloat16, group=ranks.tensor)
-        halves = [
-            attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
-            for one, w, factors in zip(own.layers, weights.layers, self.adapters.layers, strict=True)
-        ]
-        self.recurrent = replayable_layers(halves)
-        self._attentions = [
-            self._whole(half, ranks.tensor, w.attention_post_norm)
-            for half, w in zip(halves, weights.layers, strict=True)
-        ]
-        self._norms, self._final_norm = residual_norms(spec, weights, arithmetic)
         self.expert_cache = expert_cache
-        cached = None if expert_cache is None else iter(expert_cache.layers)
-        self._slots = [expert_slots(one.ffn, ranks, self.device) for one in own.layers]
-        self._all_to_all = all_to_all_of(ranks, self.device, options.expert_all2all)
-        self._router_inputs = RouterInputs(spec, ranks.pipeline)
-        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=self._router_inputs)
-        feed = partial(feed, all_to_all=self._all_to_all)
-        parts = zip(own.layers, weights.layers, self.adapters.layers, self._slots, strict=True)
-        feeds = [
-            feed(
-                one.ffn,
-                w.ffn,
-                self._chosen,
-                arithmetic,
-                factors,
-                slots,
-                cached,
-                defers=one.defers_experts,
-                layer=number,
-            )
-            for number, (one, w, factors, slots) in enumerate(parts)
-        ]
-        self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
-        if expert_cache is not None and expert_cache.prefetches:
-            prefetch_in_turn(self._mixtures)
-        self._in_stages = [half if isinstance(half, MixtureOfExperts) and half.is_remote else None for half in feeds]
-        self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
-        self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
-        self._residuals = [
-            ResidualConnections(one, spec.residual_multiplier, w, input_is_shared=further.shares_input)
-            for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
-        ]
+        self._layers = LayerStack(own, spec, weights, options, self.adapters)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one block of `block_size` tokens on each rank, at most."""
@@ -174,6 +118,11 @@ class Transformer:
         return self._kv_allocation.allocate(
             num_blocks, block_size, num_state_slots, num_record_tokens, self.device, rotation_of(self.spec)
         )
+
+    @property
+    def recurrent(self) -> dict[int, RecurrentLayer]:
+        """Layers of the stage that can replay tokens, by index."""
+        return self._layers.recurrent
 
     @property
     def only_kernels(self) -> bool:
@@ -232,7 +181,7 @@ class Transformer:
         Returns None for layers of other stages, layers with all experts on this rank, and layers without experts.
         """
         place = layer - self._first_layer
-        return self._slots[place] if 0 <= place < len(self._slots) else None
+        return self._layers.slots[place] if 0 <= place < len(self._layers.slots) else None
 
     @torch.inference_mode()
     def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
@@ -295,7 +244,7 @@ class Transformer:
         else:
             shape = residual_shape(len(batch.token_ids_T), self.spec)
             x_TD = pipeline.receive(torch.empty(shape, dtype=self.activation_dtype, device=self.device))
-            self._router_inputs.receive(batch.token_ids_T)
+            self._layers.router_inputs.receive(batch.token_ids_T)
         programs = self._programs
         recordable = on_stored is None and batch.images is None
         if programs is not None and recordable and programs.takes(batch):
@@ -304,7 +253,7 @@ class Transformer:
             x_TD, normed_TD = self.run_layers(x_TD, batch, kv, on_stored)
             pipeline.send_to_next_stage(x_TD)
             if pipeline.size > 1:
-                self._router_inputs.send(batch.token_ids_T)
+                self._layers.router_inputs.send(batch.token_ids_T)
         kept_TD = normed_TD if self.spec.streams is None else x_TD.flatten(1)
         if kv.hidden is not None:
             kv.hidden.rows_NPL.flatten(0, 1).index_copy_(0, batch.slots_T, kept_TD)
@@ -354,30 +303,10 @@ class Transformer:
         if not self.ranks.pipeline.is_first or self.ranks.across.rank:
             return hidden_LD[:, :0].float()
         if self._mtp_input is not None and self._mtp_input.has_streams:
-            hidden_LD = self._final_norm(hidden_LD.view(residual_shape(len(hidden_LD), self.spec)))
+            hidden_LD = self._layers.final_norm(hidden_LD.view(residual_shape(len(hidden_LD), self.spec)))
         logits_LV = self.vocabulary.logits(hidden_LD)
         logits_LV, cap = times(self.spec.logits_multiplier, logits_LV), self.spec.logit_softcap
         return logits_LV if cap is None else cap * torch.tanh(logits_LV / cap)
-
-    def _whole(
-        self, half: Callable[..., Tensor], group: RankCollectives, weights: NormWeights | None
-    ) -> Callable[..., Tensor]:
-        """Return half a layer with the sum over its ranks and the optional post-norm."""
-
-        def summed(*args: Any) -> Tensor:
-            return group.sum(half(*args))
-
-        if weights is None:
-            return half if group.size == 1 else summed
-        norm = make_norm(self.spec.norm, weights)
-        return lambda *args: norm(summed(*args))
-
-    def _fed(self, half: FeedForward | None, weights: NormWeights | None) -> Callable[..., Tensor] | None:
-        """Return `_whole` of a feed-forward; for one that runs in stages, of the function that ends them."""
-        sums_itself = isinstance(half, NormedMixture | ShortcutMixture)
-        group = SINGLE_RANK_GROUPS.tensor if sums_itself else self.ranks.tensor
-        in_stages = isinstance(half, MixtureOfExperts) and half.is_remote
-        return None if half is None else self._whole(call if in_stages else half, group, weights)
 
     def run_layers(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None
@@ -386,93 +315,14 @@ class Transformer:
 
         Counts the chosen experts if there is only one pipeline stage.
         """
-        repeatable = on_stored is None and not self.spec.recurrent_layers  # a pass advances recurrent states
-        run = partial(self._run_pass, batch=batch, kv=kv, on_stored=on_stored)
-        ended = run_complete_pass(self._all_to_all, run, x_TD, repeatable=repeatable)
+        ended = self._layers.run(x_TD, batch, kv, on_stored)
         if self.ranks.pipeline.size == 1:
             self._begin_count(batch)()
         return ended
-
-    def _run_pass(
-        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Run all layers once; see `run_layers`."""
-        self._chosen.clear()
-        tp, parts = self.ranks.rank_position.layout.tp, batch.micro_batches
-        bounds = [None] * max(1, len(parts)) if batch.spread is None else batch.spread.share_bounds(tp, len(parts))
-        if parts:
-            return self._in_turns(x_TD, parts, kv, bounds)
-        return take_turns([self._way(x_TD, batch, kv, on_stored, bound=bounds[0])])[0]
-
-    def _in_turns(
-        self, x_TD: Tensor, parts: tuple[Batch, ...], kv: KvCache, bounds: Sequence[int | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layers on micro-batches: one computes attention while the others are at the experts."""
-        of_parts = torch.split(x_TD, [len(part.token_ids_T) for part in parts])
-        ways = zip(of_parts, parts, bounds, strict=True)
-        ended = take_turns([self._way(part_TD, part, kv, bound=bound) for part_TD, part, bound in ways])
-        by_layer = (self._chosen[i : i + len(parts)] for i in range(0, len(self._chosen), len(parts)))
-        self._chosen[:] = [torch.cat(picks) for picks in by_layer]
-        return torch.cat([x for x, _ in ended]), torch.cat([normed for _, normed in ended])
-
-    def _way(
-        self,
-        x_TD: Tensor,
-        batch: Batch,
-        kv: KvCache,
-        on_stored: Callable[[int], None] | None = None,
-        *,
-        bound: int | None,
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Run a batch or a micro-batch through all layers; yields in MoE layers, while rows are on other ranks.
-
-        `bound`: the most tokens of the part that any rank dispatches; None: unknown.
-        """
-        if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
-            for mixture in self._mixtures:
-                end = yield from mixture.stages(x_TD, batch.adapted, bound=bound)
-                end()
-            return x_TD, x_TD
-        embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
-        x_TD = split_streams(x_TD, self.spec.streams)
-        normed_TD = self._norms[0][0](x_TD)
-        next_norms = [norm for norm, _ in self._norms[1:]] + [self._final_norm]
-        views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None
-        for number, (attend, feed, mixture, (_, ffn_norm), cache, next_norm, residual) in enumerate(
-            zip(
-                self._attentions,
-                self._ffns,
-                self._in_stages,
-                self._norms,
-                kv.layers,
-                next_norms,
-                self._residuals,
-                strict=True,
-            )
-        ):
-            attended_TD = attend(normed_TD, views[groups[number]], cache)
-            if on_stored is not None:
-                on_stored(number)
-            if feed is None:
-                x_TD, fed_TD = residual.scale_attention(x_TD, normed_TD, attended_TD)
-            else:
-                x_TD, normed_TD = residual.add_attention(x_TD, normed_TD, attended_TD, ffn_norm)
-                if mixture is None:
-                    fed_TD = feed(normed_TD, batch.adapted, batch.token_ids_T)
-                else:
-                    stages = mixture.stages(normed_TD, batch.adapted, batch.token_ids_T, bound=bound)
-                    fed_TD = feed((yield from stages))
-                x_TD, fed_TD, deferred_TD = residual.scale_ffn(x_TD, normed_TD, fed_TD, deferred_TD)
-            if batch.images is not None:
-                fed_TD = batch.images.add_deepstack(fed_TD, self._first_layer + number)
-            if embeddings_LTP is not None:
-                x_TD, fed_TD = self._added[number](x_TD, fed_TD, embeddings_LTP[number])
-            x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
-        return x_TD, normed_TD
 
     def _begin_count(self, batch: Batch) -> Callable[[], None]:
         """Begin to gather the experts that the running pass chose; see `begin_count`."""
         if self.experts is None or self.expert_counter is None:
             return count_nothing
         counted = self.experts, self.expert_counter
-        return begin_count(list(self._chosen), batch, self.ranks, *counted, len(self.spec.layers))
+        return begin_count(list(self._layers.chosen), batch, self.ranks, *counted, len(self.spec.layers))
