@@ -298,7 +298,8 @@ class RequestPipeline:
             catalogue = await services.classes.find(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
-        return _Matched(generation, card, states, catalogue, chosen, adapter, has_images)
+        adapter_name = "" if adapter is None else adapter.engine_name
+        return _Matched(generation, card, states, catalogue, chosen, adapter, adapter_name, has_images)
 
     async def _read_files(self, record: RequestRecord, matched: _Matched) -> _Matched:
         """Read the documents and images of an admitted request.
@@ -391,12 +392,8 @@ class _Matched(msgspec.Struct, frozen=True):
     catalogue: Catalogue
     chosen: ChosenClass
     adapter: NamedAdapter | None
+    adapter_name: str  # the engines' name of it, or an empty text
     has_images: bool
-
-    @property
-    def adapter_name(self) -> str:
-        """The engines' name of the adapter, or an empty text."""
-        return "" if self.adapter is None else self.adapter.engine_name
 
 
 def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
