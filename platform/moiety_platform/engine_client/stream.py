@@ -82,10 +82,6 @@ class ExpertBytes(NamedTuple):
     read: int = 0
     moved: int = 0
 
-    def plus(self, other: ExpertBytes) -> ExpertBytes:
-        """Return the sum."""
-        return ExpertBytes(self.read + other.read, self.moved + other.moved)
-
 
 class EngineStream:
     """Stream of one request.

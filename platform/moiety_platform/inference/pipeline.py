@@ -299,7 +299,9 @@ class RequestPipeline:
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
         record.chose(catalogue, chosen.service)
         adapter_name = "" if adapter is None else adapter.engine_name
-        return _Matched(generation, card, states, catalogue, chosen, adapter, adapter_name, has_images)
+        priced_model = f"{card.model}:{adapter_name}" if adapter_name else card.model  # of a tenant, as its name is
+        tariff = self._tariffs.of(await services.prices.current(), catalogue, chosen, priced_model, card.model)
+        return _Matched(generation, card, states, catalogue, chosen, tariff, adapter, adapter_name, has_images)
 
     async def _read_files(self, record: RequestRecord, matched: _Matched) -> _Matched:
         """Read the documents and images of an admitted request.
@@ -340,12 +342,13 @@ class RequestPipeline:
         Raises QuotaExceeded, RequestExceedsQuota, Forbidden or Unavailable.
         """
         card, chosen, principal = matched.card, matched.chosen, record.principal
-        tariff = await self._tariff_of(matched)
         credit_tokens = most_tokens
         if are_extensible(matched.states, card.model):
             credit_tokens = min(most_tokens, self.limits.credit_window_tokens)
         record.trace.enter(Phase.HOLD)
-        credit_tokens = await record.reservation.begin(num_prompt_tokens, record.num_sequences, credit_tokens, tariff)
+        credit_tokens = await record.reservation.begin(
+            num_prompt_tokens, record.num_sequences, credit_tokens, matched.tariff
+        )
         record.trace.enter(Phase.ADMISSION)
         return RequestOrigin(
             request_id=record.request_id,
@@ -369,15 +372,8 @@ class RequestPipeline:
         """
         prompt = matched.generation.prompts[0]
         assert isinstance(prompt, Conversation), "only conversations have files"
-        num_files, tariff = len(prompt.documents) + len(prompt.images), await self._tariff_of(matched)
-        await record.reservation.begin_least(num_files, record.num_sequences, tariff)
-
-    async def _tariff_of(self, matched: _Matched) -> Tariff:
-        """Return the prices of the classes that may serve the request."""
-        card, adapter = matched.card, matched.adapter_name
-        prices = await self.services.prices.current()
-        priced_model = f"{card.model}:{adapter}" if adapter else card.model  # names of adapters are their tenants'
-        return self._tariffs.of(prices, matched.catalogue, matched.chosen, priced_model, card.model)
+        num_files = len(prompt.documents) + len(prompt.images)
+        await record.reservation.begin_least(num_files, record.num_sequences, matched.tariff)
 
 
 class _Matched(msgspec.Struct, frozen=True):
@@ -391,6 +387,7 @@ class _Matched(msgspec.Struct, frozen=True):
     states: list[EngineState]  # of all engines, at the time of the choice
     catalogue: Catalogue
     chosen: ChosenClass
+    tariff: Tariff  # of the classes that may serve the request
     adapter: NamedAdapter | None
     adapter_name: str  # the engines' name of it, or an empty text
     has_images: bool

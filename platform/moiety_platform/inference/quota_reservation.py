@@ -128,10 +128,7 @@ class QuotaReservation:
             tokens = num_prompt_tokens + num_sequences * credit_tokens
             amounts = self._amounts(tokens)
             try:
-                if self._hold is None:
-                    self._hold = await self._enforcer.hold(self._scopes, amounts, least)
-                else:
-                    await self._enforcer.raise_hold(self._hold, amounts, least)
+                self._hold = await self._enforcer.hold(self._scopes, amounts, least, self._hold)
             except QuotaExceeded as refusal:
                 affordable = self._affordable(refusal.unit, refusal.available) - num_prompt_tokens
                 credit_tokens = min(credit_tokens - 1, affordable // num_sequences)

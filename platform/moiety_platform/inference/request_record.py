@@ -9,7 +9,6 @@ from datetime import datetime
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.engine_client.base import EngineClient
-from moiety_platform.engine_client.stream import ExpertBytes
 from moiety_platform.errors import WAIVED, Overloaded, PlatformError
 from moiety_platform.inference.context_edits import AppliedEdit
 from moiety_platform.inference.engine_attempts import EngineAttempt
@@ -89,7 +88,8 @@ class RequestRecord:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_speculative_tokens: int = 0  # prompt tokens computed by speculative prefill
-    expert_bytes: ExpertBytes = field(default_factory=ExpertBytes)  # of all sequences, at all of their engines
+    expert_read_bytes: int = 0  # bytes of experts of all sequences, at all engines that were not lost
+    expert_moved_bytes: int = 0
     failovers: list[Failover] = field(default_factory=list)
     attempts: list[EngineAttempt] = field(default_factory=list)  # sequences at engines
     finish_reasons: list[str] = field(default_factory=list)

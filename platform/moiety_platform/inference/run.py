@@ -319,7 +319,9 @@ class InferenceRun:
             record.progress.append(sequence.progress)
             record.was_begun |= sequence.was_begun
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
-            record.expert_bytes = record.expert_bytes.plus(sequence.expert_bytes)
+            for at_engines in (sequence.earlier_expert_bytes, sequence.stream.expert_bytes):
+                record.expert_read_bytes += at_engines.read
+                record.expert_moved_bytes += at_engines.moved
             finished = sequence.stream.finished
             parts = sequence.prefill_done
             if finished is not None and finished not in parts:

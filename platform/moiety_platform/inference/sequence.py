@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from operator import add
 
 import msgspec
 
@@ -59,7 +60,7 @@ class Sequence:
         self._connection: Connection | None = None
         self._is_admitted_there = False  # admitted by that engine
         self._was_taken_on_before = False  # begun by an earlier engine
-        self._earlier_expert_bytes = ExpertBytes()  # at earlier engines
+        self.earlier_expert_bytes = ExpertBytes()  # at earlier engines, except those that were lost
         self._cached_tokens: int | None = None  # from the first engine with output, after a failover
         self._held: AbstractAsyncContextManager[EngineStream] | None = None
         self._outcome: RequestOutcome | None = None  # at the current engine, for its circuit breaker
@@ -102,11 +103,6 @@ class Sequence:
         return self.stream.num_cached_tokens if self._cached_tokens is None else self._cached_tokens
 
     @property
-    def expert_bytes(self) -> ExpertBytes:
-        """Bytes of experts at all of its engines; those at an engine that was lost are not known."""
-        return self._earlier_expert_bytes.plus(self.stream.expert_bytes)
-
-    @property
     def is_admitted(self) -> bool:
         """True if the current engine has admitted the sequence and not failed it."""
         return self._is_admitted_there and not self.stream.has_failed
@@ -138,7 +134,7 @@ class Sequence:
         await self.close()  # also the announcement of a submission that failed
         earlier = None if self._connection is None else self.stream
         if earlier is not None:
-            self._earlier_expert_bytes = self._earlier_expert_bytes.plus(earlier.expert_bytes)
+            self.earlier_expert_bytes = ExpertBytes(*map(add, self.earlier_expert_bytes, earlier.expert_bytes))
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
         self._place, self._was_handed_over = place, False
         if transfer_id:

@@ -97,25 +97,23 @@ class QuotaEnforcer:
     # ── a request ──
 
     async def hold(
-        self, scopes: Sequence[Scope], amounts: Mapping[Unit, int], least: Mapping[Unit, int] | None = None
+        self,
+        scopes: Sequence[Scope],
+        amounts: Mapping[Unit, int],
+        least: Mapping[Unit, int] | None = None,
+        hold: Hold | None = None,
     ) -> Hold:
-        """Reserve the amounts under every limit of these scopes.
+        """Reserve the amounts under every limit of these scopes, or raise their existing `hold` to them in total.
 
-        Raises QuotaExceeded; RequestExceedsQuota if a whole cap is smaller than `least` (the smallest amounts that
-        suffice for the caller, `amounts` by default); or Unavailable while the store is away and the leases do not
-        suffice.
+        On an error an existing hold is unchanged. Raises QuotaExceeded; RequestExceedsQuota if a whole cap is smaller
+        than `least` (the smallest amounts that suffice for the caller, `amounts` by default); or Unavailable while the
+        store is away and the leases do not suffice.
         """
-        accounts = self._known_accounts(scopes)
-        if accounts is None:
-            accounts = await self._accounts_of(scopes)
-        hold = Hold([account.lease for account in accounts])
-        await self.raise_hold(hold, amounts, least)
-        return hold
-
-    async def raise_hold(
-        self, hold: Hold, amounts: Mapping[Unit, int], least: Mapping[Unit, int] | None = None
-    ) -> None:
-        """Raise a hold to the amounts in total, or leave it unchanged and raise the errors of `hold`."""
+        if hold is None:
+            accounts = self._known_accounts(scopes)
+            if accounts is None:
+                accounts = await self._accounts_of(scopes)
+            hold = Hold([account.lease for account in accounts])
         smallest = amounts if least is None else least
         for lease in hold.leases:
             limit, needed = self._accounts[lease.window].limit, smallest.get(lease.unit, 0)
@@ -126,6 +124,7 @@ class QuotaEnforcer:
             error = refusal.error(self.clock.now())
             error.headers = headers(self.limit_statuses(hold))
             raise error
+        return hold
 
     async def extend(self, hold: Hold, amounts: Mapping[Unit, int]) -> LimitRefusal | None:
         """Raise the hold to the amounts in total, or return the refusal; on a refusal nothing is reserved.
