@@ -47,7 +47,7 @@ class ExpertRows:
 
     def pack(self) -> Tensor:
         """Return the rows as bytes, [S, B], to send them in one message."""
-        return torch.cat([one.contiguous().view(torch.uint8) for one in self.columns], dim=1)
+        return torch.cat(list(map(_bytes_of, self.columns)), dim=1)
 
     def padding(self) -> ExpertRows:
         """Return one row like these that goes to no expert."""
@@ -62,6 +62,14 @@ class ExpertRows:
 
 def _one_row(x: Tensor, value: int = 0) -> Tensor:
     return x.new_full((1, x.shape[1]), value)
+
+
+def _bytes_of(column_TN: Tensor) -> Tensor:
+    """Return a column as bytes, uint8 [T, N · element size]."""
+    column_TN = column_TN.contiguous()
+    if column_TN.stride(-1) != 1:  # a tensor without rows is contiguous whatever its strides are
+        column_TN = column_TN.clone(memory_format=torch.contiguous_format)
+    return column_TN.view(torch.uint8)
 
 
 class PendingCombine(Protocol):
