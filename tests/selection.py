@@ -56,14 +56,16 @@ def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int
     """Return the tests that can be left out of functions marked `one_in(n)`, or that `steps` has: all but each n-th.
 
     Functions begin to count at different ones, so that each value is in some function's sample. `first` shifts all of
-    them: n consecutive numbers choose every test of a function once. Functions marked `every_value` are not sampled.
+    them: n consecutive numbers choose every test of a function once; 2 · n in `ALTERNATING` files. Functions marked
+    `every_value` are not sampled.
     """
     beyond: set[pytest.Item] = set()
     for function in _by_function(items):
         marker = function[0].get_closest_marker("one_in")
         step = (marker.args[0] if marker else 1) * steps.get(_name(function[0]), 1)
         if step > 1 and function[0].get_closest_marker("every_value") is None:
-            begin = crc32(function[0].originalname.encode()) + first
+            shift = first // 2 if _alternates(function[0]) else first  # such a function is run by each second number
+            begin = crc32(function[0].originalname.encode()) + shift
             sample = function[begin % min(step, len(function)) :: step]
             beyond.update(set(function).difference(sample))
     return beyond

@@ -74,6 +74,28 @@ def test_consecutive_samples_contain_each_function_of_an_alternating_file_once(
     assert not even & odd
 
 
+def test_consecutive_samples_contain_each_test_of_an_alternating_file(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeini("[pytest]\nmarkers = one_in")
+    items = pytester.getitems("""
+        import pytest
+
+        @pytest.mark.one_in(4)
+        @pytest.mark.parametrize("a", range(8))
+        def test_even(a): pass
+
+        @pytest.mark.one_in(3)
+        @pytest.mark.parametrize("a", range(8))
+        def test_odd(a): pass
+    """)
+    monkeypatch.setattr(selection, "ALTERNATING", frozenset({os.path.relpath(items[0].path, selection.TESTS)}))
+    never = set(items)
+    for first in range(50, 58):
+        never &= beyond_sample(items, {}, first) | other_half(items, first)
+    assert not never
+
+
 def test_alternating_files_exist() -> None:
     assert [name for name in selection.ALTERNATING if not (selection.TESTS / name).is_file()] == []
 
