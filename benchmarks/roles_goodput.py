@@ -28,7 +28,7 @@ from moiety_engine.simulator.comparison import Scenario
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.metrics import tpot_s
 from moiety_engine.simulator.records import Record
-from moiety_engine.simulator.roles import Fleet, simulate_colocated, simulate_disaggregated
+from moiety_engine.simulator.roles import RoleSettings, simulate_colocated, simulate_disaggregated
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import OverloadAction, ServiceClass
 
@@ -79,7 +79,7 @@ def compare(options: argparse.Namespace, first_s: float, between_s: float) -> di
     def attainment(num_prefill: int, policy: str, chunk: int | None, load: float) -> float:
         workload = Scenario(load=load * options.devices).offered(base, capacity, seed=0)
         cut = device if chunk is None else msgspec.structs.replace(device, chunk_tokens=chunk)
-        fleet = Fleet(cut, policy, {service_class.name: service_class}, capacity)
+        fleet = RoleSettings(cut, policy, {service_class.name: service_class}, capacity)
         num_decode = options.devices - num_prefill
         records = (
             simulate_disaggregated(workload, fleet, num_prefill, num_decode)

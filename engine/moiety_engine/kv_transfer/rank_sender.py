@@ -46,7 +46,7 @@ class _Outgoing:
 
 
 @dataclass(slots=True)
-class _OutgoingPrompt:
+class _OutgoingPart:
     """This rank's part of a prompt's KV."""
 
     transfer_id: str
@@ -58,7 +58,7 @@ class _OutgoingPrompt:
 class _SentBlocks:
     """Range of tokens of one prompt that this step sends."""
 
-    transfer: _OutgoingPrompt
+    transfer: _OutgoingPart
     first: int
     end: int
     blocks: list[Tensor]  # blocks_n of each cache group; those behind a window are void, as is what is sent of them
@@ -72,7 +72,7 @@ class RankSender:
     def __init__(self, sender: SenderThread, share: CacheShare, group: int = 0) -> None:
         """Create the sender of the rank of this group that has this share of the cache."""
         self._sender, self._share, self.group = sender, share, group
-        self._open: dict[str, _OutgoingPrompt] = {}
+        self._open: dict[str, _OutgoingPart] = {}
         self._stream: Any = None  # CUDA stream for copies to the host
 
     def begin(self, transfer_id: str, begin: SendBegin, kv: KvCache) -> str:
@@ -87,7 +87,7 @@ class RankSender:
             )
         groups = Layout(tp=ranks.tp, pp=ranks.pp, dp=ranks.groups).groups
         addresses = [begin.addresses[rank] for rank in groups[transfer_group(transfer_id, ranks.groups)]]
-        transfer = _OutgoingPrompt(transfer_id, begin.num_tokens, [])
+        transfer = _OutgoingPart(transfer_id, begin.num_tokens, [])
         for rank, shards in share.shards_to(ranks).items():
             try:
                 views = ShardViews(kv, share, shards)
@@ -168,7 +168,7 @@ class RankSender:
     def close(self) -> None:
         self._sender.close()
 
-    def _cancel(self, transfer: _OutgoingPrompt) -> None:
+    def _cancel(self, transfer: _OutgoingPart) -> None:
         for one in transfer.receivers:
             self._sender.cancel(transfer.transfer_id, one.address)
 

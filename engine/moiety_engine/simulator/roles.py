@@ -32,7 +32,7 @@ CO_LOCATED = "co_located"
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class RoleSettings:
     """Device type and settings of a role simulation."""
 
     device: SimulatedDevice
@@ -46,7 +46,7 @@ class Fleet:
 class AnswerDriver(Driver):
     """Device that decodes requests whose prompts another device has computed, in order of arrival."""
 
-    def __init__(self, workload: Workload, fleet: Fleet, begun: Sequence[Record], max_tokens: int) -> None:
+    def __init__(self, workload: Workload, fleet: RoleSettings, begun: Sequence[Record], max_tokens: int) -> None:
         super().__init__(workload, fleet.device, fleet.policy, fleet.classes, max_tokens=max_tokens)
         self._begun = begun
 
@@ -62,7 +62,7 @@ class AnswerDriver(Driver):
         self._scheduler.add(submit, seed=record.key, now_ns=now_ns, num_transferred_tokens=num_transferred_tokens)
 
 
-def compare_roles(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> dict[str, Any]:
+def compare_roles(workload: Workload, fleet: RoleSettings, num_prefill: int, num_decode: int) -> dict[str, Any]:
     """Compare all splits of `num_prefill` + `num_decode` devices with as many that do both.
 
     Returns the figures of each split and the recommended one. Raises InvalidConfig.
@@ -92,7 +92,7 @@ def recommend(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return min(near, key=lambda name: near[name]["tpot_s"]["p99"] or 0.0)
 
 
-def simulate_colocated(workload: Workload, fleet: Fleet, num_devices: int) -> list[Record]:
+def simulate_colocated(workload: Workload, fleet: RoleSettings, num_devices: int) -> list[Record]:
     """Return the records of the workload on devices that do both prefill and decode."""
     records: list[Record] = []
     work = fleet.capacity.model.of_request
@@ -103,7 +103,7 @@ def simulate_colocated(workload: Workload, fleet: Fleet, num_devices: int) -> li
     return records
 
 
-def simulate_disaggregated(workload: Workload, fleet: Fleet, num_prefill: int, num_decode: int) -> list[Record]:
+def simulate_disaggregated(workload: Workload, fleet: RoleSettings, num_prefill: int, num_decode: int) -> list[Record]:
     """Return the records of the workload on disaggregated prefill and decode devices."""
     model = fleet.capacity.model
     ended: list[Record] = []
@@ -122,7 +122,7 @@ def simulate_disaggregated(workload: Workload, fleet: Fleet, num_prefill: int, n
 
 
 def _answers(
-    workload: Workload, fleet: Fleet, begun: list[tuple[float, Record, TraceRequest]], num_decode: int
+    workload: Workload, fleet: RoleSettings, begun: list[tuple[float, Record, TraceRequest]], num_decode: int
 ) -> list[Record]:
     if not begun:
         return []
@@ -142,7 +142,7 @@ def _answers(
     return ended
 
 
-def _transferred_s(record: Record, fleet: Fleet) -> float:
+def _transferred_s(record: Record, fleet: RoleSettings) -> float:
     """Return the time at which the decode engine has the request and its KV."""
     carry_ns = record.request.input_tokens * fleet.device.kv_token_bytes / fleet.kv_bytes_per_s * 1e9
     there_ns = max(record.first_ns, record.scheduled_ns + carry_ns) - START_NS

@@ -14,7 +14,7 @@ from moiety_engine.simulator.capacity import measure_capacity
 from moiety_engine.simulator.comparison import Scenario
 from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.replica import check_policy
-from moiety_engine.simulator.roles import CO_LOCATED, KV_BYTES_PER_S, Fleet, compare_roles
+from moiety_engine.simulator.roles import CO_LOCATED, KV_BYTES_PER_S, RoleSettings, compare_roles
 from moiety_wire.classes import ServiceClass
 
 
@@ -47,7 +47,7 @@ def simulate_roles(
     unknown = sorted({request.service_class for request in workload.requests} - {service.name for service in classes})
     if unknown:
         raise InvalidConfig(f"the workload has requests of class {', '.join(unknown)}: describe it by --class-targets")
-    fleet = Fleet(
+    fleet = RoleSettings(
         device,
         policies[0],
         {service.name: service for service in classes},
