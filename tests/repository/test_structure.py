@@ -36,6 +36,7 @@ def test_every_package_of_a_source_root_is_in_the_wheel() -> None:
     assert packages == found
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
 def test_no_class_name_occurs_twice_in_a_source_root(root: str) -> None:
     places: dict[str, list[str]] = defaultdict(list)
