@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime, timedelta
+from itertools import product
 
 import pytest
-from sqlalchemy import func, select, text, update
+from sqlalchemy import func, literal, select, text, update
 from tests.usage_rows import make_row
 
+from moiety_platform.db.base import SQLITE_MAX
 from moiety_platform.db.session import Database
 from moiety_platform.usage.days import DAY, sum_up_some
 from moiety_platform.usage.models import UsageDay, UsageDayMark, UsageHour
 from moiety_platform.usage.queries import UsageFilter, sum_usage
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile
+from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.schemas import UsageReport
 from moiety_platform.usage.store import insert_rows
 
@@ -136,17 +139,46 @@ async def test_a_row_that_comes_while_its_day_is_being_summed_up_is_not_lost(use
     assert requests == [5 * 24 + 3] * 2
 
 
-async def test_sums_of_bytes_of_experts_are_exact_and_on_postgresql_beyond_64_bits(database: Database) -> None:
-    largest = 2**62 if database.engine.dialect.name == "postgresql" else 2**60
-    rows = [make_row(f"r{n}", started_at=FIRST + timedelta(hours=n), expert_read_bytes=largest - n,
-                     expert_moved_bytes=n) for n in range(5)]  # fmt: skip
+LARGEST = 2**56  # bytes that one row can have
+BYTES_SPANS = (
+    (FIRST, NOW),
+    (FIRST, FIRST + timedelta(hours=6)),
+    (FIRST - DAY, FIRST + DAY),
+    (FIRST - timedelta(minutes=1), FIRST + timedelta(hours=2, minutes=30)),  # with single requests
+)
+
+
+async def test_sums_of_expert_bytes_beyond_64_bits_are_exact(database: Database) -> None:
+    starts = [FIRST + timedelta(hours=n // 100) for n in range(300)]
+    rows = [make_row(f"r{n}", started_at=start, end_user="u", expert_read_bytes=LARGEST - n, expert_moved_bytes=n)
+            for n, start in enumerate(starts)]  # fmt: skip
+    before = make_row("r-before", started_at=FIRST - DAY, end_user="u", expert_read_bytes=7)
     async with database.write() as session:
-        await insert_rows(session, rows)
-    async with database.write() as session:
-        while await sum_up_some(session, NOW):
-            pass
-    for since, until in ((FIRST, NOW), (FIRST, FIRST + timedelta(hours=6)), (FIRST - DAY, FIRST + DAY)):
-        async with database.read() as session:
-            (group,) = (await sum_usage(session, UsageFilter(since, until), ())).data
-        assert group.totals.expert_read_bytes == 5 * largest - 10
-        assert group.totals.expert_moved_bytes == 10
+        await insert_rows(session, [*rows, before])
+    for _ in ("from hours", "from days"):
+        for (since, until), grouping in product(BYTES_SPANS, ((), ("tenant",), ("hour",), ("end_user",))):
+            inside = [row for row in [*rows, before] if since <= row.started_at < until]
+            async with database.read() as session:
+                groups = (await sum_usage(session, UsageFilter(since, until), grouping)).data
+            read = sum(group.totals.expert_read_bytes or 0 for group in groups)
+            assert read == sum(row.expert_read_bytes for row in inside) > 2**63
+            moved = sum(group.totals.expert_moved_bytes or 0 for group in groups)
+            assert moved == sum(row.expert_moved_bytes for row in inside)
+        await sum_up(database)
+    assert await num_rows_of_days(database) == 2
+
+
+async def test_expert_bytes_of_an_hour_beyond_64_bits_stay_an_integer(database: Database) -> None:
+    for part in range(2):
+        rows = [make_row(f"r{part}-{n}", started_at=FIRST, expert_read_bytes=2**62 + 1) for n in range(100)]
+        async with database.write() as session:
+            await insert_rows(session, [storable(row) for row in rows])
+    kind = func.typeof(UsageHour.expert_read_bytes) if database.dialect == "sqlite" else literal("integer")
+    async with database.read() as session:
+        stored = (await session.execute(select(UsageHour.expert_read_bytes, kind))).one()
+    assert tuple(stored) == (SQLITE_MAX if database.dialect == "sqlite" else 200 * LARGEST, "integer")
+    async with database.write() as session:  # one statement with a larger sum than SQLite has
+        await insert_rows(session, [make_row(f"s{n}", started_at=NOW, expert_read_bytes=LARGEST) for n in range(200)])
+    async with database.read() as session:
+        stored_now = await session.scalar(select(UsageHour.expert_read_bytes).where(UsageHour.hour > FIRST))
+    assert stored_now == stored[0]

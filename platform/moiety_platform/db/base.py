@@ -11,6 +11,7 @@ from sqlalchemy import BigInteger, ColumnElement, DateTime, Dialect, MetaData, N
 from sqlalchemy.orm import DeclarativeBase
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+SQLITE_MAX = 2**63 - 1  # largest integer of SQLite
 REMEMBERED = 1024  # cached points in time: many rows of a transaction share one
 
 NAMING_CONVENTION = {
@@ -44,7 +45,8 @@ class DeploymentTable:
 class WideInteger(TypeDecorator[int]):
     """Column type for sums of bytes: integers of up to 38 digits on PostgreSQL, of 64 bits on SQLite.
 
-    A few large engines read more than 2^63 bytes of weights in a month.
+    A few large engines read more than 2^63 bytes of weights in a month. On SQLite, a larger number is stored as
+    `SQLITE_MAX`: SQLite itself would store an inexact float.
     """
 
     impl = BigInteger
@@ -56,8 +58,10 @@ class WideInteger(TypeDecorator[int]):
         return dialect.type_descriptor(kind)
 
     def process_bind_param(self, value: int | None, dialect: Dialect) -> int | None:
-        """Return the value unchanged."""
-        return value
+        """Return the value, limited to what the database can store."""
+        if value is None or dialect.name != "sqlite":
+            return value
+        return max(-SQLITE_MAX, min(value, SQLITE_MAX))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> int | None:
         """Return the value as an integer; PostgreSQL's driver returns a decimal number."""

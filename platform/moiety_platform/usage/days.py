@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import delete, func, insert, literal, select
+from sqlalchemy import delete, func, insert, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.db.base import SQLITE_MAX, WideInteger
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.usage.models import UsageDay, UsageDayMark, UsageHour
+from moiety_platform.usage.wide_sums import stored_sum
 
 DAY = timedelta(days=1)
 LATE_AFTER = timedelta(hours=1)  # after a day's end: later changes of its hours remove its mark
@@ -22,6 +24,7 @@ DONE_AFTER = timedelta(hours=4)  # the day is summed up after this time; clocks 
 
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
 _SUMS = tuple(column.name for column in UsageDay.__table__.columns if not column.primary_key)
+_WIDE = tuple(column.name for column in UsageDay.__table__.columns if isinstance(column.type, WideInteger))
 
 Span = tuple[datetime, datetime]
 
@@ -60,7 +63,11 @@ async def sum_up_some(session: AsyncSession, now: datetime) -> int:
     if come is not None:  # written before this transaction held the marks
         await _mark(session, _days(day_of(come), last), is_done=False)
     keys = [getattr(UsageHour, name) for name in _KEYS]
-    sums = [func.sum(getattr(UsageHour, name)).label(name) for name in _SUMS]
+    dialect = session.get_bind().dialect.name
+    sums = [
+        (stored_sum(dialect, column) if name in _WIDE else func.sum(column)).label(name)
+        for name, column in ((name, getattr(UsageHour, name)) for name in _SUMS)
+    ]
     of_day = UsageHour.hour >= last, UsageHour.hour < last + DAY
     made = select(literal(last, UsageDay.day.type).label("day"), *keys, *sums).where(*of_day).group_by(*keys)
     await session.execute(delete(UsageDay).where(UsageDay.day == last))
@@ -69,12 +76,20 @@ async def sum_up_some(session: AsyncSession, now: datetime) -> int:
 
 
 async def longest_done(session: AsyncSession, start: datetime, end: datetime) -> Span | None:
-    """Return the longest span within [start, end) in which every day is summed up; None if there is none."""
+    """Return the longest span within [start, end) in which every day has exact sums; None if there is none.
+
+    Days with a sum that SQLite cannot store are left out, so that their hours are read instead.
+    """
     if end - start < DAY:
         return None
     marks = select(UsageDayMark.day).where(
         UsageDayMark.is_done, UsageDayMark.day >= start, UsageDayMark.day <= end - DAY
     )
+    if session.get_bind().dialect.name == "sqlite":
+        is_too_large = or_(*(getattr(UsageDay, name) >= SQLITE_MAX for name in _WIDE))
+        marks = marks.where(
+            UsageDayMark.day.not_in(select(UsageDay.day).where(UsageDay.day >= start, UsageDay.day < end, is_too_large))
+        )
     best: Span | None = None
     begin = until = start
     for day in await session.scalars(marks.order_by(UsageDayMark.day)):

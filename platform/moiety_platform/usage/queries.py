@@ -36,6 +36,7 @@ from moiety_platform.usage.attribution import is_tag_name
 from moiety_platform.usage.days import Span, longest_done
 from moiety_platform.usage.models import IS_ATTRIBUTED, UsageDay, UsageHour, UsageMinute, UsageRecord
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
+from moiety_platform.usage.wide_sums import high_part, join_parts, low_part
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_GROUPS = 1000
@@ -45,6 +46,7 @@ MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which
 
 _COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
+_BYTES = ("expert_read_bytes", "expert_moved_bytes")
 _HOUR = timedelta(hours=1)
 _NAMED: dict[str, Any] = {"tenant": Tenant, "project": Project, "key": ApiKey}
 
@@ -267,8 +269,7 @@ def _rows(
         when(row.slo_attained.is_not(None)).label("num_slo_requests"),
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
-        cast(row.expert_read_bytes, WideInteger).label("expert_read_bytes"),
-        cast(row.expert_moved_bytes, WideInteger).label("expert_moved_bytes"),
+        *_parts_of_bytes(dialect, row),
         *more,
     ).where(in_time, *usage_filter.row_conditions(dialect))
 
@@ -278,10 +279,17 @@ def _summed(
 ) -> Select[Any]:
     """Select sums of hours or days, with the same columns; the hour of a day's sums is meaningless."""
     table: Any = moment.class_
-    sums = [column for column in table.__table__.columns if not column.primary_key]
+    columns = [column for column in table.__table__.columns if not column.primary_key]
+    sums = [*(column for column in columns if column.name not in _BYTES), *_parts_of_bytes(dialect, table)]
     keys = [getattr(table, name) for name in _KEYS]
     in_time = moment >= start, moment < end
     return select(_hour(dialect, moment).label("hour"), *keys, *sums).where(*in_time, *usage_filter.conditions(table))
+
+
+def _parts_of_bytes(dialect: str, table: Any) -> list[ColumnElement[int]]:
+    """Return the columns of expert bytes in two parts each, whose sums fit into 64 bits on SQLite."""
+    low = [low_part(dialect, getattr(table, name)).label(name) for name in _BYTES]
+    return [*low, *(high_part(dialect, getattr(table, name)).label(f"{name}_high") for name in _BYTES)]
 
 
 def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
@@ -292,7 +300,7 @@ def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
 
 
 def _sums(source: Subquery) -> list[ColumnElement[Any]]:
-    """Return the columns for the fields of UsageTotals, in their order."""
+    """Return the columns for the fields of UsageTotals, in their order, and the high parts of the bytes."""
     columns = source.c
 
     def total(column: ColumnElement[Any], kind: TypeEngine[int] | None = None) -> ColumnElement[int]:
@@ -316,10 +324,14 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         mean(columns.num_slo_attained, columns.num_slo_requests),
         total(columns.speculative_tokens),
         total(columns.speculative_used_tokens),
-        total(columns.expert_read_bytes, WideInteger()),
-        total(columns.expert_moved_bytes, WideInteger()),
+        *(total(columns[name], WideInteger()) for name in _BYTES),
+        *(total(columns[f"{name}_high"]) for name in _BYTES),
     ]
 
 
 def _totals(row: Sequence[Any]) -> UsageTotals:
-    return UsageTotals(**dict(zip(UsageTotals.__struct_fields__, row, strict=True)))
+    *amounts, read_high, moved_high = row
+    values = dict(zip(UsageTotals.__struct_fields__, amounts, strict=True))
+    for name, high in zip(_BYTES, (read_high, moved_high), strict=True):
+        values[name] = join_parts(high, values[name])
+    return UsageTotals(**values)

@@ -51,7 +51,7 @@ MAX_TEXT_LENGTH = 256
 
 _FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
 _MAX_AMOUNT = 2**48  # limit, so that sums also fit into the database's types
-_MAX_BYTES = 2**62
+_MAX_BYTES = 2**56  # more than any request reads: 72 PB; sums of them have columns of their own type (WideInteger)
 _INT32_MAX = 2**31 - 1
 _BYTES_FIELDS = frozenset({"expert_read_bytes", "expert_moved_bytes"})
 _INT32_FIELDS = frozenset({"http_status", "num_choices", "num_preemptions"})

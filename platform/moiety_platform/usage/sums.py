@@ -12,9 +12,10 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.base import Base
+from moiety_platform.db.base import Base, WideInteger
 from moiety_platform.db.bulk import BulkInsert
 from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.wide_sums import raised_sum
 
 _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
@@ -67,7 +68,11 @@ class UsageSums:
         table = model.__table__.c
 
         def raising(insert: Any) -> Any:
-            raised = {name: table[name] + insert.excluded[name] for name in names}
+            raised = {}
+            for name in names:
+                stored, more = table[name], insert.excluded[name]
+                is_wide = isinstance(stored.type, WideInteger)
+                raised[name] = raised_sum(insert, stored, more) if is_wide else stored + more
             return insert.on_conflict_do_update(index_elements=list(self.keys), set_=raised)
 
         self._raise = BulkInsert(model, raising)
