@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -18,6 +19,7 @@ from moiety_engine.server.settings import ServerSettings
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient, FakeVerdict, report_counts
 from moiety_platform.engine_client.transport import ZmqEngineClient
+from moiety_platform.errors import Unavailable
 from moiety_wire.messages import Failed, FailureCode, ModelCard, Submit
 from moiety_wire.trace_events import Reason
 
@@ -94,6 +96,42 @@ async def test_a_whole_answer_with_several_choices_and_logprobs_is_that_of_an_un
         assert got.usage == expected.usage
         undisturbed, row = await gateway.rows.wait_for(2)
         assert (row.output_tokens, row.prompt_tokens) == (undisturbed.output_tokens, undisturbed.prompt_tokens)
+
+
+class GoneOnceClient(FakeEngineClient):
+    """Engine that is found to be gone when a failover submits to it, once for all engines of `gone`."""
+
+    gone: list[str]
+
+    @asynccontextmanager
+    async def open(self, submit: Submit, inbox: Any = None) -> AsyncIterator[Any]:
+        if submit.resumed_ids is not None and not self.gone:
+            self.gone.append(self.address)
+            raise Unavailable("the engine is gone")
+        async with super().open(submit, inbox) as stream:
+            yield stream
+
+
+async def test_expert_bytes_of_the_first_engine_count_once_if_the_next_one_is_gone(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    def fails_first(submit: Submit) -> Iterator[Any]:
+        for position, piece in enumerate(report_counts(submit)):
+            if position == 5 and submit.resumed_ids is None:
+                yield Failed(submit.request_id, 0, FailureCode.DRAINING, "shut down", expert_read_bytes=1000,
+                             expert_moved_bytes=70)  # fmt: skip
+            yield piece
+
+    engines = [GoneOnceClient(new_card(f"engine-{i}"), fails_first) for i in range(3)]
+    gone: list[str] = []
+    for engine in engines:
+        engine.gone = gone
+    async with start_gateway(engines) as gateway:
+        stream = await gateway.client.chat.completions.create(**ASK, stream=True)
+        assert await text_of(stream) == WHOLE
+        (row,) = await gateway.rows.wait_for(1)
+        assert len(gone) == 1 and sorted(len(engine.submits) for engine in engines) == [0, 1, 1]
+        assert (row.expert_read_bytes, row.expert_moved_bytes) == (1000, 70)
 
 
 async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(

@@ -133,8 +133,6 @@ class Sequence:
         """
         await self.close()  # also the announcement of a submission that failed
         earlier = None if self._connection is None else self.stream
-        if earlier is not None:
-            self.earlier_expert_bytes = ExpertBytes(*map(add, self.earlier_expert_bytes, earlier.expert_bytes))
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
         self._place, self._was_handed_over = place, False
         if transfer_id:
@@ -153,6 +151,8 @@ class Sequence:
         self.stream, self._connection, self._is_admitted_there = stream, place.connection, False
         if earlier is None:
             return
+        # only now: a submission that fails is repeated with the same earlier stream
+        self.earlier_expert_bytes = ExpertBytes(*map(add, self.earlier_expert_bytes, earlier.expert_bytes))
         self._was_taken_on_before |= earlier.is_begun
         if earlier.num_output_tokens and self._cached_tokens is None:
             self._cached_tokens = earlier.num_cached_tokens
