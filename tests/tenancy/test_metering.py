@@ -178,6 +178,16 @@ async def test_bytes_of_experts_of_answers_are_added_up(leased: Database) -> Non
     assert found.agree()
 
 
+async def test_bytes_of_experts_of_a_repeated_or_shorter_count_are_not_added(leased: Database) -> None:
+    bill = make_bill()
+    longer = msgspec.structs.replace(metered(bill, output=60), expert_read_bytes=10**13, expert_moved_bytes=7)
+    shorter = msgspec.structs.replace(metered(bill, output=40), expert_read_bytes=5, expert_moved_bytes=5)
+    assert await charge_all(leased, longer, longer, shorter) == [True, False, False]
+    found = await usage_records(leased)
+    assert (found.request.expert_read_bytes, found.request.expert_moved_bytes) == (10**13, 7)
+    assert found.agree()
+
+
 async def test_a_downgraded_request_costs_what_the_class_that_served_it_costs(leased: Database) -> None:
     assert await charge_all(leased, metered(make_bill(), served="flex")) == [True]
     found = await usage_records(leased)

@@ -106,7 +106,9 @@ async def charge(session: AsyncSession, record: MeteredUsage) -> bool:
     sequence = sequence_of(record.request_id)
     num_counts, num_tokens = await metered_before(session, before.request_id, sequence)
     if num_counts and num_tokens >= record.num_output_tokens:
-        return False  # if two engines worked on an answer, each counts all positions up to its own end
+        # If two engines worked on an answer, each counts all positions up to its own end. A record does not name its
+        # engine, so this one may be a repeated one: its expert bytes are not added either (docs/experts.md).
+        return False
     more = msgspec.structs.replace(record, num_output_tokens=record.num_output_tokens - num_tokens)
     has_prompt = sequence % bill.num_choices == 0 and not num_counts
     after = _with_count(before, bill, more, has_prompt=has_prompt)
