@@ -17,6 +17,19 @@ def short(number: float | None) -> str:
     return f"{number:,.0f}" if number == round(number) or number >= 100 else f"{number:.1f}"
 
 
+def in_bytes(count: float | None) -> str:
+    """Format 12345678 bytes as 12.3 MB; the largest unit is EB."""
+    if count is None:
+        return NO_VALUE
+    if count < 999.5:
+        return f"{count:.0f} B"
+    size, prefixes = count / 1000, iter("kMGTPE")
+    prefix = next(prefixes)
+    while size >= 999.95 and (larger := next(prefixes, None)) is not None:
+        size, prefix = size / 1000, larger
+    return f"{size:,.1f} {prefix}B"
+
+
 def short_address(address: str, longest: int = 28) -> str:
     """Shorten an address to its end, in which engines of one machine differ.
 

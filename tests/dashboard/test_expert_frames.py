@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from moiety_dashboard import charts
+import pytest
+import streamlit as st
+
+from moiety_dashboard import charts, session
+from moiety_dashboard.formatting import NO_VALUE, in_bytes
 from moiety_dashboard.frames import experts
+from moiety_dashboard.views import experts as view
 
 
 def model_load(picks: list[list[int]], **changed: Any) -> dict[str, Any]:
@@ -72,3 +79,50 @@ def test_expert_bytes_of_tenants_are_ranked_and_a_tenant_without_any_is_left_out
     assert frame["per_token"][0] == 3 * 10**17
     assert frame["moved"].tolist() == [0, 5]
     assert experts.bytes_frame([]).empty
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (None, NO_VALUE), (0, "0 B"), (999.4, "999 B"), (999.6, "1.0 kB"), (999_950, "1.0 MB"), (4.5e12, "4.5 TB"),
+        (3.3e18, "3.3 EB"), (5e21, "5,000.0 EB"),
+    ],
+)  # fmt: skip
+def test_bytes_are_written_with_units_up_to_exabytes(count: float | None, shown: str) -> None:
+    assert in_bytes(count) == shown
+
+
+class RecordingClient:
+    """Admin API without usage, which records the parameters of its requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        self.requests.append((path, parameters))
+        return SimpleNamespace(data={"data": []})
+
+
+def test_expert_bytes_are_queried_by_whole_hours() -> None:
+    client: Any = RecordingClient()
+    view.draw_bytes(client)
+    ((path, parameters),) = client.requests
+    since, until = (datetime.fromisoformat(parameters[name]) for name in ("since", "until"))
+    assert (path, until - since) == ("/usage", timedelta(hours=24))
+    for moment in (since, until):
+        assert (moment.minute, moment.second, moment.microsecond) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("tenant_id", "num_parts"), [(None, 2), ("ten_1", 1)])
+def test_expert_bytes_refresh_once_a_minute_and_only_for_administrators_of_all_tenants(
+    monkeypatch: pytest.MonkeyPatch, tenant_id: str | None, num_parts: int
+) -> None:
+    monkeypatch.setattr(st, "session_state", {session.CALLER: {"tenant_id": tenant_id, "may": []}})
+    parts: dict[Any, float] = {}
+    page: Any = SimpleNamespace(
+        settings=SimpleNamespace(refresh_s=3.0), live=lambda draw, *, slower: parts.update({draw: slower * 3.0})
+    )
+    view.draw(page)
+    assert len(parts) == num_parts
+    assert parts.get(view.draw_bytes) == (60.0 if tenant_id is None else None)
+    assert parts[view.draw_live] == 6.0

@@ -12,12 +12,13 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.formatting import NO_VALUE, percent, short
+from moiety_dashboard.formatting import NO_VALUE, in_bytes, percent, short
 from moiety_dashboard.frames import experts as frames
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 
 WINDOWS = {"5 min": 5, "15 min": 15, "1 h": 60, "since start": 0}
+BYTES_REFRESH_S = 60.0
 ALL_TENANTS = "all tenants"
 DENSE = "is a dense model without experts. Serve an MoE model to see its expert load here."
 NO_LOAD = (
@@ -28,6 +29,8 @@ NO_LOAD = (
 
 def draw(page: Page) -> None:
     page.live(draw_live, slower=2)
+    if not session.is_of_one_tenant():  # sums of a day, which change slowly
+        page.live(draw_bytes, slower=max(1.0, BYTES_REFRESH_S / page.settings.refresh_s))
     if session.may("experts.plan"):
         with page.asking() as client:
             draw_plan(client)
@@ -49,16 +52,21 @@ def draw_live(client: AdminClient) -> None:
         st.info(NO_LOAD, icon=":material/grid_on:")
         return
     draw_model(model, answer, window)
-    if not session.is_of_one_tenant():
-        draw_bytes(client)
 
 
 def draw_bytes(client: AdminClient) -> None:
-    """Draw the bytes of experts that each tenant's requests read and moved; a share depends on other tenants."""
-    since = datetime.now(UTC) - timedelta(hours=24)
-    answer = client.get("/usage", group_by="tenant", since=since.isoformat())
+    """Draw the bytes of experts that each tenant's requests read and moved; a share depends on other tenants.
+
+    The time span is whole hours, so that the gateway reads its hourly sums and no single requests. Nothing is drawn if
+    no request has read experts.
+    """
+    until = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
+    since = until - timedelta(hours=24)
+    answer = client.get("/usage", group_by="tenant", since=since.isoformat(), until=until.isoformat())
     frame = frames.bytes_frame(answer.data["data"])
-    shown = frame.assign(**{name: [NO_VALUE if pd.isna(one) else f"{short(one)}B" for one in frame[name]]
+    if frame.empty:
+        return
+    shown = frame.assign(**{name: [in_bytes(None if pd.isna(one) else one) for one in frame[name]]
                             for name in ("read", "per_token", "moved")})  # fmt: skip
     column = st.column_config
     columns = {
@@ -69,7 +77,7 @@ def draw_bytes(client: AdminClient) -> None:
         "moved": column.TextColumn("Moved", help="Experts loaded from host or disk, or moved between ranks"),
     }
     with panels.panel("Expert bytes by tenant", "last 24 h", [answer], key="expert bytes", frame=frame):
-        panels.table(shown, columns, "No request has read experts in the last 24 hours.", max_rows=12)
+        panels.table(shown, columns, "", max_rows=12)
 
 
 def choose_tenant(client: AdminClient, row: Any) -> str | None:
@@ -160,7 +168,7 @@ def plan_tiles(plan: Mapping[str, Any], frame: pd.DataFrame) -> list[Tile]:
         ),
         Tile("Expert slots per rank", f"{plan['slots_per_rank']}", where),
         Tile("Replicated experts", f"{frame['replicated'].sum():,}", "over all layers"),
-        Tile("Weights to move", f"{short(plan['moved_bytes'])}B", f"{plan['moved_experts']:,} experts on a new rank"),
+        Tile("Weights to move", in_bytes(plan["moved_bytes"]), f"{plan['moved_experts']:,} experts on a new rank"),
     ]
 
 
