@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic_settings import NoDecode
+
 from moiety_platform.process_settings import ProcessSettings
 from moiety_platform.reloadable import fixed, live
 
@@ -38,4 +42,12 @@ class DocumentSettings(ProcessSettings):
     )
     max_document_requests_per_tenant: int = live(
         16, "Largest number of requests of a tenant whose documents this gateway reads. Others get 429.", ge=1
+    )
+    document_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
+        (),
+        "Private networks to which links to documents may lead, in addition to the public internet. "
+        "Every tenant can read any text in them.",
+    )
+    max_document_links: int = live(
+        0, "Largest number of links to documents in a request. 0: none is followed.", ge=0, le=64
     )

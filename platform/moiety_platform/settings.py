@@ -24,6 +24,7 @@ from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
 SECTION = "gateway"
+NETWORKS = ("webhook_networks", "image_link_networks", "document_link_networks")  # settings
 MIN_DAYS_OF_USAGE = 62  # so that late usage of the previous month still finds its requests
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -106,11 +107,9 @@ class GatewaySettings(DocumentSettings, RoutingSettings):
         (), "Private networks in which webhooks may have addresses, in addition to the public internet."
     )
     image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
-        (), "Private networks to which links to images and documents may lead, in addition to the public internet."
+        (), "Private networks to which links to images may lead, in addition to the public internet."
     )
-    max_image_links: int = live(
-        0, "Largest number of links to images and documents in a request. 0: none is followed.", ge=0, le=64
-    )
+    max_image_links: int = live(0, "Largest number of links to images in a request. 0: none is followed.", ge=0, le=64)
     max_image_link_requests_per_tenant: int = live(
         16, "Largest number of requests of a tenant that fetch linked files at this gateway. Others get 429.", ge=1
     )
@@ -317,7 +316,7 @@ class GatewaySettings(DocumentSettings, RoutingSettings):
         "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
     )
 
-    @field_validator("engines", "webhook_networks", "image_link_networks", "cors_allowed_origins", mode="before")
+    @field_validator("engines", "cors_allowed_origins", *NETWORKS, mode="before")
     @classmethod
     def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
@@ -348,7 +347,7 @@ class GatewaySettings(DocumentSettings, RoutingSettings):
             raise ValueError("an engine address is listed twice")
         return value
 
-    @field_validator("webhook_networks", "image_link_networks")
+    @field_validator(*NETWORKS)
     @classmethod
     def _check_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for network in value:

@@ -1,5 +1,5 @@
 # ruff: noqa: F811  fixtures are imported
-"""Links to documents in requests: followed where the operator has enabled it, within the bounds of links to images."""
+"""Links to documents in requests: followed where the operator has enabled them, apart from links to images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .conftest import StartGateway
 from .test_documents import PAGES, PLACES, READ, asking, part_of, refusal
 from .test_image_links import file_server, sends
 from .test_images import (
+    LINKED,
     MESSAGES,
     RESPONSES,
     RESULTS,
@@ -31,7 +32,8 @@ from .test_quotas import (
 from .test_uploaded_images import COUNTS
 
 PATHS = (MESSAGES, RESPONSES)
-FOLLOWS: dict[str, Any] = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
+FOLLOWS: dict[str, Any] = {"max_document_links": 2, "document_link_networks": ("127.0.0.0/8",)}
+ONLY_IMAGES: dict[str, Any] = {"max_image_links": 2, "image_link_networks": ("127.0.0.0/8",)}
 
 
 def linked(path: str, url: str) -> dict[str, Any]:
@@ -88,18 +90,40 @@ async def test_links_that_lead_elsewhere_or_are_too_many_or_too_large_are_refuse
         image = {"type": "input_image", "image_url": "https://127.0.0.1/a.png"}
     engines, small = [FakeEngineClient(seeing)], {"max_document_bytes": 1024}
     async with file_server(sends(b"a" * 2000)) as (url, heads):
-        async with start_gateway(engines, max_image_links=2, **small) as gateway:
+        async with start_gateway(engines, max_document_links=2, max_image_links=2, **small) as gateway:
             private = asking(path, linked(path, "https://127.0.0.1/a.pdf"))
             assert "not in the public internet" in await refusal(gateway, path, private)
             assert "its scheme is 'http'" in await refusal(gateway, path, asking(path, linked(path, url)))
-            many = [linked(path, f"https://127.0.0.1/{number}.pdf") for number in range(2)]
+            many = [linked(path, f"https://127.0.0.1/{number}.pdf") for number in range(3)]
             message = await refusal(gateway, path, asking(path, *many, image))
-            assert "there are 3 links; a request may have 2" in message
+            assert "there are 3 links to documents; a request may have 2" in message
             status, _, answer = await gateway.post(path, asking(path, linked(path, "ftp://127.0.0.1/a.pdf")))
             assert status == 400 and "the URL is not a link" in answer.decode()
             assert not heads
         async with start_gateway([FakeEngineClient(seeing)], **small, **FOLLOWS) as gateway:
             assert "more than 1,024 bytes" in await refusal(gateway, path, asking(path, linked(path, url)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_settings_of_links_to_images_open_nothing_to_links_to_documents(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    async with file_server(sends(b"a secret")) as (url, heads):
+        body = asking(path, linked(path, url))
+        async with start_gateway([FakeEngineClient(seeing)], **ONLY_IMAGES) as gateway:
+            assert "this server follows no links to documents" in await refusal(gateway, path, body)
+        async with start_gateway([FakeEngineClient(seeing)], **ONLY_IMAGES, max_document_links=1) as gateway:
+            assert "its scheme is 'http'" in await refusal(gateway, path, body)
+            private = asking(path, linked(path, url.replace("http:", "https:")))
+            assert "not in the public internet" in await refusal(gateway, path, private)
+        assert not heads
+    async with (
+        file_server(sends(WIDE)) as (url, heads),
+        start_gateway([FakeEngineClient(seeing)], **FOLLOWS) as gateway,
+    ):
+        status, _, answer = await gateway.post(path, LINKED[path](url))
+        assert status == 400 and "follows no links to images" in answer.decode(), answer
+        assert not heads
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -20,7 +20,7 @@ from moiety_platform.bootstrap.image_preparation import link_fetcher_of
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import RateLimited
 from moiety_platform.inference import link_fetcher
-from moiety_platform.inference.link_fetcher import CannotFetch, LinkFetcher, LinkLimits
+from moiety_platform.inference.link_fetcher import DOCUMENT, IMAGE, CannotFetch, LinkedKind, LinkFetcher, LinkLimits
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookupName
@@ -285,17 +285,18 @@ async def test_links_are_not_followed_to_count_tokens(
         assert not heads
 
 
-async def test_the_settings_of_links_are_reloaded() -> None:
+@pytest.mark.parametrize("kind", [IMAGE, DOCUMENT])
+async def test_the_settings_of_links_are_reloaded(kind: LinkedKind) -> None:
     live = LiveSettings(GatewaySettings())
     fetcher = link_fetcher_of(live.now, live)
     async with file_server(sends(WIDE)) as (url, _), fetcher:
         for settings, words in (
-            ({}, "follows no links"),
-            ({"max_image_links": 1}, "its scheme is 'http'"),
-            ({"max_image_links": 1, "image_link_networks": ("127.0.0.0/8",)}, ""),
+            ({}, f"follows no links to {kind.noun}s"),
+            ({f"max_{kind.noun}_links": 1}, "its scheme is 'http'"),
+            ({f"max_{kind.noun}_links": 1, f"{kind.noun}_link_networks": "127.0.0.0/8"}, ""),
         ):
             await live.change(GatewaySettings(**settings))
-            found = (await fetcher.fetch_all([url], "t", MAX_BYTES, MAX_TOTAL_BYTES))[url]
+            found = (await fetcher.fetch_all([url], "t", MAX_BYTES, MAX_TOTAL_BYTES, kind))[url]
             assert words in str(found)
         assert found == WIDE
         await live.change(GatewaySettings(max_image_link_requests_per_tenant=5))

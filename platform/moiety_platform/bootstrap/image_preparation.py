@@ -9,7 +9,10 @@ from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
 
-IMAGE_LINK_SETTINGS = ["image_link_networks", "max_image_links", "max_image_link_requests_per_tenant"]
+LINK_SETTINGS = [
+    "image_link_networks", "max_image_links", "document_link_networks", "max_document_links",
+    "max_image_link_requests_per_tenant",
+]  # fmt: skip
 
 
 def link_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySettings]) -> LinkFetcher:
@@ -17,11 +20,14 @@ def link_fetcher_of(settings: GatewaySettings, live: LiveSettings[GatewaySetting
     fetcher = LinkFetcher()
 
     def use(settings: GatewaySettings) -> None:
-        fetcher.reach = AddressPolicy(tuple(map(ip_network, settings.image_link_networks)))
+        fetcher.image_reach = AddressPolicy(tuple(map(ip_network, settings.image_link_networks)))
+        fetcher.document_reach = AddressPolicy(tuple(map(ip_network, settings.document_link_networks)))
         fetcher.limits = LinkLimits(
-            settings.max_image_links, max_requests_per_tenant=settings.max_image_link_requests_per_tenant
+            settings.max_image_links,
+            settings.max_document_links,
+            max_requests_per_tenant=settings.max_image_link_requests_per_tenant,
         )
 
     use(settings)
-    live.follow(IMAGE_LINK_SETTINGS, use)
+    live.follow(LINK_SETTINGS, use)
     return fetcher

@@ -191,9 +191,8 @@ class DocumentPreparation:
     async def _fetch(self, conversation: Conversation, owner: Principal) -> Linked:
         """Return the file of each link to a document, or why it cannot be fetched. Raises RateLimited."""
         links = list(dict.fromkeys(document.link for document in conversation.documents if document.link))
-        others = {image.source for image in conversation.images if image.source and not image.is_uploaded}
         most = self.limits.max_bytes
-        return await self._fetcher.fetch_all(links, owner.tenant_id, most, most, DOCUMENT, len(others))
+        return await self._fetcher.fetch_all(links, owner.tenant_id, most, most, DOCUMENT)
 
     async def _read(
         self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, linked: Linked

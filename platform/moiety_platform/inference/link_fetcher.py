@@ -1,8 +1,10 @@
 """Fetches images and documents that requests name by links, under the address checks of webhooks.
 
-Off by default. Clients choose the links, so everything is bounded: where a link may lead, the links of a request, its
-time, the bytes of a file and of all files, and the fetches of a tenant and of the process at the same time. A fetch
-looks up one name, so there are as many threads for look-ups as fetches, and tenants share both fairly.
+Off by default, for each kind of files. An image is shown to a model only if it decodes, but the text of a document can
+be anything that a host returns, so the operator permits private networks and links for each kind separately. Clients
+choose the links, so everything is bounded: where a link may lead, the links of a request, its time, the bytes of a file
+and of all files, and the fetches of a tenant and of the process at the same time. A fetch looks up one name, so there
+are as many threads for look-ups as fetches, and tenants share both fairly.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from moiety_platform.webhooks.addresses import (
 )
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
-TOO_MANY_LINKS = "too_many_image_links"  # an error code
 _REASONS = {
     ADDRESS_NOT_ALLOWED: "leads to an address that is not in the public internet; link to a public one",
     NAME_NOT_RESOLVED: "is not known; correct it",
@@ -53,20 +54,26 @@ class LinkedKind:
 
     noun: str
     accept: str  # media types that hosts are asked for
+    too_many_code: str  # error code where a tenant has too many requests with links
 
 
-IMAGE = LinkedKind("image", "image/png, image/jpeg, image/webp")
-DOCUMENT = LinkedKind("document", "application/pdf, text/plain, text/*;q=0.9, */*;q=0.1")
+IMAGE = LinkedKind("image", "image/png, image/jpeg, image/webp", "too_many_image_links")
+DOCUMENT = LinkedKind("document", "application/pdf, text/plain, text/*;q=0.9, */*;q=0.1", "too_many_document_links")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
     """Limits on links to images and documents. They can change while the gateway runs."""
 
-    max_links: int = 0  # different ones in a request; 0: links are not followed
-    timeout_s: float = 10.0  # of all fetches of a request together
+    max_image_links: int = 0  # different ones in a request; 0: they are not followed
+    max_document_links: int = 0  # as above
+    timeout_s: float = 10.0  # of all fetches of one kind of a request together
     max_per_tenant: int = 4  # fetches at the same time
     max_requests_per_tenant: int = 16  # that fetch or wait to
+
+    def max_links(self, kind: LinkedKind) -> int:
+        """Return the largest number of links of a kind in a request."""
+        return self.max_document_links if kind is DOCUMENT else self.max_image_links
 
 
 @dataclass(slots=True)
@@ -79,10 +86,11 @@ class _Budget:
 
 @dataclass(slots=True)
 class LinkFetcher:
-    """Fetcher of one gateway process, closed by its owner. `reach` and `limits` can be changed."""
+    """Fetcher of one gateway process, closed by its owner. `image_reach`, `document_reach` and `limits` can change."""
 
-    reach: AddressPolicy = field(default_factory=AddressPolicy)
+    image_reach: AddressPolicy = field(default_factory=AddressPolicy)
     limits: LinkLimits = LinkLimits()
+    document_reach: AddressPolicy = field(default_factory=AddressPolicy)
     tls: ssl.SSLContext | None = None
     _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
@@ -104,25 +112,23 @@ class LinkFetcher:
         max_bytes: int,
         max_total_bytes: int,
         kind: LinkedKind = IMAGE,
-        num_others: int = 0,
     ) -> dict[str, bytes | CannotFetch]:
-        """Return the file of each link, or why it cannot be fetched. The request has `num_others` links of other kinds.
+        """Return the file of each link, or why it cannot be fetched.
 
         Raises RateLimited if too many requests of the tenant fetch or wait to.
         """
         if not links:
             return {}
         limits = self.limits
-        if limits.max_links == 0:
-            return dict.fromkeys(
-                links, CannotFetch(f"this server follows no links; send the {kind.noun} itself, as base64")
-            )
-        if len(links) + num_others > limits.max_links:
-            message = f"there are {len(links) + num_others} links; a request may have {limits.max_links}. Send fewer"
+        if (most := limits.max_links(kind)) == 0:
+            message = f"this server follows no links to {kind.noun}s; send the {kind.noun} itself, as base64"
+            return dict.fromkeys(links, CannotFetch(message))
+        if len(links) > most:
+            message = f"there are {len(links)} links to {kind.noun}s; a request may have {most}. Send fewer"
             return dict.fromkeys(links, CannotFetch(message))
         if self._num_requests[tenant_id] >= limits.max_requests_per_tenant:
-            message = f"{limits.max_requests_per_tenant} requests with links are running; wait, or send files"
-            raise RateLimited(message, code=TOO_MANY_LINKS, retry_after_s=1)
+            message = f"{limits.max_requests_per_tenant} requests with links are running; wait, or send {kind.noun}s"
+            raise RateLimited(message, code=kind.too_many_code, retry_after_s=1)
         self._num_requests[tenant_id] += 1
         try:
             return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes, kind)
@@ -167,12 +173,13 @@ class LinkFetcher:
 
     async def _fetch(self, link: str, max_bytes: int, budget: _Budget, lookup: DnsLookup) -> bytes:
         """Return the file of a link. Raises CannotFetch."""
-        url, noun = self._checked(link), budget.kind.noun
+        reach = self.document_reach if budget.kind is DOCUMENT else self.image_reach
+        url, noun = _checked(link, reach), budget.kind.noun
         headers = {"Accept": budget.kind.accept, "Accept-Encoding": "identity"}
         if self._http is None:
             self._http = guarded_client(self.limits.timeout_s, self.tls)
         try:
-            request = await guarded_request(self._http, self.reach, "GET", url, headers, lookup=lookup)
+            request = await guarded_request(self._http, reach, "GET", url, headers, lookup=lookup)
             answer = await self._http.send(request, stream=True)
             try:
                 return await _read(answer, max_bytes, budget)
@@ -183,19 +190,20 @@ class LinkFetcher:
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError, OverflowError) as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the {noun}") from exc
 
-    def _checked(self, link: str) -> httpx.URL:
-        """Return the URL of a link that may be followed. Raises CannotFetch."""
-        try:
-            url = httpx.URL(link)
-        except httpx.InvalidURL:
-            raise CannotFetch("its link is not a valid URL; correct it") from None
-        if url.scheme != "https" and not self.reach.networks:
-            raise CannotFetch(f"its scheme is {url.scheme[:16]!r}; link to it with https://")
-        if url.port is not None and not MIN_PORT <= url.port <= MAX_PORT:
-            raise CannotFetch(f"its port must be from {MIN_PORT} to {MAX_PORT}; correct the link")
-        if not url.host or url.userinfo:
-            raise CannotFetch("its link must name a host, and no user or password")
-        return url
+
+def _checked(link: str, reach: AddressPolicy) -> httpx.URL:
+    """Return the URL of a link that may be followed. Raises CannotFetch."""
+    try:
+        url = httpx.URL(link)
+    except httpx.InvalidURL:
+        raise CannotFetch("its link is not a valid URL; correct it") from None
+    if url.scheme != "https" and not reach.networks:
+        raise CannotFetch(f"its scheme is {url.scheme[:16]!r}; link to it with https://")
+    if url.port is not None and not MIN_PORT <= url.port <= MAX_PORT:
+        raise CannotFetch(f"its port must be from {MIN_PORT} to {MAX_PORT}; correct the link")
+    if not url.host or url.userinfo:
+        raise CannotFetch("its link must name a host, and no user or password")
+    return url
 
 
 async def _read(answer: httpx.Response, max_bytes: int, budget: _Budget) -> bytes:
