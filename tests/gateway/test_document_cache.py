@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moiety_platform.document_extraction.extractor import DocumentLimits, DocumentRefused, ExtractedText
 from moiety_platform.document_extraction.frames import RefusalReason
-from moiety_platform.document_extraction.text_cache import ENTRY_BYTES, DocumentTextCache
+from moiety_platform.document_extraction.text_cache import ENTRY_BYTES, IDLE_S, DocumentTextCache
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_wire.messages import ModelCard
 
@@ -109,15 +109,74 @@ def test_a_tenant_with_many_files_evicts_its_own() -> None:
     assert cache.find("large", b"\0", LIMITS) is None and cache.find("large", (99).to_bytes(), LIMITS) is not None
 
 
-PUTS = st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 3000))
+class CountingId(str):
+    """A tenant's id that counts how often it is hashed or compared."""
+
+    num_uses = 0
+
+    def __hash__(self) -> int:
+        CountingId.num_uses += 1
+        return super().__hash__()
+
+    def __lt__(self, other: str) -> bool:
+        CountingId.num_uses += 1
+        return super().__lt__(other)
+
+
+def test_texts_that_nobody_uses_leave_room_for_those_of_a_tenant_with_more() -> None:
+    now_s = 0.0
+    cache = DocumentTextCache(20 * (ENTRY_BYTES + 1000), monotonic=lambda: now_s)
+    for number in range(20):
+        cache.put(f"small {number}", b"1", ExtractedText("a" * 900, 1), LIMITS)
+    large = ExtractedText("a" * 5000, 1)
+    cache.put("large", b"1", large, LIMITS)
+    assert cache.find("large", b"1", LIMITS) is None, "its share is less while the others use theirs"
+    now_s = IDLE_S - 1
+    assert cache.find("small 0", b"1", LIMITS) is not None
+    now_s = IDLE_S
+    cache.put("large", b"1", large, LIMITS)
+    assert cache.find("large", b"1", LIMITS) == large
+    found = [number for number in range(20) if cache.find(f"small {number}", b"1", LIMITS) is not None]
+    assert found[0] == 0 and found[1:] == list(range(21 - len(found), 20)), "evicted in the order of their last use"
+    assert len(found) > 10
+
+
+def test_an_eviction_does_not_look_at_every_tenant() -> None:
+    num_tenants = 1024
+    cache = DocumentTextCache(num_tenants * (ENTRY_BYTES + 1000))
+    for number in range(num_tenants):
+        cache.put(CountingId(number), b"1", ExtractedText("a" * 900, 1), LIMITS)
+    assert cache.num_bytes > cache.max_bytes - num_tenants * 100
+    CountingId.num_uses = 0
+    cache.max_bytes //= 2
+    assert 0 < CountingId.num_uses < 64 * num_tenants / 2
+    CountingId.num_uses = 0
+    cache.max_bytes = 0
+    assert CountingId.num_uses == 0 and cache.num_bytes == 0
+    cache.max_bytes = 1 << 20
+    assert cache.find(str(num_tenants - 1), b"1", LIMITS) is None
+    cache.put("a", b"1", ExtractedText("a", 1), LIMITS)
+    assert cache.find("a", b"1", LIMITS) is not None
+
+
+def test_the_order_of_sizes_takes_no_more_memory_than_the_tenants() -> None:
+    cache = DocumentTextCache(1 << 20)
+    for number in range(2000):
+        cache.put("abc"[number % 3], bytes([number % 7]), ExtractedText("a" * number, 1), LIMITS)
+    assert len(cache._largest) <= 2 * 3 + 64
+
+
+PUTS = st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 3000), st.sampled_from([0.0, IDLE_S / 2]))
 
 
 @given(st.lists(PUTS, max_size=40), st.integers(0, 12_000), st.integers(0, 12_000))
 def test_no_more_is_cached_than_allowed_and_sizes_are_conserved(
-    puts: list[tuple[str, int, int]], max_bytes: int, fewer_bytes: int
+    puts: list[tuple[str, int, int, float]], max_bytes: int, fewer_bytes: int
 ) -> None:
-    cache = DocumentTextCache(max_bytes)
-    for tenant_id, number, size in puts:
+    now_s = 0.0
+    cache = DocumentTextCache(max_bytes, monotonic=lambda: now_s)
+    for tenant_id, number, size, waited_s in puts:
+        now_s += waited_s
         cache.put(tenant_id, bytes([number]), ExtractedText("a" * size, 1), LIMITS)
         assert 0 <= cache.num_bytes <= max_bytes
     cache.max_bytes = fewer_bytes
