@@ -121,6 +121,7 @@ class Replica(PoolDevice):
         self.blocks = PrefixBlocks()
         self.blocks.apply(PrefixEvents(0, b"", is_start=True))
         self.open_of: list[int] = [0] * NUM_GATEWAYS
+        self.unreported_of: list[int] = [0] * NUM_GATEWAYS  # sent since the last load report
         self._gateway_of: dict[int, int] = {}  # id of the request → its gateway
         self._changes = self._scheduler.groups.record_prefix_changes()
         self._seq = count(1)
@@ -130,6 +131,7 @@ class Replica(PoolDevice):
     def send(self, request: TraceRequest, gateway: int) -> None:
         self._gateway_of[id(request)] = gateway
         self.open_of[gateway] += 1
+        self.unreported_of[gateway] += 1
         self.submit(request)
 
     def publish(self, now_s: float) -> None:
@@ -145,6 +147,7 @@ class Replica(PoolDevice):
     def report(self, now_s: float) -> None:
         scheduler, pool = self._scheduler, self._scheduler.kv.pool
         self.load_at_s = now_s
+        self.unreported_of = [0] * NUM_GATEWAYS
         self.load = Load(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -223,7 +226,7 @@ def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter
                 states = [
                     EngineState(
                         one.address, True, "", card, one.load, one.open_of[gateway], now_s - one.load_at_s,
-                        prefix_blocks=one.blocks,
+                        prefix_blocks=one.blocks, num_unreported=one.unreported_of[gateway],
                     )
                     for one in replicas
                 ]  # fmt: skip

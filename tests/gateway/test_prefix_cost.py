@@ -38,7 +38,13 @@ NAMES = names_of()
 
 
 def engine(
-    card: ModelCard, address: str, num_blocks: int | None, *, pending: int = 0, num_running: int = 0, inflight: int = 0
+    card: ModelCard,
+    address: str,
+    num_blocks: int | None,
+    *,
+    pending: int = 0,
+    num_running: int = 0,
+    unreported: int = 0,
 ) -> EngineState:
     """Return an engine with that many blocks of the prompt.
 
@@ -54,7 +60,7 @@ def engine(
     if num_blocks is not None:
         blocks = PrefixBlocks()
         blocks.apply(PrefixEvents(0, pack_names(NAMES[:num_blocks]), is_start=True))
-    return EngineState(address, True, "", card, load, inflight, 0.1, prefix_blocks=blocks)
+    return EngineState(address, True, "", card, load, unreported, 0.1, prefix_blocks=blocks, num_unreported=unreported)
 
 
 def chosen(*engines: EngineState, prefix: Prefix | None = None) -> str:
@@ -71,9 +77,14 @@ def test_running_requests_and_those_sent_since_the_last_report_count(card: Model
     free, held = engine(card, "a", 10), partial(engine, card, "b", 30)
     assert chosen(free, held(num_running=RUNNING)) == "b"
     assert chosen(free, held(num_running=RUNNING + 2)) == "a"
-    assert chosen(free, held(num_running=1, inflight=1)) == "b"
-    assert chosen(free, held(inflight=3)) == "b"
-    assert chosen(free, held(inflight=4)) == "a", "they have about 400 tokens, more than 20 blocks"
+    assert chosen(free, held(unreported=3)) == "b"
+    assert chosen(free, held(unreported=4)) == "a", "they have about 400 tokens, more than 20 blocks"
+
+
+def test_requests_sent_since_the_last_report_count_beside_those_of_other_gateways_in_it(card: ModelCard) -> None:
+    free, held = engine(card, "a", 0), partial(engine, card, "b", 39, num_running=RUNNING)
+    assert chosen(free, held()) == "b"
+    assert chosen(free, held(unreported=4)) == "a", "all running requests are those of another gateway"
 
 
 def test_after_its_eviction_a_prompt_goes_where_its_prefix_is(card: ModelCard) -> None:

@@ -39,6 +39,7 @@ class EngineState(msgspec.Struct, frozen=True):
     connected_for_s: float = 0.0  # uninterrupted connection of this gateway process
     balance: ExpertBalance | None = None  # last reported expert balance
     prefix_blocks: PrefixBlocks | None = None  # None: the engine publishes none
+    num_unreported: int = 0  # of the requests in flight, those that `load` does not contain yet
 
     @property
     def connection(self) -> Connection:

@@ -49,6 +49,7 @@ from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 
 MESSAGES_A_TURN = 512  # then other tasks of the event loop run
 FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
+REPORT_DELAY_S = 0.1  # a load report contains all requests that were sent so long before it arrived
 
 _READABLE = int(zmq.POLLIN)  # an int, since arithmetic with the library's flags is slow
 _STREAM_MESSAGES = (Tokens, Finished, Accepted, Failed)
@@ -76,6 +77,7 @@ class Session:
         self._on_unacknowledged = on_unacknowledged
         self.streams: dict[str, EngineStream] = {}
         self.num_speculative = 0  # streams that are speculative prefills
+        self.unreported: dict[str, float] = {}  # when the other streams that `load` lacks were opened, by request id
         self.card: ModelCard | None = None
         self.load: Load | None = None
         self.balance: ExpertBalance | None = None
@@ -88,7 +90,7 @@ class Session:
         self.since_s = clock.monotonic()  # when the model card arrived
         self.refusal = ""
         self._on_card = on_card
-        self._clock = clock
+        self.clock = clock
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._heard_at_s = clock.monotonic()
@@ -117,17 +119,17 @@ class Session:
 
     async def run(self) -> str:
         """Keep the session alive and return why it was lost."""
-        beat_at_s = self._clock.monotonic()
+        beat_at_s = self.clock.monotonic()
         while True:
             self._beat()
             done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
             if done:
                 return self._lost.result()
-            since_s, beat_at_s = self._clock.monotonic() - beat_at_s, self._clock.monotonic()
+            since_s, beat_at_s = self.clock.monotonic() - beat_at_s, self.clock.monotonic()
             if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has dropped this process meanwhile
                 return f"this process stood still for {since_s:.1f} s"
             self._drain()  # count unread messages as activity, even if this process was too busy to read them
-            silent_s = self._clock.monotonic() - self._heard_at_s
+            silent_s = self.clock.monotonic() - self._heard_at_s
             if self.card is not None and silent_s > SILENCE_LIMIT_S:
                 return f"silent for {silent_s:.1f} s"
 
@@ -201,7 +203,7 @@ class Session:
             if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & _READABLE:
                 return  # polling is cheaper than catching the exception of an empty socket
             frame = self._socket.recv(zmq.NOBLOCK)
-            self._heard_at_s = self._clock.monotonic()
+            self._heard_at_s = self.clock.monotonic()
             try:
                 messages = decode_to_gateway(frame)
             except UndecodableMessage as exc:
@@ -234,9 +236,22 @@ class Session:
         elif isinstance(message, PrefixEvents):
             self._take_prefix_events(message)
         elif isinstance(message, Load):
-            self.load, self.load_at_s = message, self._heard_at_s
+            self._take_load(message)
             if self.card is not None and message.engine_id != self.card.engine_id:
                 self._lose("the engine was restarted")
+
+    def _take_load(self, load: Load) -> None:
+        """Keep a load report. It contains the requests that were admitted or that were sent some time before it.
+
+        A request can be on its way, or wait for the end of the engine's step, when the engine writes the report.
+        """
+        self.load, self.load_at_s = load, self._heard_at_s
+        since_s = self._heard_at_s - REPORT_DELAY_S
+        self.unreported = {
+            request_id: opened_at_s
+            for request_id, opened_at_s in self.unreported.items()
+            if opened_at_s > since_s and self.streams[request_id].accepted is None
+        }
 
     def _take_card(self, card: ModelCard) -> None:
         if self.card is not None and card.engine_id != self.card.engine_id:
@@ -248,7 +263,7 @@ class Session:
         tokenizer_json = sys.intern(card.tokenizer_json)  # makes comparing megabytes per request an identity check
         self.card = card = msgspec.structs.replace(card, tokenizer_json=tokenizer_json)
         if is_news:
-            self.since_s = self._clock.monotonic()
+            self.since_s = self.clock.monotonic()
             if card.publishes_prefixes:
                 self.prefix_blocks = PrefixBlocks()
                 self.send(PrefixSubscription())

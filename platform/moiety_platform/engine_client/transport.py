@@ -106,6 +106,7 @@ class ZmqEngineClient:
             self._clock.monotonic() - session.since_s,
             session.balance,
             session.prefix_blocks,
+            len(session.unreported),
         )
 
     def on_state_change(self, on_change: Callable[[], None]) -> None:
@@ -253,7 +254,10 @@ class StreamContext:
             return stream
         self._session, self._stream = session, stream
         session.streams[submit.request_id] = stream
-        session.num_speculative += submit.speculative_prefill is not None
+        if submit.speculative_prefill is None:
+            session.unreported[submit.request_id] = session.clock.monotonic()
+        else:
+            session.num_speculative += 1
         if not submit.adapter or self._adapters is None:
             session.send(submit)
             return stream
@@ -289,4 +293,5 @@ class StreamContext:
 
     def _forget(self, session: Session) -> None:
         session.streams.pop(self._stream.request_id, None)
+        session.unreported.pop(self._stream.request_id, None)
         session.num_speculative -= self._submit.speculative_prefill is not None

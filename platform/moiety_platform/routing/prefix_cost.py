@@ -50,15 +50,14 @@ def queued_tokens(engine: EngineState) -> int:
     """Return the work before a new request at the engine, in prompt tokens.
 
     It is the tokens that its open requests have to compute before they decode, and a share for each running request.
-    The engine's report is up to one heartbeat old, so requests that this gateway has sent since count with the mean of
-    computed prompt tokens.
+    The engine's report is up to one heartbeat old and contains the requests of all gateways, so those that this gateway
+    has sent since count with the mean of computed prompt tokens.
     """
     load = engine.load
     if load is None:
         return 0
     computed = max(0, load.prompt_tokens_total - load.cached_tokens_total)
-    num_new = max(0, engine.num_inflight - load.num_running - load.num_waiting - load.num_paused)
-    new_tokens = num_new * computed // load.requests_total if load.requests_total else 0
+    new_tokens = engine.num_unreported * computed // load.requests_total if load.requests_total else 0
     return load.pending_prefill_tokens + new_tokens + load.num_running * RUNNING_TOKENS
 
 
