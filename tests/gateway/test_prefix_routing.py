@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -166,3 +171,43 @@ async def test_a_long_prompt_goes_where_its_blocks_are_until_the_setting_is_affi
         assert {await receiver() for _ in range(5)} == {preferred}
         await gateway.live.change(settings)
         assert {await receiver() for _ in range(5)} == {holder}
+
+
+@contextmanager
+def turns_of_hashing() -> Iterator[list[int]]:
+    """Yield the turns of the event loop in which slices of prompts are hashed, one item for each slice."""
+    found, turn, hashing = list[int](), 0, PrefixNames.hash_slice.__code__
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code is hashing:
+            found.append(turn)
+
+    counting = asyncio.get_running_loop().create_task(count_turns())
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        counting.cancel()
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+async def test_each_prompt_is_hashed_once_for_all_its_choices_and_in_turns_of_its_own(
+    start_gateway: StartGateway, new_card: NewCard, num_slices: int
+) -> None:
+    engines = [FakeEngineClient(new_card(f"engine-{i}", max_context_tokens=100_000)) for i in range(2)]
+    for one in engines:
+        one.prefix_blocks = PrefixBlocks()
+        assert one.prefix_blocks.apply(PrefixEvents(0, b"", is_start=True))
+    prompts = [[token % 256 for token in prompt_of(number, num_slices * SLICE_TOKENS)] for number in range(3)]
+    async with start_gateway(engines) as gateway:
+        with turns_of_hashing() as turns:
+            answer = await gateway.client.completions.create(model="tiny", prompt=prompts, n=4, max_tokens=1)
+        assert len(answer.choices) == 12
+        assert len(turns) == 3 and len(set(turns)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,6 +29,7 @@ from moiety_wire.trace_events import EventKind
 
 CREDIT_REFUSED = "credit_refused"  # the detail of an end for want of credit
 _is_admitted = attrgetter("is_admitted")
+SHARED_PREFIX_PART = 16  # a choice with names that are hashed takes less than this part of the time to hash them
 STOP_TOKEN = "stop_token"  # the detail of an end by a token that is not text
 
 
@@ -70,6 +72,7 @@ class InferenceRun:
         self._of_stream: dict[EngineStream, Sequence] = {}
         self._early: deque[tuple[Sequence, Delivery]] = deque()  # came before the last verdict
         self._num_open = 0
+        self._num_hashed_tokens = 0  # of prompts, since other tasks of the event loop ran
         self._relayed: Sequence | None = None  # its tokens were returned last
 
     @property
@@ -86,7 +89,16 @@ class InferenceRun:
         """Give a sequence to an engine, where `close` ends it. Raises NotFound or Unavailable."""
         sequence = Sequence(len(self._sequences), submit)
         self._to_close.append(sequence)
-        if len(submit.prompt_ids) > SLICE_TOKENS:
+        cost_tokens, is_shared = sequence.num_prompt_tokens, False
+        if self._sequences:
+            prefix = self._sequences[-1].prefix
+            if is_shared := prefix.is_of(submit):
+                sequence.prefix, cost_tokens = prefix, cost_tokens // SHARED_PREFIX_PART
+            if self._num_hashed_tokens + cost_tokens > SLICE_TOKENS:
+                self._num_hashed_tokens = 0
+                await asyncio.sleep(0)
+        self._num_hashed_tokens += cost_tokens
+        if sequence.num_prompt_tokens > SLICE_TOKENS and not is_shared:
             await self.placement.hash_prefix(sequence.prefix)
         place = self.placement.choose(sequence.prefix, sequence.need, sequence.context_tokens)
         try:

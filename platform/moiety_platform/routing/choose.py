@@ -378,6 +378,10 @@ class Prefix:
     def __iter__(self) -> Iterator[bytes]:
         return iter(prefix_keys(self._submit.cache_salt, self._submit.prompt_ids))
 
+    def is_of(self, submit: Submit) -> bool:
+        """Return whether it is the prefix of that sequence too, of the same request: if both have one list of ids."""
+        return self._submit.prompt_ids is submit.prompt_ids
+
     def block_names(self, block_size: int) -> PrefixNames | None:
         """Return the names of the prompt's blocks of so many tokens, as far as they are hashed: at least the first.
 
