@@ -154,6 +154,21 @@ class RefusedSends:
         """Cancel the refused transfer."""
 
 
+def test_ranks_of_all_groups_agree_whether_a_step_sends_kv() -> None:
+    parts = torch.zeros(2, 4, 4, 1, 8)
+    kv = KvCache((LayerCache(parts[0], parts[1], None, None),), 4, 4)
+    ranks = KvRanks(groups=2)
+    senders = [RankSender(cast(Any, RefusedSends()), CacheShare(ranks, rank, 0, (1,)), group=rank) for rank in range(2)]
+    begin = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash", ranks)
+    of_first = [SendRange("a", 0, 4, [[0]], 0, -1, begin, group=0)]
+    sends = [sender.sends(of_first, kv) for sender in senders]
+    assert all(one is not None for one in sends), "a rank without a part would choose other capacities of experts"
+    assert [sender.sends([], kv) for sender in senders] == [None, None]
+    of_other = sends[1]
+    assert of_other is not None
+    of_other(0)  # the rank of the other group has nothing to put on its sender thread
+
+
 def test_a_rank_logs_why_its_part_was_not_sent() -> None:
     parts = torch.zeros(2, 4, 4, 1, 8)
     kv = KvCache((LayerCache(parts[0], parts[1], None, None),), 4, 4)
@@ -162,7 +177,7 @@ def test_a_rank_logs_why_its_part_was_not_sent() -> None:
     transfers = RankTransfers(cast(Any, None), sender, None, cast(Any, None))
     with capture_logs() as logs:
         one_address = SendBegin(["tcp://127.0.0.1:9"], "", "", 4, b"hash", two)
-        assert transfers.sends([SendRange("a", 0, 4, [[0]], 0, -1, one_address)], kv) is None
+        assert transfers.sends([SendRange("a", 0, 4, [[0]], 0, -1, one_address)], kv) is not None
         two_addresses = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash", two)
         assert transfers.sends([SendRange("b", 0, 4, [[0]], 0, -1, two_addresses)], kv) is not None
         transfers.execute(EndSend("b", True))

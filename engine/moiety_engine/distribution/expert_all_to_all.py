@@ -118,7 +118,10 @@ class ExpertAllToAll(Protocol):
         ...
 
     def begin_pass(self, *, repeatable: bool, repeats: bool) -> None:
-        """Begin a pass through all layers. `repeatable`: the pass may be run again. `repeats`: it is run again."""
+        """Begin a pass through all layers. `repeatable`: the pass may be run again. `repeats`: it is run again.
+
+        Both must be equal on all ranks, since capacities follow from them.
+        """
         ...
 
     def dispatch(self, layer: int, rows: ExpertRows, num_held: int) -> PendingDispatch:
@@ -334,7 +337,7 @@ def run_complete_pass(
     """Return the result of a pass through all layers in which no row was dropped; runs it twice where needed.
 
     `run` may overwrite its argument. `all_to_all`: None where ranks do not exchange rows. `repeatable`: the pass may be
-    run again.
+    run again; it must be equal on all ranks.
     """
     if all_to_all is None:
         return run(x_TD)

@@ -119,11 +119,14 @@ class RankSender:
         return ""
 
     def sends(self, ranges: Sequence[SendRange], kv: KvCache) -> StepSends | None:
-        """Return the sends of a step; None if there are none.
+        """Return the sends of a step; None if no rank sends anything.
 
-        A transfer that cannot begin on a rank other than rank 0 is not sent. The receiver counts this rank's part as
-        lost, because it is never announced.
+        The sends are empty where only other ranks send, because all ranks of a step must agree whether it sends: such a
+        pass is not run again. A transfer that cannot begin on a rank other than rank 0 is not sent. The receiver counts
+        this rank's part as lost, because it is never announced.
         """
+        if not ranges:
+            return None
         device = kv.layers[0].parts[0].device
         sent_blocks = []
         for one in ranges:
@@ -135,9 +138,7 @@ class RankSender:
             if transfer is not None:
                 blocks = [torch.tensor(table, device=device) for table in one.tables]
                 sent_blocks.append(_SentBlocks(transfer, one.first, one.end, blocks, one.in_block, one.state_slot))
-        if not sent_blocks:
-            return None
-        if device.type == "cuda" and self._stream is None:
+        if sent_blocks and device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return StepSends(self._sender, kv, sent_blocks, self._stream)
 

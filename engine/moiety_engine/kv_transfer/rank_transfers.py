@@ -167,7 +167,7 @@ class RankTransfers:
             self._staging_buffer.serve(kv)
 
     def sends(self, ranges: Sequence[SendRange], kv: KvCache) -> StepSends | None:
-        """Return the sends of a step; None if there are none."""
+        """Return the sends of a step; None if no rank sends anything."""
         return None if self._sender is None else self._sender.sends(ranges, kv)
 
     def execute(self, message: TransferMessage) -> None:

@@ -112,7 +112,8 @@ class LayerStack:
     ) -> tuple[Tensor, Tensor]:
         """Return the output of all layers, and its final norm, both [T, D].
 
-        `on_stored` is called with the number of each layer once its keys and values are stored.
+        `on_stored` is called with the number of each layer once its keys and values are stored. It must be None on all
+        ranks or on none, because a pass with it is not run again.
         """
         repeatable = on_stored is None and not self._spec.recurrent_layers  # a pass advances recurrent states
         run = partial(self._run_pass, batch=batch, kv=kv, on_stored=on_stored)
