@@ -179,7 +179,7 @@ def _resumed(submit: CoreSubmit, tokens: list[int], transfer_id: str) -> CoreSub
 
 
 @contextlib.contextmanager
-def pair_of(folder: Path, prefill: dict[str, int], decode: dict[str, int]) -> Iterator[Pair]:
+def pair_of(folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> Iterator[Pair]:
     engines = [RoleEngine(folder, EngineRole.PREFILL, **prefill), RoleEngine(folder, EngineRole.DECODE, **decode)]
     try:
         for engine in engines:
@@ -241,6 +241,8 @@ PAIRS = {  # of different layouts: prefill and decode
     "TP 2 to PP 2": ({"tp": 2}, {"pp": 2}),
     "DP 2 to TP 2": ({"dp_attention": 2, "ep": 2}, {"tp": 2}),
     "1 to DP 2 × TP 2": ({}, {"dp_attention": 2, "tp": 2, "ep": 2}),
+    "DP 2 in halves to 1": ({"dp_attention": 2, "ep": 2, "two_batch_overlap": "on"}, {}),
+    "FFN 1 with micro-batches to 1": ({"ffn_ranks": 1, "micro_batch_tokens": 2}, {}),
 }
 KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "nemotron_h", "gpt_oss"]
 

@@ -127,6 +127,7 @@ class LayerStack:
         tp, parts = self._ranks.rank_position.layout.tp, batch.micro_batches
         bounds = [None] * max(1, len(parts)) if batch.spread is None else batch.spread.share_bounds(tp, len(parts))
         if parts:
+            assert on_stored is None, "a step that sends KV is not split into micro-batches"
             return self._in_turns(x_TD, parts, kv, bounds)
         return take_turns([self._way(x_TD, batch, kv, on_stored, bound=bounds[0])])[0]
 

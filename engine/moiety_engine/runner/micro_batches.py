@@ -1,6 +1,7 @@
 """Splitting of a step into micro-batches, for attention–FFN disaggregation and two-batch overlap.
 
-While rows of one micro-batch are with or on their way to experts, the attention ranks compute another.
+While rows of one micro-batch are with or on their way to experts, the attention ranks compute another. A step that
+sends KV to other engines is not split, because each layer's KV is sent once all rows of the step are stored.
 
 T tokens of a group, S sequences.
 """

@@ -236,8 +236,8 @@ class Runner:
         before_L = self.sampled_L
         masks = self._masks.begin(rows, self._newest)
         order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
-        num_micro_batches = self._cutting.count(hosts)
         sends = [] if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
+        num_micro_batches = 1 if sends else self._cutting.count(hosts)  # KV is sent once a layer has stored all rows
         self._controls.step(hosts, order_L, len(rows), num_micro_batches, sends)
         leaving = None if self._kv_sender is None else self._kv_sender.own.sends(sends, self._kv)
         made = None if leaving is not None else self._decode(hosts, with_logits=False)
