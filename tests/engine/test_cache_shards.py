@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moiety_engine.distribution.layout import Layout, RankPosition
-from moiety_engine.kv_transfer.cache_shards import EVENLY, WHOLE, CacheShare, share_on_rank
+from moiety_engine.kv_transfer.cache_shards import EVENLY, MAX_RANKS, WHOLE, CacheShare, share_on_rank
 from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
@@ -254,9 +254,44 @@ def test_a_transfer_is_complete_when_the_parts_of_all_ranks_are() -> None:
     ],
     ids=str,
 )
-def test_a_part_that_does_not_belong_to_the_others_loses_the_transfer(changes: dict[str, Any], reason: str) -> None:
+def test_a_part_that_does_not_belong_to_the_others_is_refused_alone(changes: dict[str, Any], reason: str) -> None:
     staging_buffer, _, begins = two_senders(torch.float32)
+    foreign = msgspec.structs.replace(begins[1], **changes)
     assert staging_buffer.begin(begins[0], b"0") == ""
-    assert reason in staging_buffer.begin(msgspec.structs.replace(begins[1], **changes), b"1")
-    assert staging_buffer.claim("a") is Progress.LOST
-    assert not staging_buffer.end("a", b"0")
+    assert reason in staging_buffer.begin(foreign, b"x")
+    complete(staging_buffer, begins[0], b"0", has_begun=True)
+    assert staging_buffer.claim("a") is Progress.COMING
+    complete(staging_buffer, begins[1], b"1")
+    assert staging_buffer.claim("a") is Progress.THERE
+
+
+def complete(staging_buffer: StagingBuffer, begin: Begin, by: bytes, *, has_begun: bool = False) -> None:
+    assert has_begun or staging_buffer.begin(begin, by) == ""
+    staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [memoryview(bytes(begin.num_bytes))], by)
+    assert staging_buffer.end("a", by)
+
+
+@pytest.mark.parametrize("changes", [{"rank": 99}, {"rank": -1}, {"shards": ()}, {"num_bytes": 1 << 40}], ids=str)
+def test_complete_kv_stays_until_its_request_has_loaded_it(changes: dict[str, Any]) -> None:
+    staging_buffer, kv, begins = two_senders(torch.float32)
+    for rank, begin in enumerate(begins):
+        complete(staging_buffer, begin, bytes([rank]))
+    assert staging_buffer.claim("a") is Progress.THERE
+    arrival = staging_buffer.arrival("a", b"")
+    assert arrival is not None
+    assert staging_buffer.begin(msgspec.structs.replace(begins[0], **changes), b"x")
+    staging_buffer.cancel("a", b"\0")
+    assert staging_buffer.end("a", b"\1"), "a second end changes nothing"
+    assert staging_buffer.arrival("a", b"") == arrival
+    for part in kv.layers[0].parts:
+        part.fill_(1)
+    staging_buffer.load("a", 0, [[2, 0, 3]], [0])
+    assert not any(row.any() for row in read(kv.layers[0], torch.tensor([2, 0, 3]), 0, NUM_TOKENS))
+    assert staging_buffer.claim("a") is Progress.LOST, "its memory is free again"
+
+
+def test_more_ranks_than_an_engine_has_are_refused() -> None:
+    share = share_of(KvRanks(), 0, (8,) * 60)
+    assert share.why_incompatible(KvRanks(tp=MAX_RANKS)) == ""
+    assert "no numbers of ranks" in share.why_incompatible(KvRanks(tp=4096))
+    assert share.shards_from_rank(KvRanks(tp=2), 2) == share.shards_from_rank(KvRanks(tp=2), -1) == ()

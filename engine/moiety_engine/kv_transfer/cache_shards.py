@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EVENLY = 0  # units of a recurrent state, which tensor parallelism divides evenly
 WHOLE = 1  # units of a cache that every rank of a stage has
-MAX_RANKS = 4096
+MAX_RANKS = 256  # of one group of another engine; the time to compute its shards grows with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,12 @@ class CacheShare:
         """Return what this rank receives, by rank of the other engine; see `shards_to`."""
         found = {by: _shards(self, senders, by, self.ranks, self.rank) for by in range(senders.tp * senders.pp)}
         return {rank: shards for rank, shards in found.items() if shards}
+
+    def shards_from_rank(self, senders: KvRanks, rank: int) -> tuple[CacheShard, ...]:
+        """Return what this rank receives from one rank of the other engine; () if it has no such rank."""
+        if not 0 <= rank < senders.tp * senders.pp:
+            return ()
+        return _shards(self, senders, rank, self.ranks, self.rank)
 
 
 def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool) -> CacheShare:

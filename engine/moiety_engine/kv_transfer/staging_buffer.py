@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.kv_layout import ShardViews, fits, layer_bytes, token_bytes, views, write
-from moiety_engine.kv_transfer.messages import Begin, Form, KvChunk
+from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
 from moiety_wire.block_hashes import MARK_BYTES, block_hash
@@ -113,8 +113,13 @@ class StagingBuffer:
     def begin(self, begin: Begin, sender: bytes = b"") -> str:
         """Begin a transfer, or a part of one, from a connection. Return why it is refused, or "".
 
-        A part cannot begin twice. If one is refused, so is the whole transfer.
+        A part cannot begin twice. A part that the transfer does not have is refused, and the others continue; one that
+        it has, but for which memory is short, loses the whole transfer.
         """
+        share, ranks = self._share, begin.ranks
+        incompatible = share.why_incompatible(ranks)  # it and the shards are computed before the step loop has to wait
+        expected = () if incompatible else share.shards_from_rank(ranks, begin.rank)
+        num_parts = len(share.shards_from(ranks)) if expected else 0
         with self._lock:
             self._drop_unclaimed()
             transfer = self._transfers.get(begin.transfer_id)
@@ -123,7 +128,12 @@ class StagingBuffer:
                 return "a transfer with this id has begun already"
             if begin.transfer_id in self._lost:
                 return "a transfer with this id has ended already"
-            complaint = self._complaint(begin, transfer)
+            complaint = incompatible or self._complaint(begin, expected, transfer)
+            if complaint:
+                if transfer is None:
+                    self._remember_lost(begin.transfer_id)
+                return complaint
+            complaint = self._lacks_room(begin)
             if not complaint:
                 try:
                     buffer_B = _buffer(begin)
@@ -134,7 +144,6 @@ class StagingBuffer:
                 self._remember_lost(begin.transfer_id)
                 return complaint
             if transfer is None:
-                num_parts = len(self._share.shards_from(begin.ranks))
                 transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
             pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
             self._held_bytes += begin.num_bytes
@@ -164,8 +173,8 @@ class StagingBuffer:
     def end(self, transfer_id: str, sender: bytes = b"") -> bool:
         """End a connection's part, and return whether it is complete. If not, the whole transfer is dropped."""
         part = self._part_of(transfer_id, sender)
-        if part is None:
-            return False
+        if part is None or part.ended_unix_ns:
+            return part is not None
         begin = part.begin
         expected = [begin.num_tokens] * len(begin.form) + [1] * len(begin.states)
         if [sum(piece.end - piece.first for piece in layer) for layer in part.pieces] != expected:
@@ -175,9 +184,13 @@ class StagingBuffer:
         return True
 
     def cancel(self, transfer_id: str, sender: bytes = b"") -> None:
-        """Drop a transfer at the request of a connection that began a part of it."""
+        """Drop a transfer at the request of a connection that began a part of it.
+
+        A complete transfer stays: its request may count on it. One that no request claims is dropped later.
+        """
         with self._lock:
-            if self._part_of(transfer_id, sender) is not None:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and sender in transfer.parts and not transfer.ended_unix_ns:
                 self._drop(transfer_id)
 
     def drop(self, transfer_id: str) -> None:
@@ -231,7 +244,8 @@ class StagingBuffer:
         On a GPU, work queued afterwards sees the tokens.
         """
         with self._lock:
-            transfer, kv = self._transfers[transfer_id], self._kv
+            transfer, kv = self._transfers.get(transfer_id), self._kv
+        assert transfer is not None, "KV is loaded that has not arrived"  # only the request drops what has
         assert kv is not None, "KV is loaded without a cache"
         blocks_of = [torch.tensor(table) for table in tables]
         for part in transfer.parts.values():
@@ -287,20 +301,19 @@ class StagingBuffer:
         if len(self._lost) > MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]
 
-    def _complaint(self, begin: Begin, transfer: _Transfer | None) -> str:
-        """Return why a part cannot be received; `transfer` has the parts that have begun before."""
+    def _complaint(self, begin: Begin, expected: Sequence[CacheShard], transfer: _Transfer | None) -> str:
+        """Return why what is announced is no part of a transfer to this cache; "" if it is.
+
+        `expected`: the shards of its rank; `transfer` has the parts that have begun before.
+        """
         if self._kv is None:
             return "the engine sleeps"
-        return (
-            self._share.why_incompatible(begin.ranks)
-            or self._why_unlike(begin, self._kv)
-            or ("" if transfer is None else _why_apart(begin, transfer.first))
-            or self._lacks_room(begin)
+        return self._why_unlike(begin, expected, self._kv) or (
+            "" if transfer is None else _why_apart(begin, transfer.first)
         )
 
-    def _why_unlike(self, begin: Begin, kv: KvCache) -> str:
+    def _why_unlike(self, begin: Begin, expected: Sequence[CacheShard], kv: KvCache) -> str:
         """Return why what is announced is not of this cache; "" if it is."""
-        expected = self._share.shards_from(begin.ranks).get(begin.rank, ())
         try:
             is_fit = begin.shards == expected != () and fits(
                 begin.form, begin.states, ShardViews(kv, self._share, expected)
