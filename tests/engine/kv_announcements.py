@@ -27,4 +27,5 @@ def begin_of(kv: KvCache, transfer_id: str, num_tokens: int, hashed: bytes = b""
     share = share_of(kv)
     shards = share.shards_to(KvRanks())[0]
     form = ShardViews(kv, share, shards).form
-    return Begin(transfer_id, num_tokens, num_tokens * token_bytes(form), hashed, form, shards=shards, **changes)
+    fields: dict[str, Any] = {"shards": shards, "transport": "tcp"} | changes
+    return Begin(transfer_id, num_tokens, num_tokens * token_bytes(form), hashed, form, **fields)

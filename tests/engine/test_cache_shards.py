@@ -13,7 +13,7 @@ import torch
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.kv_transfer.cache_shards import EVENLY, MAX_RANKS, WHOLE, CacheShare, share_on_rank
 from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
-from moiety_engine.kv_transfer.messages import Begin, KvChunk
+from moiety_engine.kv_transfer.messages import Begin, KvChunk, TensorLayout
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.cache_groups import cache_groups
@@ -110,7 +110,8 @@ def send(senders: list[Rank], receiver: Rank) -> None:
         form, states = views.form, views.state_form
         num_bytes = NUM_TOKENS * token_bytes(form) + token_bytes(states)
         ranks, rank = sender.share.ranks, sender.share.rank
-        begin = Begin("a", NUM_TOKENS, num_bytes, b"", form, states=states, ranks=ranks, rank=rank, shards=shards)
+        division: dict[str, Any] = {"ranks": ranks, "rank": rank, "shards": shards}
+        begin = Begin("a", NUM_TOKENS, num_bytes, b"", form, transport="tcp", states=states, **division)
         assert staging_buffer.begin(begin, by) == ""
         offset = 0
         for layer in range(len(shards)):
@@ -204,7 +205,8 @@ def two_senders(dtype: torch.dtype, clock: Any = lambda: 0.0) -> tuple[StagingBu
         (shards,) = share.shards_to(KvRanks()).values()
         form = ShardViews(half, share, shards).form
         num_bytes = NUM_TOKENS * token_bytes(form)
-        begins.append(Begin("a", NUM_TOKENS, num_bytes, b"", form, ranks=two, rank=rank, shards=shards))
+        division: dict[str, Any] = {"ranks": two, "rank": rank, "shards": shards}
+        begins.append(Begin("a", NUM_TOKENS, num_bytes, b"", form, transport="tcp", **division))
     return staging_buffer, kv, begins
 
 
@@ -251,6 +253,11 @@ def test_a_transfer_is_complete_when_the_parts_of_all_ranks_are() -> None:
         ({"shards": ()}, "other layers, heads or widths"),
         ({"rank": 2}, "other layers, heads or widths"),
         ({"ranks": KvRanks(tp=3)}, "does not divide"),
+        ({"transport": ""}, "transport '' is unknown"),
+        ({"transport": "auto"}, "transport 'auto' is unknown"),
+        ({"transport": "memory"}, "transport 'memory' is unknown"),
+        ({"form": ((TensorLayout("complex64", (1, 8)),) * 2,)}, "unknown dtype 'complex64'"),
+        ({"form": ((TensorLayout("quint8", (1, 8)),) * 2,)}, "unknown dtype 'quint8'"),
     ],
     ids=str,
 )
@@ -295,3 +302,14 @@ def test_more_ranks_than_an_engine_has_are_refused() -> None:
     assert share.why_incompatible(KvRanks(tp=MAX_RANKS)) == ""
     assert "no numbers of ranks" in share.why_incompatible(KvRanks(tp=4096))
     assert share.shards_from_rank(KvRanks(tp=2), 2) == share.shards_from_rank(KvRanks(tp=2), -1) == ()
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (0, 4), (8, NUM_TOKENS)], [(4, NUM_TOKENS), (0, 4)], [(0, 5), (4, 10)]])
+def test_chunks_with_a_gap_or_twice_the_same_tokens_lose_the_transfer(ranges: list[tuple[int, int]]) -> None:
+    staging_buffer, _, begins = two_senders(torch.float32)
+    assert staging_buffer.begin(begins[0], b"0") == ""
+    each = begins[0].num_bytes // NUM_TOKENS
+    for first, end in ranges:
+        staging_buffer.put(KvChunk("a", 0, first, end, 0), [memoryview(bytes((end - first) * each))], b"0")
+    assert staging_buffer.claim("a") is Progress.LOST
+    assert not staging_buffer.end("a", b"0")

@@ -413,7 +413,7 @@ def test_a_transfer_that_stands_still_is_lost_and_one_that_does_not_fit_is_refus
     assert staging_buffer.begin(whole) == ""
     now_s[0] += STALLED_S + 1
     assert staging_buffer.claim("e") is Progress.LOST
-    segment = msgspec.structs.replace(whole, transfer_id="f", segment="/etc/passwd")
+    segment = msgspec.structs.replace(whole, transfer_id="f", segment="/etc/passwd", transport="memory")
     assert "is not a shared memory segment for KV" in staging_buffer.begin(segment)
 
 

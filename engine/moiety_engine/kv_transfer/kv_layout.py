@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from moiety_engine.kv_transfer.cache_shards import CacheShare
     from moiety_engine.model.recurrent_specs import StatePart
 
+_DTYPES = {  # of values that a cache can store
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 _NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
 _NUM_LATENT_SCALES = 2  # one for each of a row's two parts
 
@@ -255,7 +262,7 @@ def _token_dim(layer: LayerCache | LatentCache) -> int:
 
 
 def _dtype(part: TensorLayout) -> torch.dtype:
-    found = getattr(torch, part.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown dtype {part.dtype!r}")
+    found = _DTYPES.get(part.dtype)
+    if found is None:
+        raise ValueError(f"unknown dtype {part.dtype[:64]!r}")
     return found

@@ -16,6 +16,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.kv_layout import ShardViews, fits, layer_bytes, token_bytes, views, write
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, KvChunk
@@ -53,6 +54,12 @@ class _Part:
     def layers(self) -> Form:
         """Layout of all layers: those with rows of every token, then those with states."""
         return (*self.begin.form, *self.begin.states)
+
+    def next_token(self, layer: int) -> int:
+        """Return the first token that the layer's next chunk must have; the number of tokens if none is missing."""
+        if self.pieces[layer]:
+            return self.pieces[layer][-1].end
+        return 0 if layer < len(self.begin.form) else self.begin.num_tokens - 1  # a state is that of the last token
 
 
 @dataclass(slots=True)
@@ -151,12 +158,17 @@ class StagingBuffer:
             return ""
 
     def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
-        """Store a chunk; its bytes come with it unless the memory is shared. An invalid chunk ends the transfer."""
+        """Store a chunk; its bytes come with it unless the memory is shared. An invalid chunk ends the transfer.
+
+        The chunks of a layer must come in order and without gaps: a token without KV would keep that of the sequence
+        that had its block before.
+        """
         part = self._part_of(piece.transfer_id, sender)
         if part is None or part.ended_unix_ns:
             return
         form, buffer_B = part.layers, part.buffer_B
-        is_right = 0 <= piece.layer < len(form) and 0 <= piece.first < piece.end <= part.begin.num_tokens
+        is_right = 0 <= piece.layer < len(form) and piece.first < piece.end <= part.begin.num_tokens
+        is_right = is_right and piece.first == part.next_token(piece.layer)
         num_bytes = (piece.end - piece.first) * layer_bytes(form[piece.layer]) if is_right else 0
         if not part.begin.segment:
             is_right = is_right and sum(len(frame) for frame in frames) == num_bytes
@@ -175,9 +187,7 @@ class StagingBuffer:
         part = self._part_of(transfer_id, sender)
         if part is None or part.ended_unix_ns:
             return part is not None
-        begin = part.begin
-        expected = [begin.num_tokens] * len(begin.form) + [1] * len(begin.states)
-        if [sum(piece.end - piece.first for piece in layer) for layer in part.pieces] != expected:
+        if any(part.next_token(layer) != part.begin.num_tokens for layer in range(len(part.pieces))):
             self.drop(transfer_id)
             return False
         part.heard_s, part.ended_unix_ns = self._clock(), time.time_ns()
@@ -308,6 +318,8 @@ class StagingBuffer:
         """
         if self._kv is None:
             return "the engine sleeps"
+        if begin.transport != (KvTransport.MEMORY if begin.segment else KvTransport.TCP):
+            return f"its transport {begin.transport[:64]!r} is unknown: run the same release of both engines"
         return self._why_unlike(begin, expected, self._kv) or (
             "" if transfer is None else _why_apart(begin, transfer.first)
         )
@@ -318,7 +330,7 @@ class StagingBuffer:
             is_fit = begin.shards == expected != () and fits(
                 begin.form, begin.states, ShardViews(kv, self._share, expected)
             )
-            num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states)
+            num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states) if is_fit else 0
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
         if not is_fit:
