@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tracemalloc
+from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Any
 
 import msgspec
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher, LinkLimits
+from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
+from .pdf_files import endless_pdf
 from .test_documents import PAGES, PLACES, READ, asking, part_of, refusal
 from .test_image_links import file_server, sends
 from .test_images import (
@@ -165,3 +172,93 @@ async def test_a_stored_response_has_the_link_and_fetches_it_again(
         assert status == 200 and len(heads) == 2, answer
         first, second = gateway.engine.submits
         assert len(second.prompt_ids) > len(first.prompt_ids) > len(READ) // 4
+
+
+async def test_a_link_is_fetched_when_its_request_has_a_process(
+    start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
+) -> None:
+    limits = {"document_processes": 1, "document_cpu_s": 2.0}
+    async with (
+        file_server(sends(PAGES)) as (url, heads),
+        start_gateway([FakeEngineClient(card)], **limits, **FOLLOWS) as gateway,
+    ):
+        documents = gateway.assembled.services.documents
+        hostile = asyncio.create_task(gateway.post(RESPONSES, asking(RESPONSES, part_of(RESPONSES, endless_pdf()))))
+        await until(lambda: documents._slots._num_held)
+        waiting = asyncio.create_task(gateway.post(RESPONSES, asking(RESPONSES, linked(RESPONSES, url))))
+        await until(lambda: documents._slots._queues or heads)
+        assert not heads and not hostile.done()
+        assert (await hostile)[0] == 400
+        status, _, answer = await waiting
+        assert status == 200 and len(heads) == 1, answer
+        assert not documents._slots._num_held
+
+
+async def test_a_client_that_leaves_during_a_fetch_frees_its_process(
+    start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
+) -> None:
+    async def never(_: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    async with (
+        file_server(never) as (url, heads),
+        start_gateway([FakeEngineClient(card)], document_processes=1, **FOLLOWS) as gateway,
+    ):
+        documents = gateway.assembled.services.documents
+        waiting = asyncio.create_task(gateway.post(RESPONSES, asking(RESPONSES, linked(RESPONSES, url))))
+        await until(lambda: heads)
+        waiting.cancel()
+        await until(lambda: not documents._num_requests and not documents._slots._num_held)
+        status, _, answer = await gateway.post(RESPONSES, asking(RESPONSES, part_of(RESPONSES, PAGES)))
+        assert status == 200, answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_fetched_file_is_freed_before_the_next_one(
+    start_gateway: StartGateway, seeing: ModelCard, path: str
+) -> None:
+    card, num_links, num_bytes = msgspec.structs.replace(seeing, chat_template=TOOL_TEMPLATE), 16, 1 << 20
+    async with (
+        file_server(sends(b"a" * (num_bytes - 1) + b"\xff")) as (url, heads),
+        start_gateway([FakeEngineClient(card)], **{**FOLLOWS, "max_document_links": num_links}) as gateway,
+    ):
+        body = RESULTS[path](WIDE)
+        last = body["input" if path == RESPONSES else "messages"][2]
+        if path == MESSAGES:
+            (last,) = last["content"]
+        links = [linked(path, f"{url}?{number}") for number in range(num_links)]
+        last["output" if path == RESPONSES else "content"][1:] = links
+        tracemalloc.start()
+        try:
+            status, _, answer = await gateway.post(path, body)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert status == 400 and b"context_length_exceeded" in answer, "all texts of refusals are in the prompt"
+        assert len(heads) == num_links
+        assert peak_bytes < num_links * num_bytes / 2
+
+
+async def test_the_time_of_all_links_of_a_request_is_bounded_and_waits_between_them_are_not_counted() -> None:
+    is_open = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await is_open.wait()
+        await sends(b"a")(writer)
+
+    limits = LinkLimits(max_document_links=3, timeout_s=0.3)
+    fetcher = LinkFetcher(limits=limits, document_reach=AddressPolicy((ip_network("127.0.0.0/8"),)))
+    async with file_server(answer) as (url, _), fetcher:
+        links = [f"{url}?{number}" for number in range(3)]
+        with fetcher.open_links(links, "t", 10, DOCUMENT) as opened:
+            with fetcher.open_links(links, "t", 10, DOCUMENT) as other, pytest.raises(CannotFetch):
+                await other.fetch(links[0])  # for 0.3 s
+            assert other.left_s <= 0
+            is_open.set()
+            assert await opened.fetch(links[0]) == b"a"
+            assert 0 < opened.left_s < limits.timeout_s
+            is_open.clear()
+            for link in links[1:]:
+                with pytest.raises(CannotFetch, match=r"within the 0\.3 s for all linked documents"):
+                    await opened.fetch(link)
+            assert opened.left_s <= 0

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -33,7 +33,7 @@ from moiety_platform.document_extraction.metrics import PDF, TEXT, DocumentMetri
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
 from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
-from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher
+from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher, OpenLinks
 from moiety_platform.inference.prompt_documents import (
     INVALID_DOCUMENT,
     is_document,
@@ -64,7 +64,6 @@ class IsImage:
 
 
 Found = str | IsImage | PlatformError  # what a document is: its text, an image, or why it cannot be read
-Linked = Mapping[str, bytes | CannotFetch]  # files by their links
 ReadHead = Callable[[str, Principal], Awaitable[UploadedFile]]
 ReadFile = Callable[[str, Principal], Awaitable[bytes]]
 
@@ -78,6 +77,13 @@ class _DocumentBudget:
 
     def take(self, **used: int) -> None:
         self.limits = replace(self.limits, **{name: getattr(self.limits, name) - num for name, num in used.items()})
+
+
+@dataclass(slots=True)
+class _ProcessSlot:
+    """Slot of a tenant for one process, and what this process reads."""
+
+    reading: asyncio.Future[ExtractedText] | None = None
 
 
 class DocumentPreparation:
@@ -143,15 +149,15 @@ class DocumentPreparation:
             _refuse_links(conversation)
         read: dict[str | bytes, Found] = {}
         found: list[Found] = []  # for each document of the conversation
-        with self._counted_request(owner.tenant_id):
+        links, max_bytes = _links_of(conversation), self.limits.max_bytes
+        with (
+            self._counted_request(owner.tenant_id),
+            self._fetcher.open_links(links, owner.tenant_id, max_bytes, DOCUMENT) as opened,
+        ):
             budget = _DocumentBudget(self.limits, cache_salt)
-            linked = await self._fetch(conversation, owner)
             for document in conversation.documents:
                 if (key := _key_of(document)) not in read:
-                    try:
-                        read[key] = await self._read(document, owner, budget, linked)
-                    except (BadRequest, NotFound, Gone) as exc:
-                        read[key] = exc
+                    read[key] = await self._read(document, owner, budget, opened)
                 found.append(self._charged(document, read[key], budget))
             num_characters = self.limits.max_characters - budget.limits.max_characters
             if num_characters > MAX_INLINE_CHARACTERS:
@@ -188,29 +194,58 @@ class DocumentPreparation:
             if not self._num_requests[tenant_id]:
                 del self._num_requests[tenant_id]
 
-    async def _fetch(self, conversation: Conversation, owner: Principal) -> Linked:
-        """Return the file of each link to a document, or why it cannot be fetched. Raises RateLimited."""
-        links = list(dict.fromkeys(document.link for document in conversation.documents if document.link))
-        most = self.limits.max_bytes
-        return await self._fetcher.fetch_all(links, owner.tenant_id, most, most, DOCUMENT)
-
     async def _read(
-        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, linked: Linked
-    ) -> str | IsImage:
-        """Return the text of a document, or that it is an image. Raises the errors of `prepare`."""
+        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, links: OpenLinks
+    ) -> Found:
+        """Return the text of a document, that it is an image, or why it cannot be read. Raises Unavailable.
+
+        The result does not refer to the file, so that a fetched file is freed before the next one is fetched.
+        """
         try:
             if document.link:
-                file = linked[document.link]
-                if isinstance(file, CannotFetch):
-                    raise DocumentRefused(f"cannot be fetched: {file}", RefusalReason.LINK)
-                document = msgspec.structs.replace(document, data=file, link="")
+                return await self._read_linked(document, owner, budget, links)
             return await self._read_within(document, owner, budget)
         except DocumentRefused as exc:
             self._metrics.observe_refusal(exc.reason)
-            raise _refusal_of(document, exc) from exc
+            return _refusal_of(document, exc)
+        except (BadRequest, NotFound, Gone) as exc:
+            return exc.with_traceback(None)
 
-    async def _read_within(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> str | IsImage:
-        """Return the text of a document within the budget, or that it is an image. Raises DocumentRefused."""
+    async def _read_linked(
+        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, links: OpenLinks
+    ) -> str | IsImage:
+        """Return the text of a linked document. Raises DocumentRefused.
+
+        It is fetched when it has its slot for a process, so the files of requests that wait take no memory.
+        """
+        try:
+            links.check_followed()
+            async with self._process_slot(owner.tenant_id) as slot:
+                fetched = msgspec.structs.replace(document, data=await links.fetch(document.link), link="")
+                return await self._read_within(fetched, owner, budget, slot)
+        except CannotFetch as exc:
+            raise DocumentRefused(f"cannot be fetched: {exc}", RefusalReason.LINK) from exc
+
+    @asynccontextmanager
+    async def _process_slot(self, tenant_id: str) -> AsyncIterator[_ProcessSlot]:
+        """Hold a slot of the tenant for one process, until what it reads has ended too."""
+        await self._slots.acquire(tenant_id, self._num_processes)
+        slot = _ProcessSlot()
+        try:
+            yield slot
+        finally:
+            if slot.reading is None:
+                self._slots.release(tenant_id)
+            else:
+                slot.reading.add_done_callback(lambda _: self._slots.release(tenant_id))
+
+    async def _read_within(
+        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, slot: _ProcessSlot | None = None
+    ) -> str | IsImage:
+        """Return the text of a document within the budget, or that it is an image. Raises DocumentRefused.
+
+        A PDF file is read in the slot, or waits for one.
+        """
         head, num_bytes = document.data, len(document.data)
         if document.file_id:
             uploaded = await self._read_head(document.file_id, owner)
@@ -224,7 +259,7 @@ class DocumentPreparation:
             )
         budget.take(max_bytes=num_bytes)
         if is_pdf(head):
-            extracted = await self._extract_once(document, owner, budget)
+            extracted = await self._extract_once(document, owner, budget, slot)
             budget.take(max_pages=extracted.num_pages)
             text = extracted.text
         else:
@@ -252,7 +287,9 @@ class DocumentPreparation:
         why = f"is too large: the documents of a request may have {most:,} characters; send fewer"
         return DocumentRefused(why, RefusalReason.TOO_MANY_CHARACTERS)
 
-    async def _extract_once(self, document: PromptDocument, owner: Principal, budget: _DocumentBudget) -> ExtractedText:
+    async def _extract_once(
+        self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, slot: _ProcessSlot | None
+    ) -> ExtractedText:
         """Return the text of a PDF file from the cache, or read it. Raises DocumentRefused."""
         limits, begun_s = budget.limits, time.monotonic()
         digest = partial(_cache_key, document, budget.cache_salt)
@@ -261,7 +298,7 @@ class DocumentPreparation:
         if found is not None:
             return found
         try:
-            found = await self._extract(document, owner, limits)
+            found = await self._extract(document, owner, limits, slot)
         except DocumentRefused as exc:
             if exc.reason not in (RefusalReason.WRONG_PURPOSE, RefusalReason.CRASH):
                 self.cache.put(owner.tenant_id, key, DocumentRefused(str(exc), exc.reason), limits)
@@ -270,24 +307,26 @@ class DocumentPreparation:
         self._metrics.observe_read(PDF, time.monotonic() - begun_s)
         return found
 
-    async def _extract(self, document: PromptDocument, owner: Principal, limits: DocumentLimits) -> ExtractedText:
-        """Return the text of a PDF file. The tenant's slot is held until its process has ended."""
-        await self._slots.acquire(owner.tenant_id, self._num_processes)
-        release = partial(self._slots.release, owner.tenant_id)
-
-        def end(reading: asyncio.Future[ExtractedText]) -> None:
-            release()
-            if not reading.cancelled():
-                reading.exception()  # looked at, where nobody waits for it any more
-
-        try:
+    async def _extract(
+        self, document: PromptDocument, owner: Principal, limits: DocumentLimits, slot: _ProcessSlot | None
+    ) -> ExtractedText:
+        """Return the text of a PDF file, read in the slot or in a new one."""
+        async with self._process_slot(owner.tenant_id) if slot is None else nullcontext(slot) as held:
             data = await self._content(document, owner)
-            reading = asyncio.get_running_loop().run_in_executor(self._threads, self._extractor.extract, data, limits)
-        except BaseException:
-            release()
-            raise
-        reading.add_done_callback(end)
-        return await asyncio.shield(reading)
+            loop = asyncio.get_running_loop()
+            held.reading = loop.run_in_executor(self._threads, self._extractor.extract, data, limits)
+            held.reading.add_done_callback(_retrieve_exception)
+            return await asyncio.shield(held.reading)
+
+
+def _retrieve_exception(reading: asyncio.Future[ExtractedText]) -> None:
+    """Look at the error of a reading, also where nobody waits for it any more."""
+    if not reading.cancelled():
+        reading.exception()
+
+
+def _links_of(conversation: Conversation) -> list[str]:
+    return list(dict.fromkeys(document.link for document in conversation.documents if document.link))
 
 
 def _cache_key(document: PromptDocument, cache_salt: str) -> bytes:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
@@ -119,19 +120,48 @@ class LinkFetcher:
         """
         if not links:
             return {}
-        limits = self.limits
-        if (most := limits.max_links(kind)) == 0:
-            message = f"this server follows no links to {kind.noun}s; send the {kind.noun} itself, as base64"
-            return dict.fromkeys(links, CannotFetch(message))
+        if refusal := self._refusal_of(links, kind):
+            return dict.fromkeys(links, refusal)
+        with self._counted_request(tenant_id, kind):
+            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes, kind)
+
+    @contextmanager
+    def open_links(self, links: Sequence[str], tenant_id: str, max_bytes: int, kind: LinkedKind) -> Iterator[OpenLinks]:
+        """Yield the links of a request, whose files are fetched one by one and have `max_bytes` together.
+
+        Raises RateLimited if too many requests of the tenant fetch or wait to.
+        """
+        refusal = self._refusal_of(links, kind)
+        opened = OpenLinks(self, tenant_id, max_bytes, _Budget(max_bytes, kind), self.limits.timeout_s, refusal)
+        if not links or refusal:
+            yield opened
+            return
+        with self._counted_request(tenant_id, kind):
+            yield opened
+
+    async def fetch_one(self, link: str, tenant_id: str, max_bytes: int, budget: _Budget) -> bytes:
+        """Return the file of a link, fetched in one of the tenant's slots. Raises CannotFetch."""
+        async with self._slot(tenant_id) as lookup:
+            return await self._fetch(link, max_bytes, budget, lookup)
+
+    def _refusal_of(self, links: Sequence[str], kind: LinkedKind) -> CannotFetch | None:
+        """Return why none of a request's links is followed, or None."""
+        if (most := self.limits.max_links(kind)) == 0:
+            return CannotFetch(f"this server follows no links to {kind.noun}s; send the {kind.noun} itself, as base64")
         if len(links) > most:
-            message = f"there are {len(links)} links to {kind.noun}s; a request may have {most}. Send fewer"
-            return dict.fromkeys(links, CannotFetch(message))
-        if self._num_requests[tenant_id] >= limits.max_requests_per_tenant:
-            message = f"{limits.max_requests_per_tenant} requests with links are running; wait, or send {kind.noun}s"
+            return CannotFetch(f"there are {len(links)} links to {kind.noun}s; a request may have {most}. Send fewer")
+        return None
+
+    @contextmanager
+    def _counted_request(self, tenant_id: str, kind: LinkedKind) -> Iterator[None]:
+        """Count a request of the tenant that fetches. Raises RateLimited where it has too many."""
+        most = self.limits.max_requests_per_tenant
+        if self._num_requests[tenant_id] >= most:
+            message = f"{most} requests with links are running; wait, or send {kind.noun}s"
             raise RateLimited(message, code=kind.too_many_code, retry_after_s=1)
         self._num_requests[tenant_id] += 1
         try:
-            return await self._fetch_within(links, tenant_id, max_bytes, max_total_bytes, kind)
+            yield
         finally:
             self._num_requests[tenant_id] -= 1
             if not self._num_requests[tenant_id]:
@@ -146,8 +176,7 @@ class LinkFetcher:
 
         async def fetch(link: str) -> None:
             try:
-                async with self._slot(tenant_id) as lookup:
-                    found[link] = await self._fetch(link, max_bytes, budget, lookup)
+                found[link] = await self.fetch_one(link, tenant_id, max_bytes, budget)
             except CannotFetch as exc:
                 found[link] = exc
 
@@ -189,6 +218,41 @@ class LinkFetcher:
             raise CannotFetch(f"its host {url.host[:128]!r} {_REASONS[exc.code]}") from exc
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError, OverflowError) as exc:
             raise CannotFetch(f"its host {url.host[:128]!r} cannot be reached; try again, or send the {noun}") from exc
+
+
+@dataclass(slots=True)
+class OpenLinks:
+    """Links of one request while it runs, fetched one by one by a fetcher within the bytes and the time of all.
+
+    Only the fetches take from the time, not what the request does between them.
+    """
+
+    fetcher: LinkFetcher
+    tenant_id: str
+    max_bytes: int
+    budget: _Budget
+    left_s: float
+    refusal: CannotFetch | None  # of all of them
+
+    def check_followed(self) -> None:
+        """Raise CannotFetch if none of the links is followed."""
+        if self.refusal:
+            raise CannotFetch(str(self.refusal))
+
+    async def fetch(self, link: str) -> bytes:
+        """Return the file of a link. Raises CannotFetch."""
+        self.check_followed()
+        begun_s, timeout_s = time.monotonic(), self.fetcher.limits.timeout_s
+        try:
+            async with asyncio.timeout(max(self.left_s, 0)):
+                return await self.fetcher.fetch_one(link, self.tenant_id, self.max_bytes, self.budget)
+        except TimeoutError:
+            noun = self.budget.kind.noun
+            raise CannotFetch(
+                f"its host {_host_of(link)!r} did not send it within the {timeout_s:g} s for all linked {noun}s"
+            ) from None
+        finally:
+            self.left_s -= time.monotonic() - begun_s
 
 
 def _checked(link: str, reach: AddressPolicy) -> httpx.URL:
