@@ -51,7 +51,7 @@ def linked(path: str, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("data", [PAGES, "é".encode(), b""])
+@pytest.mark.parametrize("data", [PAGES, "é".encode()])
 async def test_a_linked_document_is_read_as_one_that_is_sent(
     start_gateway: StartGateway, card: ModelCard, path: str, data: bytes
 ) -> None:
@@ -62,10 +62,22 @@ async def test_a_linked_document_is_read_as_one_that_is_sent(
         status, _, answer = await gateway.post(path, asking(path, linked(path, url), linked(path, url)))
         assert status == 200, answer
         assert len(heads) == 1 and b"application/pdf" in heads[0] and b"authorization" not in heads[0].lower()
-        if data:
-            await gateway.post(path, asking(path, part_of(path, data), part_of(path, data)))
-            first, second = gateway.engine.submits
-            assert first.prompt_ids == second.prompt_ids
+        await gateway.post(path, asking(path, part_of(path, data), part_of(path, data)))
+        first, second = gateway.engine.submits
+        assert first.prompt_ids == second.prompt_ids
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_empty_file_is_refused_by_a_link_as_inline(
+    start_gateway: StartGateway, card: ModelCard, path: str
+) -> None:
+    async with (
+        file_server(sends(b"")) as (url, _),
+        start_gateway([FakeEngineClient(card)], **FOLLOWS) as gateway,
+    ):
+        assert f"at {PLACES[path]} is empty" in await refusal(gateway, path, asking(path, linked(path, url)))
+        status, _, answer = await gateway.post(path, asking(path, part_of(path, b"")))
+        assert status == 400 and "the document is empty" in answer.decode(), answer
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -257,6 +257,8 @@ class DocumentPreparation:
                 f"is too large: the documents of a request may have {self.limits.max_bytes:,} bytes; send fewer",
                 RefusalReason.TOO_MANY_BYTES,
             )
+        if not num_bytes:
+            raise DocumentRefused("is empty; send a file with text", RefusalReason.NO_TEXT)
         budget.take(max_bytes=num_bytes)
         if is_pdf(head):
             extracted = await self._extract_once(document, owner, budget, slot)
