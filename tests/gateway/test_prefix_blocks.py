@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
+from moiety_platform.engine_client.prefix_blocks import NUM_SHARDS, SHARDS_A_TURN, PrefixBlocks
 from moiety_wire.block_hashes import block_hash, root_hash
 from moiety_wire.prefix_events import PrefixEvents, block_name, pack_names, unpack_names
 
@@ -86,3 +87,20 @@ def test_gaps_duplicates_and_restarts_leave_the_blocks_right_or_unknown(
         if delivery != "lost":
             assert blocks.is_known == is_complete
             assert {name for name in range(16) if name in blocks} == (held if is_complete else set())
+
+
+async def test_dropped_names_are_freed_part_by_part_in_turns_of_the_event_loop() -> None:
+    blocks = blocks_of(*range(10 * NUM_SHARDS), max_blocks=10 * NUM_SHARDS)
+    shards = blocks._shards
+    assert [len(shard) for shard in shards] == [10] * NUM_SHARDS
+    assert blocks.apply(events(0, [1], is_start=True)), "a new snapshot replaces the names"
+    assert [name for name in range(10 * NUM_SHARDS) if name in blocks] == [1] and len(blocks) == 1
+    for num_freed in range(SHARDS_A_TURN, NUM_SHARDS + 1, SHARDS_A_TURN):
+        assert len(shards) == NUM_SHARDS - num_freed
+        await asyncio.sleep(0)
+
+
+def test_without_an_event_loop_names_are_dropped_at_once() -> None:
+    blocks = blocks_of(1, 2)
+    blocks.clear()
+    assert not len(blocks) and not blocks.is_known

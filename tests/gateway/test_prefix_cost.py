@@ -111,6 +111,16 @@ def test_an_engine_without_events_or_a_prompt_with_an_adapter_keeps_affinity(car
     assert {choose(held, "tiny", STANDARD, adapted, kv_aware=RANDOM).address for _ in range(20)} == by_affinity
 
 
+def test_while_the_snapshot_of_an_engine_is_missing_prompts_keep_affinity(card: ModelCard) -> None:
+    preferred = chosen(*(engine(card, name, None) for name in "ab"))
+    (other,) = {"a", "b"} - {preferred}
+    held = [engine(card, preferred, 0), engine(card, other, 39)]
+    assert chosen(*held) == other
+    assert held[0].prefix_blocks is not None
+    assert not held[0].prefix_blocks.apply(PrefixEvents(2, b"")), "message 1 is missing"
+    assert chosen(*held) == preferred
+
+
 def test_without_kv_aware_routing_the_blocks_do_not_matter(card: ModelCard) -> None:
     held = [engine(card, name, 39 * (name == "a")) for name in "abc"]
     prompts = [Prefix(wire_submit("r", prompt_ids=[number] * 40, cache_salt=b"s")) for number in range(20)]

@@ -161,6 +161,7 @@ async def test_a_long_prompt_goes_where_its_blocks_are_until_the_setting_is_affi
             names.hash_slice()
         for engine in engines:
             engine.prefix_blocks = PrefixBlocks()
+            assert engine.prefix_blocks.apply(PrefixEvents(0, b"", is_start=True))
         holder = (preferred + 1) % 3
         blocks = engines[holder].prefix_blocks
         assert blocks is not None and blocks.apply(PrefixEvents(0, pack_names(names.names), is_start=True))

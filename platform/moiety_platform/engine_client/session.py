@@ -164,6 +164,7 @@ class Session:
             stream.fail(error)
         self.questions.close()
         self.adapter_sync.close()
+        self._drop_prefix_blocks()
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -277,11 +278,16 @@ class Session:
             is_complete = self.prefix_blocks.apply(events)
         except ValueError as exc:
             log.warning("engine_prefix_events_unreadable", error=str(exc), advice="run the same release of both")
-            self.prefix_blocks = None
+            self._drop_prefix_blocks()
             return
         if not is_complete and not self._awaits_snapshot:
             self.send(PrefixSubscription())
         self._awaits_snapshot = not is_complete
+
+    def _drop_prefix_blocks(self) -> None:
+        if self.prefix_blocks is not None:
+            self.prefix_blocks.clear()
+            self.prefix_blocks = None
 
     def _drain_monitor(self) -> None:
         while not self._monitor.closed:

@@ -13,14 +13,18 @@ SAME_COST_TOKENS = 16  # costs that differ by less are equal
 
 
 def block_size_of(engines: Sequence[EngineState]) -> int:
-    """Return the block size of the prefix caches, in tokens; 0 unless all engines publish blocks of one size."""
+    """Return the block size of the prefix caches, in tokens; 0 unless all engines publish blocks of one size.
+
+    It is 0 too while the snapshot of an engine has not begun: its cache is not known to be empty.
+    """
     size = 0
     for engine in engines:
-        if engine.prefix_blocks is None or engine.load is None or not engine.load.block_size:
+        blocks, load = engine.prefix_blocks, engine.load
+        if blocks is None or not blocks.is_known or load is None or not load.block_size:
             return 0
-        if size not in (0, engine.load.block_size):
+        if size not in (0, load.block_size):
             return 0
-        size = engine.load.block_size
+        size = load.block_size
     return size
 
 
