@@ -181,13 +181,14 @@ async def test_only_gateways_that_may_send_requests_are_told_of_usage_and_of_the
     async with bench(
         curve_secret_key=ENGINE[1], gateway_keys_file=file, clock=lambda: now_s[0], silence_limit_s=20.0
     ) as running:
-        running.front.card = msgspec.structs.replace(running.front.card, kv_secret="secret")
+        running.front.card = msgspec.structs.replace(running.front.card, kv_secret="secret", publishes_prefixes=True)
         gateway, ruler = running.connect(**options(serving)), running.connect(**options(ruling))
         await gateway.send(Hello("gateway", replica_id="first"))
         await gateway.ask(submit("paid", billing_context=b"bill"))
         await ruler.send(Hello("ruler", replica_id="ruler"))
         await ruler.until(lambda: ruler.cards)
         assert (gateway.cards[0].kv_secret, ruler.cards[0].kv_secret) == ("secret", "")
+        assert [one.cards[0].publishes_prefixes for one in (gateway, ruler)] == [True, False]
         gateway.socket.close()
         heard: list[object] = []
         while now_s[0] < 60.0:  # the engine has given the first one up long since

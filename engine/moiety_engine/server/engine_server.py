@@ -288,7 +288,7 @@ class EngineServer:
     def _send_card(self, session: GatewaySession, card: ModelCard) -> None:
         session.wants_card, session.has_card = False, True
         if not self._permissions.may_submit(session.public_key):
-            card = msgspec.structs.replace(card, kv_secret="")  # the secret is only for gateways that submit requests
+            card = msgspec.structs.replace(card, kv_secret="", publishes_prefixes=False)  # only for submitters
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read the protocol version
         self._send_load(session)
