@@ -111,6 +111,7 @@ IN_GROUPS = [
     ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4, "expert_all2all": "torch-padded", "two_batch_overlap": "on"}),
     ("deepseek_v3", {"dp_attention": 2, "ep": 2, "expert_all2all": "torch-padded"}),
     ("mixtral", {"dp_attention": 2, "ep": 2, "two_batch_overlap": "on"}),
+    ("deepseek_v4", {"dp_attention": 2, "ep": 2, "two_batch_overlap": "on"}),
     thorough("longcat_flash", {"dp_attention": 2, "ep": 2, "two_batch_overlap": "on"}),
     thorough("qwen3_next", {"dp_attention": 2, "ep": 2, "two_batch_overlap": "on", "expert_all2all": "torch-padded"}),
     *(thorough(one, {"dp_attention": 2, "ep": 2}) for one in ("deepseek_v3", "deepseek_v32", "mixtral", "gpt_oss")),

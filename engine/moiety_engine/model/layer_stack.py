@@ -156,10 +156,11 @@ class LayerStack:
         `bound`: the most tokens of the part that any rank dispatches; None: unknown.
         """
         if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
+            normed_TD = x_TD.new_empty(0, self._spec.hidden_size)
             for mixture in self._mixtures:
-                end = yield from mixture.stages(x_TD, batch.adapted, bound=bound)
+                end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
                 end()
-            return x_TD, x_TD
+            return split_streams(x_TD, self._spec.streams), normed_TD
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self._spec.streams)
         normed_TD = self._norms[0][0](x_TD)
