@@ -128,6 +128,7 @@ IN_GROUPS = [
     thorough("jetmoe", {"dp_attention": 2, "ep": 2}),
     ("zaya", {"dp_attention": 2, "ep": 2}),
     ("zaya", {"dp_attention": 2, "ep": 2, "pp": 2}),
+    ("zaya", {"dp_attention": 2, "ep": 2, "pp": 2, "pp_microbatches": 1, "two_batch_overlap": "on"}),
 ]
 APART = [
     ("gpt_oss", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),

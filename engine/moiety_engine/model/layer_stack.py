@@ -126,9 +126,13 @@ class LayerStack:
         self.chosen.clear()
         tp, parts = self._ranks.rank_position.layout.tp, batch.micro_batches
         bounds = [None] * max(1, len(parts)) if batch.spread is None else batch.spread.share_bounds(tp, len(parts))
+        parts_of_tokens = [part.token_ids_T for part in parts]
+        self.router_inputs.begin_pass(batch.token_ids_T, parts_of_tokens)
         if parts:
             assert on_stored is None, "a step that sends KV is not split into micro-batches"
-            return self._in_turns(x_TD, parts, kv, bounds)
+            ended = self._in_turns(x_TD, parts, kv, bounds)
+            self.router_inputs.end_pass(batch.token_ids_T, parts_of_tokens)
+            return ended
         return take_turns([self._way(x_TD, batch, kv, on_stored, bound=bounds[0])])[0]
 
     def _in_turns(

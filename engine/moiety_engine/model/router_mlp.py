@@ -18,7 +18,7 @@ from moiety_kernels.linear import linear
 from moiety_kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import MutableMapping, Sequence
 
     from torch import Tensor
 
@@ -70,6 +70,7 @@ class RouterInputs:
         self._width = next((router.width for router in widths if router is not None), 0)
         self._pipeline = pipeline
         self._of_tokens: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._received: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # of the stage before
 
     def keep(self, token_ids_T: Tensor, input_TW: Tensor) -> None:
         """Keep a router's input for the next layer."""
@@ -83,7 +84,25 @@ class RouterInputs:
         """Receive the input of the last router of the stage before, after that stage's output."""
         if self._width and len(token_ids_T) and not self._pipeline.is_first:
             empty_TW = torch.empty(len(token_ids_T), self._width, device=token_ids_T.device)
-            self.keep(token_ids_T, self._pipeline.receive(empty_TW))
+            self._received[token_ids_T] = self._pipeline.receive(empty_TW)
+
+    def begin_pass(self, token_ids_T: Tensor, parts: Sequence[Tensor] = ()) -> None:
+        """Let the stage's first router continue what was received for a batch; also when the pass is run again.
+
+        `parts`: the tokens of the batch's micro-batches, consecutive parts of `token_ids_T`, if it has any.
+        """
+        received_TW = self._received.get(token_ids_T)
+        if received_TW is None:
+            return
+        self.keep(token_ids_T, received_TW)
+        if parts:
+            for part_T, input_TW in zip(parts, torch.split(received_TW, [len(one) for one in parts]), strict=True):
+                self.keep(part_T, input_TW)
+
+    def end_pass(self, token_ids_T: Tensor, parts: Sequence[Tensor] = ()) -> None:
+        """Join the inputs of the stage's last router of a batch's micro-batches, for `send`; see `begin_pass`."""
+        if self._width and self._pipeline.size > 1 and len(token_ids_T) and parts:
+            self.keep(token_ids_T, torch.cat([self.of(part_T) for part_T in parts if len(part_T)]))
 
     def send(self, token_ids_T: Tensor) -> None:
         """Send the input of this stage's last router to the next stage, after this stage's output."""
