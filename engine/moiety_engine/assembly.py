@@ -39,7 +39,7 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.kv_transfer.connector import rank_transfers_of
 from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.mtp_and_draft_model.loading import load_drafter
-from moiety_engine.runner.overlap import steps_in_flight_of, steps_overlap
+from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -
     drafter = load_drafter(config, model)
     transfers = rank_transfers_of(config.transfer, model, rank_group)
     overlaps = steps_overlap(model, config)
-    in_flight = steps_in_flight_of(config)
+    in_flight = config.steps_in_flight
     return Worker(
         model, rank_group, drafter, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
     )
@@ -243,7 +243,7 @@ def _join(
         gone=gone,
         note=None if losses is None else losses.note,
         has_ordered_sums=config.batch_invariant,
-        steps_in_flight=steps_in_flight_of(config),
+        steps_in_flight=config.steps_in_flight,
     )
 
 

@@ -244,7 +244,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         return self.pp * self.dp_attention * self.tp + self.ffn_ranks
 
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps in the stages of a pipeline at once: by default one for each stage.
+
+        1 without stages, with expert ranks, which compute one step after the other, and with padded batching, whose
+        rows run together.
+        """
+        if self.pp == 1 or self.ffn_ranks or self.batching is Batching.PADDED:
+            return 1
+        return self.pp if self.pp_microbatches is None else self.pp_microbatches
+
     def _check_pipeline(self) -> None:
+        if self.steps_in_flight > 1 and self.two_batch_overlap is TwoBatchOverlap.ON:
+            raise InvalidConfig(
+                "--two-batch-overlap on is not available with several steps in the stages of --pp, which run each step "
+                "in one piece: leave it out, or set --pp-microbatches 1"
+            )
+        if self.steps_in_flight > 1 and self.expert_batching:
+            raise InvalidConfig(
+                "--expert-batching is not available with several steps in the stages of --pp, which divide the decodes "
+                "that it chooses once more: leave it out, or set --pp-microbatches 1"
+            )
         if self.pp_microbatches in (None, 1):
             return
         if self.pp == 1:

@@ -24,7 +24,7 @@ from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.adapter_loading import AdapterLoader
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.micro_batches import cutting_of
-from moiety_engine.runner.overlap import steps_in_flight_of, steps_overlap
+from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.rebalancing import rebalancing_of
 from moiety_engine.runner.sizes import Sizes, sizes_for
 from moiety_engine.scheduler_setup import build_scheduler
@@ -62,7 +62,7 @@ def build_loop(
         )
     require_recurrent_support(model, config)
     overlaps = steps_overlap(model, config)
-    controls = ControlSender(rank_group, overlaps=overlaps, steps_in_flight=steps_in_flight_of(config))
+    controls = ControlSender(rank_group, overlaps=overlaps, steps_in_flight=config.steps_in_flight)
     sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
     draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns, controls)
     compile_queue = GrammarCompileQueue(grammars, config.grammar)

@@ -13,7 +13,6 @@ from moiety_engine.cache_setup import table_windows, why_windows_are_kept
 from moiety_engine.config import FleetFairness, PolicyName, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.vision_cost import encoder_cost
-from moiety_engine.runner.overlap import steps_in_flight_of
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
 from moiety_engine.scheduling.fairness.service_exchange import ServiceExchange
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
@@ -44,7 +43,7 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
         config.batch_timeout_ms,
         encoder_cost=encoder_cost(model.spec, model.ranks.rank_position.layout),
         batches_experts=config.expert_batching,
-        steps_in_flight=steps_in_flight_of(config),
+        steps_in_flight=config.steps_in_flight,
     )
     policy = config.policy if config.batching is Batching.CONTINUOUS else PolicyName.FCFS
     draft_tokens = 0 if config.speculate is Speculate.OFF else config.speculate_tokens

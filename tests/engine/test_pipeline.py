@@ -10,7 +10,7 @@ from tests.engine.test_overlap import KINDS
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.errors import InvalidConfig
-from moiety_wire.engine_choices import Batching
+from moiety_wire.engine_choices import Batching, TwoBatchOverlap
 from moiety_wire.messages import Sampling
 
 from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
@@ -91,3 +91,18 @@ def test_several_steps_in_flight_are_refused_where_there_can_be_one(settings: di
     assert EngineConfig(model="folder", name="name", pp_microbatches=1, **settings).pp_microbatches == 1
     with pytest.raises(InvalidConfig, match=words):
         EngineConfig(model="folder", name="name", pp_microbatches=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"two_batch_overlap": TwoBatchOverlap.ON, "dp_attention": 2, "ep": 2}, "--two-batch-overlap on is not"),
+        ({"expert_batching": True}, "--expert-batching is not"),
+    ],
+)
+def test_options_for_one_step_at_a_time_are_refused_with_several_in_flight(wanted: dict[str, Any], words: str) -> None:
+    for several in ({}, {"pp_microbatches": 2}):
+        with pytest.raises(InvalidConfig, match=f"{words} available with several steps.*--pp-microbatches 1"):
+            EngineConfig(model="folder", name="name", pp=2, **several, **wanted)
+    for one in ({"pp": 2, "pp_microbatches": 1}, {"pp": 2, "ffn_ranks": 1} if "ep" not in wanted else {"pp": 1}):
+        assert EngineConfig(model="folder", name="name", **one, **wanted).steps_in_flight == 1

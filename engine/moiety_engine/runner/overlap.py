@@ -1,11 +1,10 @@
-"""The decisions whether a step is planned and launched while previous ones run, and while how many."""
+"""The decision whether a step is planned and launched while the previous one runs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from moiety_engine.config import Overlap
-from moiety_wire.engine_choices import Batching
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
@@ -18,17 +17,6 @@ def steps_overlap(model: Transformer | ExpertServer, config: EngineConfig) -> bo
 
     In a pipeline with several steps in flight, no step contains a token that a launched step samples.
     """
-    if steps_in_flight_of(config) > 1:
+    if config.steps_in_flight > 1:
         return False
     return model.device.type == "cuda" if config.overlap is Overlap.AUTO else config.overlap is Overlap.ON
-
-
-def steps_in_flight_of(config: EngineConfig) -> int:
-    """Return how many steps are in the stages of a pipeline at once: by default one for each stage.
-
-    1 without stages, with expert ranks, which compute one step after the other, and with padded batching, whose rows
-    run together.
-    """
-    if config.pp == 1 or config.ffn_ranks or config.batching is Batching.PADDED:
-        return 1
-    return config.pp if config.pp_microbatches is None else config.pp_microbatches
