@@ -51,6 +51,8 @@ class CountingExchange(RowExchange):
 class FakeElasticBuffer:
     """ElasticBuffer of DeepEP without a GPU: received rows have local experts' numbers, and void rows after them."""
 
+    num_open = 0  # of all buffers
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -61,9 +63,12 @@ class FakeElasticBuffer:
         explicitly_destroy: bool,
     ) -> None:
         assert explicitly_destroy
+        FakeElasticBuffer.num_open += 1
         self._group, self._room, self._shape, self._is_open = group, num_max_tokens_per_rank, (hidden, num_topk), True
 
     def destroy(self) -> None:
+        assert self._is_open
+        FakeElasticBuffer.num_open -= 1
         self._is_open = False
 
     def dispatch(
@@ -98,7 +103,7 @@ class FakeElasticBuffer:
         return recv_x, recv_idx, recv_weights, handle, self._event()
 
     def combine(self, x: Tensor, *, handle: Any, async_with_compute_stream: bool) -> tuple[Tensor, None, Any]:
-        assert async_with_compute_stream and x.is_contiguous()
+        assert self._is_open and async_with_compute_stream and x.is_contiguous()
         out = torch.zeros(handle.num_tokens, self._shape[0])
         for sources, given in self._gather((handle.sources, x)):
             for (source, token), row in zip(sources, given, strict=False):
@@ -191,6 +196,23 @@ def one_pass(
     return run_complete_pass(all_to_all, run, rows.x_SD.clone(), repeatable=case.repeatable), expected
 
 
+def overlap_halves(all_to_all: DeepEpAllToAll, position: RankPosition) -> list[int]:
+    """Run passes in two halves of which the second needs a larger buffer; return the open buffers after each."""
+    num_open = []
+    for number, bounds in enumerate(((128, 129), (256, 257), (3, 4))):
+        all_to_all.begin_pass(repeatable=True, repeats=False)
+        sent, halves = [], [rows_of(Case((bound,)), number, position.rank, position) for bound in bounds]
+        for rows, bound in zip(halves, bounds, strict=True):
+            all_to_all.bound = bound
+            sent.append(all_to_all.dispatch(0, rows, NUM_HELD))
+        for rows, one in zip(halves, sent, strict=True):
+            out, received = torch.zeros_like(rows.x_SD), one.wait()
+            one.combine(given(received, position, everywhere=False)).add_to(out)
+            torch.testing.assert_close(out, given(rows, position, everywhere=True), rtol=1e-5, atol=1e-5)
+        num_open.append(FakeElasticBuffer.num_open)
+    return num_open
+
+
 def main() -> None:
     implementation, layout, rank, store = sys.argv[1:]
     torch.set_num_threads(1)
@@ -207,6 +229,7 @@ def main() -> None:
         all_to_all = PaddedAllToAll(exchange, position)
     else:
         all_to_all = DeepEpAllToAll(exchange, FakeElasticBuffer)
+    num_open = overlap_halves(all_to_all, position) if isinstance(all_to_all, DeepEpAllToAll) else []
     counts: list[dict[str, int]] = []
     for number, case in enumerate(CASES):
         if implementation == "fake-deepep" and (case.adapters or not case.bounded):
@@ -217,7 +240,7 @@ def main() -> None:
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
         counts.append(dict(exchange.calls))
     repeats = all_to_all.repeats_total if isinstance(all_to_all, PaddedAllToAll) else 0
-    sys.stdout.write(json.dumps({"counts": counts, "repeats": repeats}) + "\n")
+    sys.stdout.write(json.dumps({"counts": counts, "repeats": repeats, "num_open": num_open}) + "\n")
     dist.destroy_process_group()
 
 

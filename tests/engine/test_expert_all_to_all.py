@@ -75,7 +75,9 @@ def test_capacities_bring_each_token_to_its_experts_without_row_counts(tmp_path:
 
 
 def test_the_deepep_implementation_follows_the_documented_buffer(tmp_path: Path) -> None:
-    assert all(not any(found["counts"]) for found in results_of("fake-deepep", "2x1x2", tmp_path))
+    for found in results_of("fake-deepep", "2x1x2", tmp_path):
+        assert not any(found["counts"])
+        assert found["num_open"] == [2, 2, 1], "a buffer is open until the pass that replaces it has ended, no longer"
 
 
 def test_deepep_is_refused_with_the_reason() -> None:

@@ -55,10 +55,13 @@ class DeepEpAllToAll:
         self._exchange = exchange
         self._buffer_type = buffer_type or importlib.import_module("deep_ep").ElasticBuffer
         self._buffers: dict[tuple[int, int], tuple[Any, int]] = {}  # by D and K: the buffer and its tokens per rank
+        self._replaced: list[Any] = []  # buffers with too little room, which micro-batches of this pass may still use
         self.bound: int | None = None
 
     def begin_pass(self, *, repeatable: bool, repeats: bool) -> None:
-        """Do nothing: no pass is repeated."""
+        """Destroy the buffers that the previous pass has replaced, on all ranks together. No pass is repeated."""
+        while self._replaced:
+            self._replaced.pop().destroy()
 
     def repeat_needed(self) -> bool:
         """Return False."""
@@ -87,7 +90,7 @@ class DeepEpAllToAll:
         if found is None or found[1] < bound:
             num_tokens = max(_LEAST_TOKENS, 1 << (bound - 1).bit_length())
             if found is not None:
-                found[0].destroy()
+                self._replaced.append(found[0])
             buffer = self._buffer_type(
                 self._exchange.handle,
                 num_max_tokens_per_rank=num_tokens,
