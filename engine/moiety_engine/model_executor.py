@@ -108,6 +108,7 @@ class ModelExecutor:
     def release_device_state(self) -> None:
         """Release the KV cache and the runner on all ranks. The caller holds no reference to them."""
         self.controls.send(Release())
+        self.model.ranks.pipeline.finish_sends()
         self._options.kv_connector.serve(None)  # it references the cache too
         self.device_state = None
         if self.draft is not None:

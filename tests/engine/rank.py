@@ -114,6 +114,7 @@ def nap(loop: EngineLoop, lacks: str) -> str:
     if lacks == "host":
         return said
     loop.sleep()
+    assert not loop.executor.model.ranks.pipeline.num_unsent, "what is sent is freed with the cache"
     fitting = loop.executor.sizes
     if lacks == "cache":
         loop.executor.sizes = replace(fitting, num_blocks=1 << 50)

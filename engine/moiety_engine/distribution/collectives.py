@@ -102,6 +102,7 @@ class Pipeline:
     """The ranks of a pipeline, one per stage of layers. The first rank also has the vocabulary.
 
     Sending never waits for the receiver, so a stage continues with its next step. A pipeline of one rank sends nothing.
+    Tensors are kept until they are sent.
     """
 
     def __init__(
@@ -122,7 +123,12 @@ class Pipeline:
         self.is_first = stage == 0
         self._is_last = stage == len(ranks) - 1
         self._most_pending = 3 * most_pending  # rows, results and chosen experts of each step
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors are kept until they are sent
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def num_unsent(self) -> int:
+        """Tensors that are kept because they may not be sent yet."""
+        return len(self._sent)
 
     def receive(self, x: Tensor) -> Tensor:
         """Receive the previous stage's output into x, which has its shape."""
@@ -164,6 +170,11 @@ class Pipeline:
             self._send(x, self._ranks[0], self._returning)
         return Present(x)
 
+    def finish_sends(self) -> None:
+        """Wait until everything is sent, and free it. All steps must have ended, so that the others have received."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
     def _receive_later(self, x: Tensor, rank: int) -> list[dist.Work]:
         """Begin to receive a tensor on the way back; return what to wait for, nothing for a tensor without values."""
         if not x.numel():
@@ -173,11 +184,13 @@ class Pipeline:
         return [work]
 
     def _send(self, x: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
         x = x.contiguous()
         work = dist.isend(x, rank, group=group)
         assert work is not None, "this rank is none of the group"
         self._sent.append((work, x))
-        while len(self._sent) > self._most_pending:  # of steps that have left the pipeline
+        while len(self._sent) > self._most_pending:  # gloo completes a send only when it is waited for
             self._sent.popleft()[0].wait()
 
 

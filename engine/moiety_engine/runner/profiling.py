@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from moiety_engine.memory import Memory, device_memory
 from moiety_engine.messages import CoreSubmit
+from moiety_engine.model.hyper_connections import residual_shape
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.control_messages import Allocate, ControlSender, Release
 from moiety_engine.runner.runner import Runner
@@ -29,14 +31,25 @@ class StepBounds(NamedTuple):
 
 
 def measure(model: Transformer, controls: ControlSender, bounds: StepBounds) -> tuple[Memory, int]:
-    """Return the free memory beside the weights, and the bytes that a step takes at its peak. CUDA only."""
+    """Return the free memory beside the weights, and the bytes that steps take at their peak. CUDA only.
+
+    One step is measured; the rows of further steps in flight in a pipeline are added.
+    """
     free = device_memory(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     kv_bytes = largest_step(model, controls, bounds)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device)
-    return free, max(0, peak - before - kv_bytes)
+    return free, max(0, peak - before - kv_bytes) + sent_rows_bytes(model, bounds, controls.steps_in_flight)
+
+
+def sent_rows_bytes(model: Transformer, bounds: StepBounds, steps_in_flight: int) -> int:
+    """Return the bytes of the rows that a stage keeps until the next stage has received them; 0 without stages."""
+    if model.ranks.pipeline.size == 1:
+        return 0
+    num_rows = -(-bounds.max_batch_tokens // model.ranks.across.size)
+    return steps_in_flight * math.prod(residual_shape(num_rows, model.spec)) * model.activation_dtype.itemsize
 
 
 def largest_step(model: Transformer, controls: ControlSender, bounds: StepBounds) -> int:
@@ -71,6 +84,7 @@ def largest_step(model: Transformer, controls: ControlSender, bounds: StepBounds
         sequence.tokens.append(0)
     runner.collect(runner.launch(Plan([Chunk(s, 1, samples=True) for s in many], max_running, max_running, [])))
     controls.send(Release())
+    model.ranks.pipeline.finish_sends()
     return num_blocks * model.kv_bytes_per_block(block_size) + num_states * model.state_bytes
 
 

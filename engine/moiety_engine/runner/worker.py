@@ -345,6 +345,7 @@ class Worker(WorkerBase):
             passes.model.logits(hidden_LD)
 
     def _release(self) -> None:
+        self._model.ranks.pipeline.finish_sends()
         if self._passes is not None:
             self._passes.release()
         if self._disk is not None:
