@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ import msgspec
 import pytest
 import torch
 import zmq
+from structlog.testing import capture_logs
 
 from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
 from moiety_engine.kv_transfer.peer_authentication import present_sender
-from moiety_engine.kv_transfer.receiver_thread import NOT_ALLOWED, ReceiverThread
+from moiety_engine.kv_transfer.receiver_thread import MAX_MESSAGE_BYTES, NOT_ALLOWED, ReceiverThread
 from moiety_engine.kv_transfer.sender_thread import ANSWER_S, SenderThread
 from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer, prompt_hash
+from moiety_engine.kv_transfer.transports import SharedMemoryTransport, open_segment
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_wire.roles import KvHandoff, transfer_token
@@ -126,6 +129,41 @@ def test_another_connection_neither_writes_into_a_transfer_nor_ends_it(
     staging_buffer.load("a", 0, [[2]], [0])
     stored = torch.cat([part[2].flatten() for part in kv.layers[0].parts])
     assert sorted(stored.tolist()) == list(range(begin.num_bytes // 4))
+
+
+def test_a_message_that_is_too_long_is_not_decoded(
+    connect: Connect, receiver: ReceiverThread, staging_buffer: StagingBuffer, kv: KvCache
+) -> None:
+    link = connect(receiver.address)
+    begin = announced(kv, "a", transfer_token(receiver.secret, "a"))
+    with capture_logs() as logs:
+        link.send(msgspec.structs.replace(begin, rotation="r" * MAX_MESSAGE_BYTES))
+        link.socket.send(b"\xc1")
+        assert isinstance(link.ask(End("nothing")), Refused), "the first two were taken"
+    assert [one["event"] for one in logs] == ["kv_message_undecodable"] * 2
+    assert staging_buffer.claim("a") is Progress.UNKNOWN
+
+
+def test_shared_memory_keeps_its_size_while_the_receiver_reads_it() -> None:
+    shared = SharedMemoryTransport(4096)
+    opened = open_segment(shared.segment, 4096)
+    descriptor = int(shared.segment.rpartition("/")[2])
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    assert not opened.any()
+    shared.close()
+
+
+def test_shared_memory_that_can_be_made_smaller_is_refused(staging_buffer: StagingBuffer, kv: KvCache) -> None:
+    descriptor = os.memfd_create("moiety-kv")  # whose seals are fixed
+    try:
+        begin = announced(kv, "a", "")
+        os.ftruncate(descriptor, begin.num_bytes)
+        segment = f"/proc/{os.getpid()}/fd/{descriptor}"
+        reason = staging_buffer.begin(msgspec.structs.replace(begin, segment=segment, transport="memory"))
+        assert "its shared memory cannot be opened" in reason
+    finally:
+        os.close(descriptor)
 
 
 def test_a_token_is_good_for_one_transfer(

@@ -18,6 +18,7 @@ from moiety_engine.kv_transfer.staging_buffer import StagingBuffer
 from moiety_wire.roles import ANY_HOST, transfer_token
 
 MAX_FRAME_BYTES = 1 << 30  # a chunk of one layer is smaller
+MAX_MESSAGE_BYTES = 1 << 20  # of a message without its chunk; decoded, it takes many times as much memory
 NOT_ALLOWED = (
     "no gateway authorised the transfer: its token belongs to another transfer, to another engine, or to an "
     "earlier start of the engine"
@@ -80,8 +81,11 @@ class ReceiverThread:
     def _take(self, frames: list[zmq.Frame]) -> None:
         identity = frames[0].bytes
         try:
-            message = self._decoder.decode(frames[1].buffer)
-        except (msgspec.MsgspecError, IndexError) as exc:
+            data = frames[1].buffer
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"{len(data)} bytes are more than a message has")
+            message = self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, IndexError) as exc:
             log.warning(
                 "kv_message_undecodable",
                 reason=str(exc),

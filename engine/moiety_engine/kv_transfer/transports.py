@@ -5,6 +5,7 @@ Both fill one buffer at the receiver, chunk by chunk; they differ in which engin
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import re
@@ -79,7 +80,7 @@ class SharedMemoryTransport:
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate the memory. Raises OSError if that fails."""
-        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, num_bytes)
         self._memory = mmap.mmap(self._descriptor, num_bytes)
 
@@ -106,12 +107,14 @@ class SharedMemoryTransport:
 def open_segment(segment: str, num_bytes: int) -> Tensor:
     """Map the memory that another process allocated for a transfer.
 
-    Raises OSError or ValueError if it cannot be opened.
+    The memory cannot be made smaller afterwards: reading what is missing would end this process. Raises OSError or
+    ValueError if it cannot be opened.
     """
     if not (_SEGMENT.fullmatch(segment) and str(Path(segment).readlink()).startswith(f"/memfd:{_NAME}")):
         raise ValueError(f"{segment[:64]!r} is not a shared memory segment for KV")
     descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
     try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         if os.fstat(descriptor).st_size < num_bytes:
             raise ValueError(f"{segment} has fewer than {num_bytes} bytes")
         memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_WRITE)
