@@ -273,10 +273,17 @@ def test_an_image_that_was_dropped_before_its_last_token_counts_again_in_the_ste
             break
         counted.append(plan.shape.prefill_rows - plan.num_rows)
         before = features.encoded_total
-        loop._collect(loop.executor.awake(), loop.executor.awake().runner.launch(plan))
+        run_step(loop, plan)
         encoded.append(features.encoded_total - before)
     assert counted == [cost * number for number in encoded]
     assert sum(encoded) >= 1
+
+
+def run_step(loop: Any, plan: Any) -> None:
+    """Run one planned step and collect its results."""
+    state = loop.executor.awake()
+    loop._flights.append(state.runner.launch(plan))
+    loop._collect(state)
 
 
 @pytest.mark.parametrize("max_batch_tokens", [7, 40, 200])
@@ -315,7 +322,7 @@ def test_each_step_counts_exactly_the_images_that_it_encodes(
     while not loop.scheduler.idle:
         plan = loop.scheduler.plan(10**18)
         encoded.clear()
-        loop._collect(state, state.runner.launch(plan))
+        run_step(loop, plan)
         counted = plan.shape.prefill_rows + plan.shape.decode_rows - plan.num_rows
         assert counted == sum(encoded)
         assert len(encoded) <= 1 or plan.num_rows + counted <= max_batch_tokens
@@ -349,7 +356,7 @@ def test_an_image_larger_than_a_step_s_budget_is_encoded_in_a_step_that_begins_w
     sizes = []
     while (plan := loop.scheduler.plan(10**18)).chunks[plan.num_decode :]:
         sizes.append((plan.num_rows, plan.shape.prefill_rows - plan.num_rows))
-        loop._collect(loop.executor.awake(), loop.executor.awake().runner.launch(plan))
+        run_step(loop, plan)
     assert sizes == [(4, 0), (CAT.num_tokens, cost), (10, 0)]
 
 

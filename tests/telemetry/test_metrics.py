@@ -175,10 +175,10 @@ def rules() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("script", ["boards", "alerts"])
 def test_boards_and_alerts_are_what_their_scripts_write(script: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "helm" / f"{script}.py"), str(tmp_path)], check=True)
+    subprocess.run([sys.executable, str(ROOT / "helm" / f"write_{script}.py"), str(tmp_path)], check=True)
     written = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text(encoding="utf-8") for path in (CHART / script).iterdir()}
-    assert written == kept, f"run: python helm/{script}.py"
+    assert written == kept, f"run: python helm/write_{script}.py"
 
 
 def test_every_query_of_every_board_names_metrics_and_labels_that_there_are() -> None:

@@ -28,6 +28,7 @@ from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
+from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
@@ -245,8 +246,8 @@ async def test_the_patience_with_simulations_is_what_the_settings_say(
     database: Database, objects: ObjectStore, clock: Any
 ) -> None:
     live = LiveSettings(GatewaySettings())
-    parts = database, database, objects, (PEPPER, PepperRotation()), clock, AdapterCache(database, clock), Replicas([])
-    async with Administration(live.now, *parts) as made:
+    stores, caches = (database, database, objects), (AdapterCache(database, clock), Replicas([]), DocumentTextCache(0))
+    async with Administration(live.now, *stores, (PEPPER, PepperRotation()), clock, *caches) as made:
         made.followed_by(live)
         assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)
         await live.change(GatewaySettings(simulation_limit_s=7, simulation_niceness=3))
