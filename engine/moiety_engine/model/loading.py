@@ -159,7 +159,6 @@ def load_share(
     `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see TransformerOptions.
     `mtp`: load only the MTP layer.
     `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
-
     `expert_all2all`: how ranks with different tokens exchange them for experts.
 
     Raises ModelError, InvalidConfig, and OutOfMemory with the figures.
@@ -174,14 +173,13 @@ def load_share(
     wanted = _form(quantization, stored, exact=dtype == "float32")
     dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, position := ranks.rank_position)
-    if expert_all2all is ExpertAll2All.DEEPEP:
-        require_deep_ep(where, DTYPES[dtype])
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
     _check_form_cuts(form, stored, spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
     num_bytes = _weight_bytes(form, own, DTYPES[dtype], head_too=head_too)
     _check_moe_kernel(moe_kernel, spec, where, DTYPES[dtype], form)
+    _check_all_to_all(expert_all2all, where, DTYPES[dtype])
     if batch_invariant and (reason := cannot_be_invariant(own, where, DTYPES[dtype], form, moe_kernel)) is not None:
         raise UnsupportedModelError(f"--batch-invariant is not available: {reason}")
     with ExitStack() as undo:
@@ -199,7 +197,7 @@ def load_share(
         else:
             to: dict[str, Any] = {"device": where, "dtype": DTYPES[dtype], "form": form, "progress": progress}
             weights = load(folder, spec, **to, rank_position=position, offloading=offloading)
-        arithmetic, cache = Arithmetic(moe_kernel, batch_invariant), None
+        cache = None
         if offloading is not None:
             weights, cache = offloading.cache(weights, form, expert_budget_bytes, most_chosen(own), offload)
         far = position.layout.ffn_ranks and position.expert_rank is None
@@ -209,11 +207,14 @@ def load_share(
     if compiler is not None:
         compiler.join()
     weights = with_narrow_head(weights) if head_too else weights
-    return WeightShard(
-        spec,
-        weights,
-        TransformerOptions(cached_in, arithmetic, ranks, one_bytes, cache, keeps_hidden, frees_windows, expert_all2all),
-    )
+    how = Arithmetic(moe_kernel, batch_invariant), ranks, one_bytes, cache, keeps_hidden, frees_windows, expert_all2all
+    return WeightShard(spec, weights, TransformerOptions(cached_in, *how))
+
+
+def _check_all_to_all(expert_all2all: ExpertAll2All, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise InvalidConfig if DeepEP is selected and not available for the device and the type of the weights."""
+    if expert_all2all is ExpertAll2All.DEEPEP:
+        require_deep_ep(device, dtype)
 
 
 def _check_form_cuts(form: WeightFormat | None, stored: WeightFormat | None, spec: ModelSpec, layout: Layout) -> None:
