@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_during_a_fetch_frees_its_process(
         waiting = asyncio.create_task(gateway.post(RESPONSES, asking(RESPONSES, linked(RESPONSES, url))))
         await until(lambda: heads)
         waiting.cancel()
-        await until(lambda: not documents._num_requests and not documents._slots._num_held)
+        await until(lambda: not documents._requests.total() and not documents._slots._num_held)
         status, _, answer = await gateway.post(RESPONSES, asking(RESPONSES, part_of(RESPONSES, PAGES)))
         assert status == 200, answer
 

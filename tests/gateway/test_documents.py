@@ -324,7 +324,7 @@ async def test_a_hostile_file_costs_only_its_own_request(
     limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_document_requests_per_tenant": 1}
     async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
         hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
-        waiting = gateway.assembled.services.documents._num_requests
+        waiting = gateway.assembled.services.documents._requests._num_open
         await until(lambda: waiting.total() == 1)
         status, _, answer = await gateway.post(CHAT, asking(CHAT))
         assert status == 200, answer
@@ -343,7 +343,7 @@ async def test_a_request_that_is_not_admitted_costs_no_process(
     limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_inflight_per_tenant": 1}
     async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
         hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
-        reading = gateway.assembled.services.documents._num_requests
+        reading = gateway.assembled.services.documents._requests._num_open
         await until(lambda: reading.total() == 1)
         status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, b"%PDF-1.7 damaged")))
         assert (status, headers["x-moiety-reason"]) == (429, "tenant_queue_full"), answer
@@ -356,7 +356,7 @@ async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
     start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], document_processes=1, document_cpu_s=1.0) as gateway:
-        requests = gateway.assembled.services.documents._num_requests
+        requests = gateway.assembled.services.documents._requests._num_open
         hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
         await until(lambda: requests.total() == 1)
         hostile.cancel()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -34,6 +33,7 @@ from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
 from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
 from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher, OpenLinks
+from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.prompt_documents import (
     INVALID_DOCUMENT,
     is_document,
@@ -109,8 +109,8 @@ class DocumentPreparation:
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="document")
         self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="document-text")
         self._slots = TenantSlots(num_processes)
-        self._num_requests: Counter[str] = Counter()  # by tenant
-        self._metrics = DocumentMetrics(registry, cache, self._num_requests.total)
+        self._requests = OpenRequests()
+        self._metrics = DocumentMetrics(registry, cache, self._requests.total)
 
     async def close(self) -> None:
         """End all processes, and wait for the threads."""
@@ -179,20 +179,12 @@ class DocumentPreparation:
         budget.take(max_characters=num_characters)
         return found
 
-    @contextmanager
-    def _counted_request(self, tenant_id: str) -> Iterator[None]:
+    def _counted_request(self, tenant_id: str) -> AbstractContextManager[None]:
         """Count a request of the tenant. Raises RateLimited where it has too many."""
         most = self.limits.max_requests_per_tenant
-        if self._num_requests[tenant_id] >= most:
-            message = f"{most} requests whose documents are read are running; wait, or send text"
-            raise RateLimited(message, code=TOO_MANY_DOCUMENTS, retry_after_s=1)
-        self._num_requests[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._num_requests[tenant_id] -= 1
-            if not self._num_requests[tenant_id]:
-                del self._num_requests[tenant_id]
+        message = f"{most} requests whose documents are read are running; wait, or send text"
+        refusal = RateLimited(message, code=TOO_MANY_DOCUMENTS, retry_after_s=1)
+        return self._requests.counted(tenant_id, most, refusal)
 
     async def _read(
         self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, links: OpenLinks

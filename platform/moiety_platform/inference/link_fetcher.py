@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
@@ -24,6 +23,7 @@ import httpx
 
 from moiety_platform.errors import RateLimited
 from moiety_platform.inference.dns_lookups import MAX_LOOKUPS, DnsLookup, new_pool
+from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
@@ -95,7 +95,7 @@ class LinkFetcher:
     tls: ssl.SSLContext | None = None
     _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
-    _num_requests: Counter[str] = field(default_factory=Counter)  # by tenant
+    _requests: OpenRequests = field(default_factory=OpenRequests)
     _slots: TenantSlots = field(default_factory=lambda: TenantSlots(MAX_LOOKUPS))
 
     async def __aenter__(self) -> Self:
@@ -152,20 +152,11 @@ class LinkFetcher:
             return CannotFetch(f"there are {len(links)} links to {kind.noun}s; a request may have {most}. Send fewer")
         return None
 
-    @contextmanager
-    def _counted_request(self, tenant_id: str, kind: LinkedKind) -> Iterator[None]:
+    def _counted_request(self, tenant_id: str, kind: LinkedKind) -> AbstractContextManager[None]:
         """Count a request of the tenant that fetches. Raises RateLimited where it has too many."""
         most = self.limits.max_requests_per_tenant
-        if self._num_requests[tenant_id] >= most:
-            message = f"{most} requests with links are running; wait, or send {kind.noun}s"
-            raise RateLimited(message, code=kind.too_many_code, retry_after_s=1)
-        self._num_requests[tenant_id] += 1
-        try:
-            yield
-        finally:
-            self._num_requests[tenant_id] -= 1
-            if not self._num_requests[tenant_id]:
-                del self._num_requests[tenant_id]
+        message = f"{most} requests with links are running; wait, or send {kind.noun}s"
+        return self._requests.counted(tenant_id, most, RateLimited(message, code=kind.too_many_code, retry_after_s=1))
 
     async def _fetch_within(
         self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int, kind: LinkedKind
