@@ -23,9 +23,10 @@ import psutil
 import pytest
 from tests.selection import (
     beyond_sample,
+    days_of_rotated,
     fast_tests,
     further_mutants,
-    other_half,
+    of_other_days,
     repeated_combinations,
     sample_steps,
 )
@@ -106,14 +107,15 @@ class _InOrderOfPaths:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `thorough`, most combinations of parameters, tests beyond the sample of functions marked
-    `one_in` or of long ones, half of `ALTERNATING` files, and most mutants unless all are wanted, and most tests where
-    only the fast ones are. Where workers take a file at a time, files with slow tests come first, then files with many,
-    so that none is left to the end."""
+    `one_in` or of long ones, two thirds of the longest functions, and most mutants unless all are wanted, and most
+    tests where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then
+    files with many, so that none is left to the end."""
     if not THOROUGH:
         _deselect(config, items, {item for item in items if item.get_closest_marker("thorough")})
         _deselect(config, items, repeated_combinations(items) | further_mutants(items))
-        _deselect(config, items, beyond_sample(items, {} if MEASURED else sample_steps(), SAMPLE))
-        _deselect(config, items, set() if MEASURED else other_half(items, SAMPLE))
+        steps, days = ({}, {}) if MEASURED else (sample_steps(), days_of_rotated())
+        _deselect(config, items, beyond_sample(items, steps, SAMPLE, days))
+        _deselect(config, items, of_other_days(items, days, SAMPLE))
     if FAST:
         _deselect(config, items, set(items).difference(fast_tests(items)))
     if "PYTEST_XDIST_WORKER" in os.environ:

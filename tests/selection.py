@@ -1,6 +1,6 @@
 """Tests that `make test` and `make test-fast` run, of all that there are.
 
-What a function took is in two lists, which a run with every function writes anew:
+What a function took is in three lists, which a run with every function writes anew:
 
     MOIETY_TEST_MEASURED=1 make tests ARGS=--junit-xml=report.xml
     .venv/bin/python -m tests.selection report.xml
@@ -25,19 +25,9 @@ LONG = TESTS / "long_tests.txt"  # functions that `make test-fast` leaves out
 LONG_S = 0.4  # a test of them takes more than this, while others run on the same processors
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
-ALTERNATING = frozenset(  # files whose functions start several processes each: half of them is run, then the other half
-    {
-        *(f"engine/test_parallel{what}.py" for what in ("", "_adapters", "_disk", "_drafts", "_failures", "_offload")),
-        *(f"system/test_{what}.py" for what in ("decisions", "engine_kills", "experts", "failover", "harmony")),
-        *(f"system/test_{what}.py" for what in ("recorded_requests", "structured_outputs", "trace_completeness")),
-        "command/test_serve.py",
-        "dashboard/test_pages.py",
-        "engine/test_parallel_transfer.py",
-        "gateway/test_processes.py",
-        "offline/test_batch_run.py",
-        "tenancy/test_batch_processes.py",
-    }
-)
+ROTATED = TESTS / "rotated_tests.txt"  # functions that `make test` runs each third day, with which of the three
+ROTATED_S = 2.0  # the mean of their tests takes more than this
+DAYS = 3
 
 
 def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -52,34 +42,41 @@ def sample_steps() -> dict[str, int]:
     return {name: int(step) for name, step in lines}
 
 
-def beyond_sample(items: list[pytest.Item], steps: Mapping[str, int], first: int = 0) -> set[pytest.Item]:
+def days_of_rotated() -> dict[str, int]:
+    """Return for each function that runs each third day, by its node id, the remainder of that day's number."""
+    lines = (line.rsplit(" ", 1) for line in ROTATED.read_text(encoding="utf-8").splitlines())
+    return {name: int(day) for name, day in lines}
+
+
+def beyond_sample(
+    items: list[pytest.Item], steps: Mapping[str, int], first: int = 0, days: Mapping[str, int] = {}
+) -> set[pytest.Item]:
     """Return the tests that can be left out of functions marked `one_in(n)`, or that `steps` has: all but each n-th.
 
     Functions begin to count at different ones, so that each value is in some function's sample. `first` shifts all of
-    them: n consecutive numbers choose every test of a function once; 2 · n in `ALTERNATING` files. Functions marked
-    `every_value` are not sampled.
+    them: n consecutive numbers choose every test of a function once; 3 · n of the functions of `days`, which run each
+    third day. Functions marked `every_value` are not sampled.
     """
     beyond: set[pytest.Item] = set()
     for function in _by_function(items):
         marker = function[0].get_closest_marker("one_in")
         step = (marker.args[0] if marker else 1) * steps.get(_name(function[0]), 1)
         if step > 1 and function[0].get_closest_marker("every_value") is None:
-            shift = first // 2 if _alternates(function[0]) else first  # such a function is run by each second number
+            shift = first // DAYS if _name(function[0]) in days else first
             begin = crc32(function[0].originalname.encode()) + shift
             sample = function[begin % min(step, len(function)) :: step]
             beyond.update(set(function).difference(sample))
     return beyond
 
 
-def other_half(items: list[pytest.Item], first: int) -> set[pytest.Item]:
-    """Return the tests that can be left out of `ALTERNATING` files: those of half of the functions if `first` is even,
-    and of the others if it is odd. Functions marked `every_value` are never left out."""
-    return {item for item in items if _alternates(item) and (crc32(_name(item).encode()) + first) % 2}
-
-
-def _alternates(item: pytest.Item) -> bool:
-    alternating = os.path.relpath(item.path, TESTS) in ALTERNATING
-    return alternating and item.get_closest_marker("every_value") is None
+def of_other_days(items: list[pytest.Item], days: Mapping[str, int], today: int) -> set[pytest.Item]:
+    """Return the tests that can be left out today: those of functions that `days` gives another one of three days.
+    `today` is a number of days. Functions marked `every_value` run each day."""
+    return {
+        item
+        for item in items
+        if days.get(_name(item), today % DAYS) != today % DAYS and item.get_closest_marker("every_value") is None
+    }
 
 
 def _by_function(items: list[pytest.Item]) -> Iterable[list[pytest.Function]]:
@@ -151,6 +148,21 @@ def write_lists(report: Path) -> None:
     steps = {name: _step(len(seconds[name]), mean) for name, mean in means.items()}
     LONG.write_text("".join(f"{name}\n" for name, mean in means.items() if mean > LONG_S), encoding="utf-8")
     SAMPLED.write_text("".join(f"{name} {step}\n" for name, step in steps.items() if step > 1), encoding="utf-8")
+    taken = {name: sum(seconds[name]) / steps[name] for name, mean in means.items() if mean > ROTATED_S}
+    ROTATED.write_text("".join(f"{name} {day}\n" for name, day in _days(taken).items()), encoding="utf-8")
+
+
+def _days(taken_s: Mapping[str, float]) -> dict[str, int]:
+    """Return the day of each function: the same for those of one file, which often share what they start, and such that
+    each day takes about as long. `taken_s`: what the function's tests of a run take."""
+    files: defaultdict[str, float] = defaultdict(float)
+    for name, taken in taken_s.items():
+        files[name.split("::")[0]] += taken
+    loads, days = [0.0] * DAYS, {}
+    for file in sorted(files, key=lambda file: (-files[file], file)):
+        days[file] = loads.index(min(loads))
+        loads[days[file]] += files[file]
+    return {name: days[name.split("::")[0]] for name in taken_s}
 
 
 def _step(count: int, mean_s: float) -> int:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 from tests import selection
-from tests.selection import beyond_sample, other_half, repeated_combinations, sample_steps, write_lists
+from tests.selection import (
+    beyond_sample,
+    days_of_rotated,
+    of_other_days,
+    repeated_combinations,
+    sample_steps,
+    write_lists,
+)
 
 pytest_plugins = ["pytester"]
 
@@ -53,9 +60,7 @@ def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytes
     assert sum(item.originalname == "test_table" for item in kept) == 4
 
 
-def test_consecutive_samples_contain_each_function_of_an_alternating_file_once(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_days_contain_each_rotated_function_once(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = every_value")
     items = pytester.getitems("""
         import pytest
@@ -63,20 +68,20 @@ def test_consecutive_samples_contain_each_function_of_an_alternating_file_once(
         def test_a(): pass
         def test_b(): pass
         def test_c(): pass
+        def test_short(): pass
 
         @pytest.mark.every_value
         def test_always(): pass
     """)
-    assert other_half(items, 7) == set(), "files that are not listed are whole"
-    monkeypatch.setattr(selection, "ALTERNATING", frozenset({os.path.relpath(items[0].path, selection.TESTS)}))
-    even, odd = ({item.name for item in other_half(items, first)} for first in (100, 101))
-    assert even | odd == {"test_a", "test_b", "test_c"}
-    assert not even & odd
+    module = f"tests/{os.path.relpath(items[0].path, selection.TESTS)}"
+    days = {f"{module}::test_{name}": day for name, day in (("a", 0), ("b", 1), ("c", 2), ("always", 1))}
+    assert of_other_days(items, {}, 7) == set(), "functions that are not listed run each day"
+    for today, name in ((99, "test_a"), (100, "test_b"), (101, "test_c")):
+        left_out = of_other_days(items, days, today)
+        assert [item.name for item in items if item not in left_out] == [name, "test_short", "test_always"]
 
 
-def test_consecutive_samples_contain_each_test_of_an_alternating_file(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consecutive_days_contain_each_test_of_a_sampled_and_rotated_function(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = one_in")
     items = pytester.getitems("""
         import pytest
@@ -89,15 +94,12 @@ def test_consecutive_samples_contain_each_test_of_an_alternating_file(
         @pytest.mark.parametrize("a", range(8))
         def test_odd(a): pass
     """)
-    monkeypatch.setattr(selection, "ALTERNATING", frozenset({os.path.relpath(items[0].path, selection.TESTS)}))
+    module = f"tests/{os.path.relpath(items[0].path, selection.TESTS)}"
+    days = {f"{module}::test_even": 0, f"{module}::test_odd": 2}
     never = set(items)
-    for first in range(50, 58):
-        never &= beyond_sample(items, {}, first) | other_half(items, first)
+    for first in range(50, 62):
+        never &= beyond_sample(items, {}, first, days) | of_other_days(items, days, first)
     assert not never
-
-
-def test_alternating_files_exist() -> None:
-    assert [name for name in selection.ALTERNATING if not (selection.TESTS / name).is_file()] == []
 
 
 def test_a_sample_is_every_third_test_of_a_function_and_one_at_least(pytester: pytest.Pytester) -> None:
@@ -167,7 +169,8 @@ def test_consecutive_samples_contain_each_test_once(pytester: pytest.Pytester) -
 def test_lists_come_from_the_durations_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "LONG", tmp_path / "long.txt")
     monkeypatch.setattr(selection, "SAMPLED", tmp_path / "sampled.txt")
-    times = {"test_slow": 2.0, "test_short": 0.01, "test_medium": 0.2}
+    monkeypatch.setattr(selection, "ROTATED", tmp_path / "rotated.txt")
+    times = {"test_slow": 2.1, "test_short": 0.01, "test_medium": 0.2}
     cases = "".join(
         f'<testcase classname="tests.some.test_file" name="{name}[{number}]" time="{time}"/>'
         for name, time in times.items()
@@ -177,10 +180,31 @@ def test_lists_come_from_the_durations_of_a_report(tmp_path: Path, monkeypatch: 
     write_lists(tmp_path / "report.xml")
     assert (tmp_path / "long.txt").read_text() == "tests/some/test_file.py::test_slow\n"
     assert sample_steps() == {"tests/some/test_file.py::test_slow": 4, "tests/some/test_file.py::test_medium": 3}
+    assert days_of_rotated() == {"tests/some/test_file.py::test_slow": 0}
+
+
+def test_the_functions_of_a_file_run_on_one_day_and_each_day_takes_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LONG", "SAMPLED", "ROTATED"):
+        monkeypatch.setattr(selection, name, tmp_path / f"{name}.txt")
+    files = {"a": 9, "b": 4, "c": 4, "d": 4, "e": 3, "f": 3}  # s of each of two functions
+    cases = "".join(
+        f'<testcase classname="tests.{file}" name="test_{number}" time="{time}"/>'
+        for file, time in files.items()
+        for number in range(2)
+    )
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    write_lists(tmp_path / "report.xml")
+    days = days_of_rotated()
+    assert len(days) == 2 * len(files)
+    assert all(days[f"tests/{file}.py::test_0"] == days[f"tests/{file}.py::test_1"] for file in files)
+    taken = [sum(time for file, time in files.items() if days[f"tests/{file}.py::test_0"] == day) for day in range(3)]
+    assert taken == [9, 8, 10]
 
 
 def test_the_lists_name_functions_that_there_are() -> None:
-    names = [name.split("::") for name in {*selection.LONG.read_text().split(), *sample_steps()}]
+    names = [name.split("::") for name in {*selection.LONG.read_text().split(), *sample_steps(), *days_of_rotated()}]
     sources = {path: (ROOT / path).read_text() for path, _ in names}
     missing = [(path, name) for path, name in names if f"def {name}(" not in sources[path] and name != "runTest"]
     assert missing == []
