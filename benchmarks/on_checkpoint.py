@@ -24,11 +24,11 @@ def make_parser(description: str | None, result: str) -> argparse.ArgumentParser
     return parser
 
 
-def find_or_make_checkpoint(work: Path) -> Path:
+def find_or_make_checkpoint(work: Path, family: str = "qwen3_moe") -> Path:
     """Return the checkpoint, created in a separate process so that none of its memory stays in this one."""
-    checkpoint = work / "qwen3-moe-670m"
+    checkpoint = work / f"{family.replace('_', '-')}-670m"
     if not (checkpoint / "config.json").exists():
-        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint], check=True)
+        subprocess.run([sys.executable, HERE / "checkpoint.py", checkpoint, family], check=True)
     return checkpoint
 
 
