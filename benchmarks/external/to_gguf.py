@@ -8,8 +8,10 @@ splitting words stands in the file does not matter to a gateway that sends token
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -18,7 +20,9 @@ def main() -> None:
     from conversion import TextModel
 
     TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
-    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", file, "--outtype", "bf16"]
+    family = json.loads((Path(checkpoint) / "config.json").read_text())["model_type"]
+    more = ["--no-mtp"] if family == "qwen3_next" else []  # else the converter asserts that there is an MTP layer
+    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", file, "--outtype", "bf16", *more]
     runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
 
 
