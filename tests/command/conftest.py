@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 from moiety_platform.cli.main import main
+
+STYLES = re.compile(r"\x1b\[[0-9;]*m")  # colours and bold text
+TERMINAL_COLUMNS = 100
+
+
+class TerminalText(io.StringIO):
+    """What a terminal was sent."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -30,5 +43,33 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             main(list(arguments))
         printed = capsys.readouterr()
         return Ended(int(ended.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a command showed on a terminal of TERMINAL_COLUMNS columns, without colours."""
+
+    returncode: int
+    text: str
+
+
+@pytest.fixture
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Screen]:
+    """`on_terminal(argument, …, NAME=value, …)`: `moiety` on a terminal, with such an environment."""
+
+    def run(*arguments: str, **environment: str) -> Screen:
+        shown = TerminalText()
+        with (
+            monkeypatch.context() as patch,
+            contextlib.redirect_stdout(shown),
+            contextlib.redirect_stderr(shown),
+            pytest.raises(SystemExit) as ended,
+        ):
+            for name, value in {**environment, "COLUMNS": str(TERMINAL_COLUMNS), "TERM": "xterm"}.items():
+                patch.setenv(name, value)
+            main(list(arguments))
+        return Screen(int(ended.value.code or 0), STYLES.sub("", shown.getvalue()))
 
     return run

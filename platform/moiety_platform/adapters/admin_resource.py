@@ -28,6 +28,7 @@ ADAPTERS = Resource(
         "engine_adapter": "on engines",
         "id": "id",
     },
+    details=("num_bytes", "engine_adapter"),
     commands=(
         Command(
             "list",
@@ -38,7 +39,7 @@ ADAPTERS = Resource(
                     field="tenant_id",
                     place=ParameterLocation.QUERY,
                     help="Name or id of a tenant. If not given, all tenants.",
-                    names_tenant=True,
+                    finds="tenant",
                 ),
             ),
             output=Output.ROWS,
@@ -48,7 +49,7 @@ ADAPTERS = Resource(
             "remove",
             "Remove an adapter, so that no request can use it any more.",
             method="DELETE",
-            parameters=(path_argument("adapter_id", "Id of the adapter, as moiety adapter list shows it."),),
+            parameters=(path_argument("adapter", "Id of the adapter, or MODEL:NAME.", finds="adapter"),),
         ),
     ),
     more=(GRANT_ADAPTERS,),

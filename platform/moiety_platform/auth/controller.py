@@ -7,7 +7,7 @@ from typing import Annotated
 
 from litestar import Controller, Response, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.actions import needs
@@ -27,8 +27,12 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import one_of
+from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.models import ApiKey
 
+NameFilter = Annotated[
+    str | None, QueryParameter(description="Only keys with this name.", schema_extra=NAME.extra_json_schema)
+]
 RoleFilter = Annotated[str | None, one_of("Only keys of administrators with this role.", *Role)]
 
 
@@ -62,9 +66,10 @@ class KeyController(Controller):
         tenant_id: FromQuery[str | None] = None,
         project_id: FromQuery[str | None] = None,
         role: RoleFilter = None,
+        name: NameFilter = None,
     ) -> KeyPage:
-        """List keys, oldest first; of one tenant, project or role if given."""
-        wanted = service.KeyFilter(tenant_id, project_id, parse_role(role))
+        """List keys, oldest first; of one tenant, project, role or name if given."""
+        wanted = service.KeyFilter(tenant_id, project_id, parse_role(role), name)
         async with database.read() as session:
             return await service.list_keys(session, page, now, wanted)
 

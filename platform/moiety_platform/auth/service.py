@@ -63,11 +63,12 @@ async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Filter of keys: those of one tenant, project or role where given."""
+    """Filter of keys: those of one tenant, project, role or name where given."""
 
     tenant_id: str | None = None
     project_id: str | None = None
     role: Role | None = None
+    name: str | None = None
 
 
 async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key_filter: KeyFilter) -> KeyPage:
@@ -81,6 +82,8 @@ async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key
         statement = statement.where(ApiKey.project_id == (await get_project(session, key_filter.project_id)).id)
     if key_filter.role is not None:
         statement = statement.where(ApiKey.role == key_filter.role)
+    if key_filter.name is not None:
+        statement = statement.where(ApiKey.name == key_filter.name)
     keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
     return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
 

@@ -95,6 +95,7 @@ CLASSES = Resource(
         "downgrade_to": "falls back to",
         "price_factor": "price ×",
     },
+    details=("weight", "preemptible", "downgrade_to", "completion_s", "ttft_per_1k_s", "max_queue_s"),
     plain=plain,
     commands=(
         Command("list", "List all classes, best first.", output=Output.ROWS),

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.object_names import warn_of_unknown_models
 from moiety_platform.resources.paths import path_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -39,6 +40,7 @@ def add_adapter(
     for file in (CONFIG, TENSORS):
         if folder is not None and not (folder / file).is_file():
             raise typer.BadParameter(f"{folder} has no {file}; save the adapter with PEFT's save_pretrained")
+    warn_of_unknown_models(admin.client, [model])
     new: dict[str, Any] = {"tenant_id": admin.client.find_tenant(tenant)["id"], "model": model, "name": name}
     if folder is None:
         admin.show_row(admin.client.call("POST", "/adapters", new | {"engine_adapter": engine_adapter}))

@@ -33,12 +33,17 @@ DataDir = Annotated[
     Path, typer.Option(envvar="MOIETY_DATA_DIR", help="Data directory of a moiety serve on this machine.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Wide = Annotated[
+    bool,
+    typer.Option("--wide", help="Show all columns of a table, each on one line, even if the terminal is narrower."),
+]
 
 _COMMON: dict[str, tuple[Any, Any]] = {  # name → (annotation, default)
     "url": (Url, None),
     "admin_key": (AdminKey, None),
     "data_dir": (DataDir, Path(".moiety")),
     "as_json": (AsJson, False),
+    "wide": (Wide, False),
 }
 
 
@@ -50,6 +55,7 @@ class Admin:
     admin_key: str | None
     data_dir: Path
     as_json: bool
+    wide: bool = False
 
     @functools.cached_property
     def client(self) -> AdminClient:
@@ -61,10 +67,17 @@ class Admin:
             self.client.http.close()
 
     def show_row(self, row: Mapping[str, Any]) -> None:
-        show_row(row, self.as_json)
+        show_row(row, self.as_json, wide=self.wide)
 
-    def show_rows(self, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-        show_rows(rows, columns, self.as_json)
+    def show_rows(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, str],
+        details: Sequence[str] = (),
+        prose: Sequence[str] = (),
+    ) -> None:
+        """Show rows as `tables.show_rows` does, in the format of the common options."""
+        show_rows(rows, columns, self.as_json, wide=self.wide, details=details, prose=prose)
 
 
 def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[..., None]:

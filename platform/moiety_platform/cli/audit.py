@@ -22,6 +22,8 @@ COLUMNS = {
     "object_id": "id",
     "change": "what",
 }
+DETAILS = ("actor_role", "object_kind")
+PROSE = ("change",)
 PAGE = 500
 
 app = typer.Typer(no_args_is_help=True, help="Show the log of administrative changes, and verify its hash chain.")
@@ -33,12 +35,17 @@ def list_entries(
     admin: Admin,
     last: Annotated[int, typer.Option(min=1, help="Number of newest entries to show.")] = 50,
     object_id: Annotated[
-        str | None, typer.Option("--object", help="Id of an object. If not given, changes of all objects.")
+        str | None,
+        typer.Option("--object", help="Id of an object, or name of a tenant. If not given, all objects."),
     ] = None,
 ) -> None:
     """Show who changed what, oldest first."""
+    if object_id is not None:
+        named = list(admin.client.pages("/tenants", name=object_id))
+        object_id = named[0]["id"] if named else object_id
     rows = list(entries(admin.client, object_id))[-last:]
-    admin.show_rows(rows if admin.as_json else [{**row, "change": in_words(row)} for row in rows], COLUMNS)
+    shown = rows if admin.as_json else [{**row, "change": in_words(row)} for row in rows]
+    admin.show_rows(shown, COLUMNS, DETAILS, PROSE)
 
 
 @app.command("verify")

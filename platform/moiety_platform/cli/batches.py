@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moiety_platform.cli.admin_command import AsJson, DataDir, Url
+from moiety_platform.cli.admin_command import AsJson, DataDir, Url, Wide
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_row, show_rows
@@ -31,6 +31,7 @@ COLUMNS = {
     "failed": "failed",
     "created": "created",
 }
+DETAILS = ("endpoint", "failed")
 OVER = ("completed", "failed", "expired", "cancelled")
 POLL_S = 0.5
 UNREACHABLE_LIMIT_S = 60.0
@@ -90,12 +91,13 @@ def list_batches(
     key: Key = None,
     data_dir: DataDir = LOCAL,
     as_json: AsJson = False,
+    wide: Wide = False,
 ) -> None:
     """List the project's batches, newest first."""
     with TenantClient.connect(url, key, data_dir) as client:
         page = client.call("GET", "/batches", params={"limit": last})
     rows = page["data"] if as_json else [summarise(batch) for batch in page["data"]]
-    show_rows(rows, COLUMNS, as_json)
+    show_rows(rows, COLUMNS, as_json, wide=wide, details=DETAILS)
 
 
 @app.command("status")
@@ -192,7 +194,7 @@ def show(batch: Mapping[str, Any], as_json: bool) -> None:
     show_row({**summarise(batch), **files}, as_json=False)
     problems = (batch["errors"] or {"data": []})["data"]
     if problems:
-        show_rows(problems, {"line": "line", "code": "code", "message": "message"}, as_json=False)
+        show_rows(problems, {"line": "line", "code": "code", "message": "message"}, False, prose=("message",))
 
 
 def summarise(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,11 @@ def config() -> None:
     """Check a configuration file, and show the settings of a gateway."""
 
 
+def in_digits(value: Any) -> Any:
+    """Return a number as it is written in a file; any other value unchanged."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class Against(StrEnum):
     """Target that a file may be compared with."""
 
@@ -136,8 +141,12 @@ def show(admin: Admin) -> None:
     if admin.as_json:
         show_json(told)
         return
-    rows = [{**one, "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]} for one in told["data"]]
-    admin.show_rows(rows, {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"})
+    rows = [
+        {**one, "value": in_digits(one["value"]), "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]}
+        for one in told["data"]
+    ]
+    columns = {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"}
+    admin.show_rows(rows, columns, prose=("value", "reload"))
     if told["file"] is not None:
         print_line(f"{told['file']}, loaded {told['taken_at']}")
     if told["problem"]:

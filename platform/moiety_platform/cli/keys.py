@@ -1,4 +1,4 @@
-"""Commands `moiety key list` and `create`, which find tenants and projects first."""
+"""Commands `moiety key …`, which find tenants, projects and keys by their names first."""
 
 from __future__ import annotations
 
@@ -11,24 +11,45 @@ from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.admin_resource import KEEP_KEY_NOTICE, KEYS
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.object_names import ObjectNames, find_key, find_project, warn_of_unknown_models
+from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.resource_commands import show_secret
+from moiety_platform.cli.tables import show_time
+from moiety_platform.resources.paths import path_of
 
 DEFAULT_PROJECT = "default"
+
+KeyArgument = Annotated[
+    str, typer.Argument(help="Id of the key (the part between mty_ and the dot), or name of an active key.")
+]
+KeyTenant = Annotated[
+    str | None, typer.Option("--tenant", help="Name or id of the tenant whose key the name means. If not given, any.")
+]
 
 
 @admin_command
 def list_keys(
     admin: Admin,
     tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
+    ] = None,
     role: Annotated[
         Role | None, typer.Option(help="Role of administrators' keys. If not given, keys of all roles.")
     ] = None,
 ) -> None:
     """List keys, oldest first, without their secrets. Those with a role are administrators'."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
-    rows = list(admin.client.pages("/keys", tenant_id=tenant_id, role=role))
-    shown = [{**row, "belongs_to": row["project_id"] or row["tenant_id"]} for row in rows]
-    admin.show_rows(rows if admin.as_json else shown, KEYS.columns)
+    project_id = None if project is None else _project_id(admin.client, tenant_id, project)
+    rows = list(admin.client.pages("/keys", tenant_id=tenant_id, project_id=project_id, role=role))
+    if admin.as_json:
+        admin.show_rows(rows, KEYS.columns)
+        return
+    names = ObjectNames(admin.client)
+    shown = [
+        {**row, "belongs_to": row["project_id"] or row["tenant_id"], "owner": names.owner_of_key(row)} for row in rows
+    ]
+    admin.show_rows(shown, KEYS.columns, KEYS.details)
 
 
 @admin_command
@@ -42,7 +63,7 @@ def create_key(
         ),
     ] = None,
     project: Annotated[
-        str, typer.Option(help="Project of the tenant. `default` is created if it does not exist.")
+        str, typer.Option(help="Name or id of the tenant's project. `default` is created if it does not exist.")
     ] = DEFAULT_PROJECT,
     role: Annotated[
         Role | None,
@@ -60,7 +81,10 @@ def create_key(
         float | None, typer.Option(min=0.0001, help="Lifetime of the key, in days. If not given, unlimited.")
     ] = None,
 ) -> None:
-    """Create a key for a tenant's clients, or with --role one for an administrator, which only owners may."""
+    """Create a key for a tenant's clients, or with --role one for an administrator, which only owners may.
+
+    Standard output has the key alone; its id and expiry are on standard error.
+    """
     body: dict[str, Any] = {"name": name, "allowed_models": model or None}
     if role is not None:
         if complaint := tenant_complaint(role, tenant):
@@ -73,7 +97,45 @@ def create_key(
         raise typer.BadParameter("give --tenant, --role or both")
     if expires_in_days is not None:
         body["expires_at"] = (datetime.now(UTC) + timedelta(days=expires_in_days)).isoformat()
-    show_secret(admin, admin.client.call("POST", "/keys", body), KEEP_KEY_NOTICE)
+    warn_of_unknown_models(admin.client, model or ())
+    made = admin.client.call("POST", "/keys", body)
+    show_secret(admin, made, KEEP_KEY_NOTICE)
+    if not admin.as_json:
+        _tell(f"id {made['key']['id']}, {_expiry(made['key'])}")
+
+
+@admin_command
+def rotate_key(
+    admin: Admin,
+    key: KeyArgument,
+    tenant: KeyTenant = None,
+    grace_s: Annotated[
+        int | None,
+        typer.Option(min=0, help="Time for which the old key remains valid, in seconds. If not given, one day."),
+    ] = None,
+) -> None:
+    """Create a key's successor, with the same rights. The old key remains valid for a grace period.
+
+    Standard output has the new key alone; both ids, the expiry and the end of the grace are on standard error.
+    """
+    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
+    old = find_key(admin.client, key, tenant_id=tenant_id, rotatable=True)
+    path = path_of("keys", old["id"])
+    body = None if grace_s is None else {"grace_s": grace_s}
+    made = admin.client.call("POST", f"{path}/rotate", body)
+    show_secret(admin, made, KEEP_KEY_NOTICE)
+    if not admin.as_json:
+        _tell(f"id {made['key']['id']}, {_expiry(made['key'])}")
+        end = show_time(admin.client.get(path)["expires_at"])
+        _tell(f"the old key {old['id']} is valid until {end}")
+
+
+@admin_command
+def revoke_key(admin: Admin, key: KeyArgument, tenant: KeyTenant = None) -> None:
+    """Revoke a key permanently."""
+    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
+    found = find_key(admin.client, key, tenant_id=tenant_id)
+    admin.show_row(admin.client.call("POST", path_of("keys", found["id"], "revoke")))
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
@@ -81,3 +143,16 @@ def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:
     if name == DEFAULT_PROJECT and not list(client.pages("/projects", tenant_id=tenant_id, name=name)):
         return str(client.call("POST", "/projects", {"name": name, "tenant_id": tenant_id})["id"])
     return str(client.find_project(tenant_id, name)["id"])
+
+
+def _project_id(client: AdminClient, tenant_id: str | None, text: str) -> str:
+    found = find_project(client, text) if tenant_id is None else client.find_project(tenant_id, text)
+    return str(found["id"])
+
+
+def _expiry(key: dict[str, Any]) -> str:
+    return "does not expire" if key["expires_at"] is None else f"expires {show_time(key['expires_at'])}"
+
+
+def _tell(text: str) -> None:
+    print_line(text, err=True)

@@ -16,7 +16,7 @@ from moiety_platform.administration.catalog import RESOURCES
 from moiety_platform.cli.config_file import with_file
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.lazy import Target, add_lazy_commands, explain_missing_package, load_target
-from moiety_platform.cli.printing import print_line
+from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.resources.declaration import Resource
 
 COMMANDS: dict[str, tuple[Target, str]] = {
@@ -156,11 +156,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         build().main(args=argv, prog_name="moiety")
     except CommandError as exc:
-        print_line(f"moiety: {exc}", err=True)
+        print_prose(f"moiety: {exc}")
         sys.exit(exc.exit_code)
     except ModuleNotFoundError as exc:
         explained = explain_missing_package(exc)
         if explained is None:
             raise
-        print_line(f"moiety: {explained}", err=True)
+        print_prose(f"moiety: {explained}")
         sys.exit(explained.exit_code)

@@ -8,14 +8,17 @@ import typer
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.prices.token_cost import dollars, parse_dollars
 from moiety_platform.quota.admin_resource import QUOTAS
 
 WINDOWS = ("_per_day", "_per_month")
 
 TenantOption = Annotated[str | None, typer.Option(help="Name or id of the tenant that the limit is for.")]
-ProjectOption = Annotated[str | None, typer.Option(help="Id of the project that the limit is for.")]
-KeyOption = Annotated[str | None, typer.Option(help="Id of the key that the limit is for.")]
+ProjectOption = Annotated[
+    str | None, typer.Option(help="Id or name of the project that the limit is for, or TENANT/NAME.")
+]
+KeyOption = Annotated[str | None, typer.Option(help="Id of the key that the limit is for, or name of an active key.")]
 
 
 @admin_command
@@ -93,9 +96,9 @@ def _scopes(client: AdminClient, tenant: str | None, project: str | None, key: s
     if tenant is not None:
         found.append(("tenant", client.find_tenant(tenant)["id"]))
     if project is not None:
-        found.append(("project", project))
+        found.append(("project", find_project(client, project)["id"]))
     if key is not None:
-        found.append(("key", key))
+        found.append(("key", find_key(client, key)["id"]))
     return found
 
 
@@ -118,8 +121,11 @@ def thresholds(text: str | None) -> list[int] | None:
 
 
 def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:
-    """Show limits; JSON has nano-dollars, tables dollars."""
-    admin.show_rows(rows if admin.as_json else [_in_dollars(row) for row in rows], QUOTAS.columns)
+    """Show limits; JSON has nano-dollars, tables dollars and names."""
+    if not admin.as_json:
+        names = ObjectNames(admin.client)
+        rows = [{**_in_dollars(row), "name": names.scope(row["level"], row["scope_id"])} for row in rows]
+    admin.show_rows(rows, QUOTAS.columns, QUOTAS.details)
 
 
 def _in_dollars(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.lazy import load_target
+from moiety_platform.cli.object_names import FINDERS, warn_of_unknown_models
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
 from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation
@@ -62,10 +63,11 @@ def _run(resource: Resource, command: Command, admin: Admin, given: Mapping[str,
     values = _parsed(command, given)
     if command.lacks and not values[ParameterLocation.BODY]:
         raise typer.BadParameter(command.lacks)
-    tenant = _find_tenant(command, admin.client, values)
-    if tenant is not None and command.method == "GET" and values[ParameterLocation.PATH]:
-        admin.show_row(tenant)  # it has been read already
+    found = _find_objects(command, admin.client, values)
+    if found is not None and command.method == "GET" and values[ParameterLocation.PATH]:
+        admin.show_row(found)  # it has been read already
         return
+    warn_of_unknown_models(admin.client, [given[one.name] for one in command.parameters if one.is_model])
     takes_body = command.constants or any(one.place is ParameterLocation.BODY for one in command.parameters)
     body = {**values[ParameterLocation.BODY], **command.constants} if takes_body else None
     suffix = (command.suffix,) if command.suffix else ()
@@ -99,20 +101,21 @@ def _parsed(command: Command, given: Mapping[str, Any]) -> Values:
     return values
 
 
-def _find_tenant(command: Command, client: AdminClient, values: Values) -> dict[str, Any] | None:
-    """Replace the name of a tenant by its id; return the tenant, None where no name was given."""
+def _find_objects(command: Command, client: AdminClient, values: Values) -> dict[str, Any] | None:
+    """Replace the names of objects by their ids; return the last object, None where no name was given."""
+    found = None
     for one in command.parameters:
         field = one.field or one.name
-        if one.names_tenant and field in values[one.place]:
-            tenant = client.find_tenant(values[one.place][field])
-            values[one.place][field] = tenant["id"]
-            return tenant
-    return None
+        if one.finds and field in values[one.place]:
+            found = FINDERS[one.finds](client, values[one.place][field])
+            values[one.place][field] = found["id"]
+    return found
 
 
 def _show_rows(resource: Resource, admin: Admin, rows: list[dict[str, Any]]) -> None:
     plain = resource.plain
-    admin.show_rows(rows if admin.as_json or plain is None else [plain(row) for row in rows], resource.columns)
+    shown = rows if admin.as_json or plain is None else [plain(row) for row in rows]
+    admin.show_rows(shown, resource.columns, resource.details, resource.prose)
 
 
 def show_secret(admin: Admin, response: dict[str, Any], notice: str) -> None:

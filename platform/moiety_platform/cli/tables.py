@@ -6,41 +6,134 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.printable import printable, printable_lines
 
 _FORMULA = re.compile(r"[\s\x00]*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
-PIPE_WIDTH = 1000
+PROSE_WIDTH = 16  # cells that prose gets at least; the rest continues on further lines
+PIPE_WIDTH = 1000  # of displays that are not tables
+CELL_BORDER, TABLE_BORDER = 3, 1  # cells beside the text of each column, and of the table
+COMPACT_GAP = 2  # cells between the columns of a table without borders
 
 
-def show_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], as_json: bool) -> None:
-    """Show rows as a table or as JSON. `columns` maps a field to its heading; JSON has every field."""
+def show_rows(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    as_json: bool,
+    *,
+    wide: bool = False,
+    details: Sequence[str] = (),
+    prose: Sequence[str] = (),
+) -> None:
+    """Show rows as a table or as JSON. `columns` maps a field to its heading; JSON has every field.
+
+    On a terminal, a table that is too wide has no borders, and leaves out first the columns without a value and then
+    the fields `details`, in their order, and says so; if that is not enough, each row is shown as lines. Only the
+    fields `prose` continue on further lines, so ids and names are never cut. In a pipe and with `wide`, all fields are
+    shown whole.
+    """
     if as_json:
         show_json({"data": list(rows)})
         return
-    table = Table(*columns.values())
-    for row in rows:
-        table.add_row(*(as_text(row.get(field)) for field in columns))
-    make_console().print(table)
+    cells = [{field: as_text(row.get(field)) for field in columns} for row in rows]
+    widths = {
+        field: max([cell_len(heading), *(row[field].cell_len for row in cells)]) for field, heading in columns.items()
+    }
+    if wide or not sys.stdout.isatty():
+        _print_table(columns, cells, _table_width(widths.values()))
+        return
+    width = make_console().width
+    used = {field: min(size, PROSE_WIDTH) if field in prose else size for field, size in widths.items()}
+    if _table_width(used.values()) <= width:
+        _print_table(columns, cells, width, prose)
+        return
+    empty = [field for field in columns if rows and all(row.get(field) in (None, "", [], {}) for row in rows)]
+    shown = dict(columns)
+    for field in (*empty, *details):
+        if _compact_width(used[one] for one in shown) <= width:
+            break
+        shown.pop(field, None)
+    if _compact_width(used[one] for one in shown) > width:
+        _print_records([{columns[field]: cell for field, cell in row.items()} for row in cells], width)
+        return
+    _print_table(shown, cells, width, prose, compact=True)
+    left = [heading for field, heading in columns.items() if field not in shown]
+    if left and rows:
+        print_prose(f"not shown: {', '.join(left)}; --wide shows all")
 
 
-def show_row(row: Mapping[str, Any], as_json: bool) -> None:
-    """Show one object, one line per field."""
+def show_row(row: Mapping[str, Any], as_json: bool, *, wide: bool = False) -> None:
+    """Show one object, one line per field; on a terminal, a long text continues on further lines."""
     if as_json:
         show_json(row)
         return
+    cells = {field.replace("_", " "): as_text(value) for field, value in row.items()}
+    sizes = [(cell_len(name), cell.cell_len) for name, cell in cells.items()]
+    needed = _table_width(map(max, zip(*sizes, strict=True)))
+    if not wide and sys.stdout.isatty() and needed > (width := make_console().width):
+        _print_records([cells], width)
+        return
     table = Table(show_header=False)
-    for field, value in row.items():
-        table.add_row(field.replace("_", " "), as_text(value))
-    make_console().print(table)
+    for name, cell in cells.items():
+        table.add_row(name, cell)
+    Console(width=needed).print(table)
+
+
+def _table_width(widths: Iterable[int]) -> int:
+    """Return the width of a table whose columns have these widths, in cells of the terminal."""
+    sizes = list(widths)
+    return sum(sizes) + CELL_BORDER * len(sizes) + TABLE_BORDER
+
+
+def _compact_width(widths: Iterable[int]) -> int:
+    """Return the width of a table without borders, in cells of the terminal."""
+    sizes = list(widths)
+    return sum(sizes) + COMPACT_GAP * (len(sizes) - 1)
+
+
+def _print_table(
+    columns: Mapping[str, str],
+    cells: Sequence[Mapping[str, Text]],
+    width: int,
+    prose: Sequence[str] = (),
+    *,
+    compact: bool = False,
+) -> None:
+    table = Table(box=None, padding=(0, COMPACT_GAP, 0, 0), pad_edge=False) if compact else Table()
+    for field, heading in columns.items():
+        table.add_column(heading, no_wrap=field not in prose, overflow="fold")
+    for row in cells:
+        table.add_row(*(row[field] for field in columns))
+    Console(width=width).print(table)
+
+
+def _print_records(records: Sequence[Mapping[str, Text]], width: int) -> None:
+    """Print each record as lines of a name and a value. A value continues on further lines only between words.
+
+    A word that does not fit beside the name stands on the next line.
+    """
+    margin = 2 + max((cell_len(name) for record in records for name in record), default=0)
+    for number, record in enumerate(records):
+        lines = [""] if number else []
+        for name, value in record.items():
+            longest = max(map(cell_len, value.plain.split()), default=0)
+            indent = margin if longest <= width - margin else 2
+            wrapped = textwrap.wrap(value.plain, max(1, width - indent), break_long_words=False, break_on_hyphens=False)
+            first, *more = wrapped or [""]
+            lines += [f"{name:<{margin}}{first}"] if indent == margin else [name, f"{'':<{indent}}{first}"]
+            lines += [f"{'':<{indent}}{text}" for text in more]
+        print_line("\n".join(lines))
 
 
 def make_console() -> Console:

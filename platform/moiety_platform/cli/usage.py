@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,10 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
+from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_csv, show_json
+from moiety_platform.cli.time_options import From, Hours, To, period_of
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
 
@@ -35,6 +37,10 @@ TOTALS = {
     "cost": "$",
     "attainment": "SLO attained",
 }
+DETAILS = (
+    "expert_read", "expert_moved", "speculative_used_tokens", "speculative_tokens", "preemptions", "mean_duration_ms",
+    "disconnected", "rejected", "cached_tokens", "mean_ttft_ms", "failed", "attainment",
+)  # fmt: skip
 REQUESTS = {
     "started_at": "started",
     "tenant_id": "tenant",
@@ -53,6 +59,10 @@ REQUESTS = {
     "tags": "tags",
     "request_id": "request",
 }
+REQUEST_DETAILS = (
+    "num_preemptions", "tags", "end_user", "slo_attained", "http_status", "endpoint", "service_class", "duration_ms",
+    "ttft_ms", "prompt_tokens", "output_tokens", "model",
+)  # fmt: skip
 
 
 app = typer.Typer(help="Show usage: requests, tokens, latencies and cost; and reconcile it.")
@@ -70,8 +80,17 @@ def usage(
             "and tag:NAME."
         ),
     ] = "tenant",
-    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
+    hours: Hours = None,
+    begin: From = None,
+    end: To = None,
     tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
     end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
     tag: Annotated[
         str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
@@ -86,13 +105,25 @@ def usage(
         return
     if as_csv and admin.as_json:
         raise typer.BadParameter("give --csv or --json, not both")
+    since, until = period_of(hours, begin, end, datetime.now(UTC))
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
-    since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
-    wanted = {"since": since, "tenant_id": tenant_id, "end_user": end_user, "tag": tag}
+    wanted = {
+        "since": since.isoformat(),
+        "until": None if until is None else until.isoformat(),
+        "tenant_id": tenant_id,
+        "project_id": None if project is None else find_project(admin.client, project)["id"],
+        "key_id": None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+        "model": model,
+        "end_user": end_user,
+        "tag": tag,
+    }
     if requests:
         found = admin.client.get("/usage/requests", limit=requests, **wanted)["data"]
         rows = found if admin.as_json else [{**one, "tags": tags_in_line(one["tags"])} for one in found]
-        show_csv(rows) if as_csv else admin.show_rows(rows, REQUESTS)
+        if rows and not (as_csv or admin.as_json):
+            names = ObjectNames(admin.client)
+            rows = [{**one, "tenant_id": names.tenant(one["tenant_id"])} for one in rows]
+        show_csv(rows) if as_csv else admin.show_rows(rows, REQUESTS, REQUEST_DETAILS)
         return
     report = admin.client.get("/usage", group_by=by, **wanted)
     if admin.as_json:
@@ -105,14 +136,16 @@ def usage(
         {**named(one["group"]), **one["totals"], **for_people(one["totals"])} for one in report["data"]
     ]
     groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
-    admin.show_rows(sums, {**groups, **TOTALS})
+    admin.show_rows(sums, {**groups, **TOTALS}, DETAILS)
 
 
 @app.command("reconcile")
 @admin_command
 def reconcile(
     admin: Admin,
-    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
+    hours: Hours = None,
+    begin: From = None,
+    end: To = None,
     journal: Annotated[
         list[Path] | None,
         typer.Option(
@@ -126,8 +159,11 @@ def reconcile(
 
     Ends with 1 if something differs.
     """
-    since = datetime.now(UTC) - timedelta(hours=hours)
-    report = admin.client.get("/usage/reconciliation", since=since.isoformat())
+    since, until = period_of(hours, begin, end, datetime.now(UTC))
+    if journal and until is not None:
+        raise typer.BadParameter("--journal compares up to now; leave --to out")
+    until_text = None if until is None else until.isoformat()
+    report = admin.client.get("/usage/reconciliation", since=since.isoformat(), until=until_text)
     if journal:
         report["engines"] = compare(read_journals(journal, since), requests_since(admin.client, since))
     agrees = report["agrees"] and not report.get("engines", {}).get("differences")

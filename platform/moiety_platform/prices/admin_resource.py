@@ -35,7 +35,7 @@ PRICES = Resource(
             "Set or change a price. It applies to requests that begin later, at every gateway within seconds.",
             method="PUT",
             parameters=(
-                _MODEL,
+                replace(_MODEL, is_model=True),
                 Parameter(
                     name="input_price",
                     field="input",

@@ -15,7 +15,7 @@ QUOTAS = Resource(
     page="quotas.md",
     columns={
         "level": "of",
-        "scope_id": "id",
+        "name": "name",
         "kind": "limit",
         "cap": "cap",
         "used": "used",
@@ -24,7 +24,9 @@ QUOTAS = Resource(
         "alert_at": "alert at %",
         "alerted": "alerted %",
         "id": "limit's id",
+        "scope_id": "of id",
     },
+    details=("scope_id", "alerted", "alert_at", "resets_at", "reserved"),
     commands=(
         CustomCommand("list", "moiety_platform.cli.quotas:list_quotas"),
         CustomCommand("set", "moiety_platform.cli.quotas:set_quota"),

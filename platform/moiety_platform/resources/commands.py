@@ -30,8 +30,9 @@ class Parameter:
     """An argument or option of a command.
 
     `field` is the field of the request, by default `name`. `flag` replaces the flag that has the name. `parse` converts
-    a given value to JSON; it raises ValueError with what follows the option's name in the complaint. With
-    `names_tenant` the value is a tenant's name or id, and its id is sent.
+    a given value to JSON; it raises ValueError with what follows the option's name in the complaint. With `finds`, the
+    name of a resource, the value is the name or the id of one of its objects, and its id is sent. With `is_model` the
+    value is a model, and the command warns if no engine serves it.
     """
 
     name: str
@@ -44,7 +45,8 @@ class Parameter:
     is_required: bool = False
     minimum: int | None = None
     parse: Callable[[Any], Any] | None = None
-    names_tenant: bool = False
+    finds: str = ""
+    is_model: bool = False
 
     @property
     def option(self) -> str:
@@ -57,9 +59,9 @@ def argument(name: str, help: str, **more: Any) -> Parameter:  # noqa: A002 - as
     return Parameter(name=name, help=help, is_argument=True, is_required=True, **more)
 
 
-def path_argument(name: str, help: str, *, names_tenant: bool = False) -> Parameter:  # noqa: A002 - as typer calls it
+def path_argument(name: str, help: str, *, finds: str = "") -> Parameter:  # noqa: A002 - as typer calls it
     """Return a required argument that identifies the object in the request's path."""
-    return argument(name, help, place=ParameterLocation.PATH, names_tenant=names_tenant)
+    return argument(name, help, place=ParameterLocation.PATH, finds=finds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,10 @@ class Resource:
 
     `name` is its name in commands, `help` describes it in `moiety --help`, empty without commands. `plural` is the name
     of its collection where that is not `name` with an s. `page` is the page of the documentation. `columns` maps the
-    fields of a table to their headings; `plain` converts a row for the terminal. `more` are actions beside reading and
-    writing. `apply_kind` is the `module:attribute` of its ApplyKind, empty where files do not declare it.
+    fields of a table to their headings; `details` are those that a table leaves out first on a narrow terminal, and
+    `prose` those whose text may continue on further lines. `plain` converts a row for the terminal. `more` are actions
+    beside reading and writing. `apply_kind` is the `module:attribute` of its ApplyKind, empty where files do not
+    declare it.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Resource:
     access: CollectionAccess
     page: str
     columns: Mapping[str, str] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    prose: tuple[str, ...] = ()
     plain: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     commands: tuple[Command | CustomCommand, ...] = ()
     more: tuple[AdminAction, ...] = ()

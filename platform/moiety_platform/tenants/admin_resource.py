@@ -18,7 +18,7 @@ from moiety_platform.resources.declaration import Resource
 
 ERASE_TENANTS = AdminAction("tenants.erase", OWNER)
 
-_TENANT = path_argument("name", "Name or id of the tenant.", names_tenant=True)
+_TENANT = path_argument("name", "Name or id of the tenant.", finds="tenant")
 _TERMS = (
     Parameter(
         name="service_class",
@@ -47,10 +47,11 @@ TENANTS = Resource(
         "service_class": "class",
         "weight": "weight",
         "status": "status",
-        "speculative_prefill": "speculative_prefill",
+        "speculative_prefill": "speculative prefill",
         "created_at": "created",
         "id": "id",
     },
+    details=("speculative_prefill", "created_at", "weight"),
     commands=(
         Command("list", "List all tenants, oldest first.", output=Output.PAGES),
         Command("show", "Show one tenant.", parameters=(_TENANT,)),
@@ -95,7 +96,7 @@ _TENANT_FILTER = Parameter(
     name="tenant",
     field="tenant_id",
     help="Name or id of the tenant that the project belongs to.",
-    names_tenant=True,
+    finds="tenant",
 )
 
 PROJECTS = Resource(
@@ -104,6 +105,7 @@ PROJECTS = Resource(
     access=MANAGED_BY_TENANTS,
     page="administration.md",
     columns={"name": "name", "tenant_id": "tenant", "created_at": "created", "id": "id"},
+    details=("created_at",),
     commands=(
         Command(
             "list",

@@ -20,6 +20,8 @@ WEBHOOKS = Resource(
         "last_error": "with",
         "id": "id",
     },
+    details=("delivered_at", "failed_at", "last_error"),
+    prose=("last_error",),
     commands=(
         Command("list", "List webhooks, oldest first, and their delivery status.", output=Output.ROWS),
         Command(
@@ -34,7 +36,7 @@ WEBHOOKS = Resource(
             "delete",
             "Delete a webhook: no more alerts go to its address.",
             method="DELETE",
-            parameters=(path_argument("webhook_id", "Id of the webhook, as moiety webhook list shows it."),),
+            parameters=(path_argument("webhook", "Id or address of the webhook.", finds="webhook"),),
         ),
     ),
     apply_kind="moiety_platform.webhooks.declared:WEBHOOK",

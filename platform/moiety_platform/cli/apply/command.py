@@ -137,7 +137,7 @@ def _apply_once(
     if admin.as_json:
         show_json(_report(document, steps, outcome, dry_run=dry_run))
     else:
-        _show(steps, outcome, dry_run=dry_run)
+        _show(steps, outcome, dry_run=dry_run, wide=admin.wide)
     if outcome.failed:
         raise CommandError("\n".join(_complaints(document, steps, outcome)))
 
@@ -160,10 +160,10 @@ def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool) -> None:
+def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool, wide: bool) -> None:
     rows = [row for step in steps if step.action is not PlanAction.KEEP or step.why for row in _rows(step)]
     if rows:
-        show_rows(rows, COLUMNS, as_json=False)
+        show_rows(rows, COLUMNS, False, wide=wide, details=("before",), prose=("before", "after", "why"))
     for (kind, name), text in outcome.texts.items():
         print_line(f"{kind} {name}: {text}   (store it now: it is not shown again)")
     counts = Counter(str(step.action) for step in steps)

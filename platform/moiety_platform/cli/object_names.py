@@ -1,0 +1,183 @@
+"""Search for objects by their name or id, names of ids for tables, and warnings about unknown models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.errors import CommandError, NotAllowed, Refused
+from moiety_platform.cli.printing import print_prose
+from moiety_platform.cli.tables import show_time
+from moiety_platform.resources.paths import path_of
+
+MAX_SHOWN = 10
+ADAPTER_SEPARATOR = ":"  # clients request an adapter as MODEL:NAME
+
+Row = dict[str, Any]
+
+_ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
+_KEY_PREFIX = "mty_"
+
+
+def find_key(client: AdminClient, text: str, *, tenant_id: str | None = None, rotatable: bool = False) -> Row:
+    """Return the key with this id, or else the active key with this name.
+
+    `tenant_id` restricts names to one tenant; `rotatable` excludes keys that have a successor. Raises CommandError,
+    also if several keys have the name.
+    """
+    if (found := _by_id(client, "key", text.removeprefix(_KEY_PREFIX))) is not None:
+        return found
+    named = list(client.pages("/keys", name=text, tenant_id=tenant_id))
+    usable = [one for one in named if one["status"] == "active" and not (rotatable and one["replaced_by"])]
+    if len(usable) == 1:
+        return usable[0]
+    if not named:
+        raise CommandError(f"there is no key with the id or name {text!r}; see: moiety key list")
+    if not usable:
+        state = "active key without a successor" if rotatable else "active key"
+        raise CommandError(f"no {state} is named {text!r}; see: moiety key list")
+    names = ObjectNames(client)
+    shown = [f"{one['id']} (of {names.owner_of_key(one)}, {_expiry(one)})" for one in usable]
+    raise CommandError(f"{len(usable)} active keys are named {text!r}; give the id of one:\n{_lines(shown)}")
+
+
+def find_project(client: AdminClient, text: str) -> Row:
+    """Return the project with this id, or else the one with this name, as NAME or TENANT/NAME. Raises CommandError."""
+    if (found := _by_id(client, "project", text)) is not None:
+        return found
+    named = list(client.pages("/projects", name=text))
+    if not named and "/" in text:
+        tenant, _, name = text.partition("/")
+        return client.find_project(client.find_tenant(tenant)["id"], name)
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        raise CommandError(f"there is no project with the id or name {text!r}; see: moiety project list")
+    names = ObjectNames(client)
+    shown = [names.project(one["id"]) for one in named]
+    raise CommandError(f"{len(named)} tenants have a project {text!r}; give one as TENANT/NAME:\n{_lines(shown)}")
+
+
+def find_webhook(client: AdminClient, text: str) -> Row:
+    """Return the webhook with this address; any other text is returned as its id. Raises CommandError."""
+    if "://" not in text:
+        return {"id": text}
+    found = [one for one in client.get("/webhooks")["data"] if one["url"] == text]
+    if len(found) != 1:
+        told = "no webhook has" if not found else f"{len(found)} webhooks have"
+        raise CommandError(f"{told} the address {text!r}; give an id of: moiety webhook list")
+    webhook: Row = found[0]
+    return webhook
+
+
+def find_adapter(client: AdminClient, text: str) -> Row:
+    """Return the adapter that clients request as MODEL:NAME; any other text is returned as its id.
+
+    Raises CommandError.
+    """
+    if ADAPTER_SEPARATOR not in text:
+        return {"id": text}
+    found = [one for one in client.get("/adapters")["data"] if one["served_as"] == text]
+    if len(found) != 1:
+        told = "no tenant has" if not found else f"{len(found)} tenants have"
+        raise CommandError(f"{told} an adapter {text!r}; give an id of: moiety adapter list")
+    adapter: Row = found[0]
+    return adapter
+
+
+FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
+    {
+        "tenant": lambda client, text: client.find_tenant(text),
+        "project": find_project,
+        "webhook": find_webhook,
+        "adapter": find_adapter,
+    }
+)
+"""Functions that return an object for its name or id, by the name of its resource."""
+
+
+@dataclass
+class ObjectNames:
+    """Names of tenants, projects and keys by id, each read once. An unknown id is its own name."""
+
+    client: AdminClient
+    _rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    def tenant(self, tenant_id: str) -> str:
+        return self._name("/tenants", tenant_id)
+
+    def project(self, project_id: str) -> str:
+        """Return TENANT/PROJECT."""
+        row = self._read("/projects").get(project_id)
+        return project_id if row is None else f"{self.tenant(row['tenant_id'])}/{row['name']}"
+
+    def key(self, key_id: str) -> str:
+        return self._name("/keys", key_id)
+
+    def owner_of_key(self, key: Mapping[str, Any]) -> str:
+        """Return the project of a client's key, or the tenant of an administrator's."""
+        if key["project_id"] is not None:
+            return self.project(key["project_id"])
+        return "all tenants" if key["tenant_id"] is None else self.tenant(key["tenant_id"])
+
+    def scope(self, level: str, scope_id: str) -> str:
+        """Return the name of a tenant, project or key that a quota limits."""
+        by_level = {"tenant": self.tenant, "project": self.project, "key": self.key}
+        return by_level[level](scope_id)
+
+    def _name(self, path: str, object_id: str) -> str:
+        row = self._read(path).get(object_id)
+        return object_id if row is None else str(row["name"])
+
+    def _read(self, path: str) -> dict[str, Row]:
+        if path not in self._rows:
+            self._rows[path] = {row["id"]: row for row in self.client.pages(path)}
+        return self._rows[path]
+
+
+def warn_of_unknown_models(client: AdminClient, models: Iterable[str]) -> None:
+    """Write a warning to standard error for each model that no engine serves now.
+
+    Only roles that can read engines get warnings: for others the gateway does not say which models there are.
+    """
+    wanted = sorted(set(models))
+    if not wanted:
+        return
+    try:
+        engines = client.get("/engines")["data"]
+    except NotAllowed:
+        return
+    served = {one["card"]["model"] for one in engines if one["card"] is not None}
+    for model in wanted:
+        if model not in served and model.partition(ADAPTER_SEPARATOR)[0] not in served:
+            known = f"served are: {_some(sorted(served))}" if served else "no engine is connected"
+            print_prose(f"warning: no engine serves the model {model!r}; {known}")
+
+
+def _by_id(client: AdminClient, kind: str, object_id: str) -> Row | None:
+    if not _ID.fullmatch(object_id):
+        return None
+    try:
+        return client.get(path_of(f"{kind}s", object_id))
+    except Refused as exc:
+        if exc.param != f"{kind}_id":
+            raise
+        return None
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MAX_SHOWN
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _lines(names: list[str]) -> str:
+    more = len(names) - MAX_SHOWN
+    return "\n".join(f"  {name}" for name in [*names[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _expiry(key: Mapping[str, Any]) -> str:
+    return "no expiry" if key["expires_at"] is None else f"expires {show_time(key['expires_at'])}"
