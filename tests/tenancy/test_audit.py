@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, select, update
 
-from moiety_platform.audit import controller as audit_controller
+from moiety_platform.audit import stored_chain
 from moiety_platform.audit.chain import FIELDS, GENESIS, BrokenChain, digest, entry_hash, verify
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.db.session import Database
@@ -90,7 +90,7 @@ async def test_the_newest_entries_come_first_where_they_are_asked_for(admin: Any
 async def test_the_server_verifies_the_chain_page_by_page_and_says_where_it_is_broken(
     admin: Any, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_controller, "VERIFIED_AT_ONCE", 2)
+    monkeypatch.setattr(stored_chain, "VERIFIED_AT_ONCE", 2)
     for number in range(5):
         await admin.call("POST", "tenants", 201, json={"name": f"t{number}"})
     entries = await log(admin)

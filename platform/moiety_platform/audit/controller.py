@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from litestar import Controller, get
 from litestar.di import NamedDependency
 from litestar.params import FromQuery
@@ -13,16 +12,15 @@ from sqlalchemy import select
 from moiety_platform.access.actions import needs
 from moiety_platform.access.caller import Caller
 from moiety_platform.access.views import READ_AUDIT, VERIFY_AUDIT
-from moiety_platform.audit.chain import BrokenChain, Verifier
 from moiety_platform.audit.models import AuditEntry
 from moiety_platform.audit.schemas import AuditPage, AuditVerdict, AuditView
+from moiety_platform.audit.stored_chain import verify_stored_chain
 from moiety_platform.db.paging import Limit, parse_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_whole, whole
 
 MAX_SEQ = 2**62
-VERIFIED_AT_ONCE = 200
 After = Annotated[str | None, whole("Only entries after this number; all if not given.", 0, MAX_SEQ)]
 Before = Annotated[str | None, whole("Only entries before this number, the newest first.", 0, MAX_SEQ)]
 
@@ -64,21 +62,7 @@ class AuditController(Controller):
     @get("/verification", opt=needs(VERIFY_AUDIT))
     async def verify_chain(self, database: NamedDependency[Database]) -> AuditVerdict:
         """Recompute and compare the whole chain, in reads of some hundred entries. Takes long for a long log."""
-        verifier, seq = Verifier(), 0
-        try:
-            while True:
-                page = select(AuditEntry).where(AuditEntry.seq > seq).order_by(AuditEntry.seq).limit(VERIFIED_AT_ONCE)
-                async with database.read() as session:
-                    found = (await session.scalars(page)).all()
-                for entry in found:
-                    verifier.take(msgspec.structs.asdict(AuditView.of(entry)))
-                if len(found) < VERIFIED_AT_ONCE:
-                    break
-                seq = found[-1].seq
-            verified = verifier.finish()
-        except BrokenChain as exc:
-            return AuditVerdict(False, verifier.num_entries, verifier.num_erased, verifier.head, str(exc))
-        return AuditVerdict(True, verified.num_entries, verified.num_erased, verified.head, None)
+        return await verify_stored_chain(database)
 
 
 def _parse_number(text: str, param: str) -> int:
