@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
@@ -17,3 +20,12 @@ def find_upgrade() -> Callable[[str], str]:
     if not found:
         raise CommandError("no installed package contains the database's migrations; reinstall moiety")
     return cast("Callable[[str], str]", next(iter(found)).load())
+
+
+def downgrade_database(database_url: str, revision: str) -> None:
+    """Downgrade a database with the migrations' own program. Raises CommandError."""
+    command = [sys.executable, "-P", "-m", "moiety_migrations", "downgrade", revision]
+    environment = {**os.environ, "MOIETY_DATABASE_URL": database_url}  # not an argument, which every user can read
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CommandError(f"the database cannot be brought to revision {revision}: {done.stderr.strip()}")
