@@ -131,7 +131,10 @@ def test_objects_created_by_hand_are_refused_and_the_others_applied(
 ) -> None:
     moiety("tenant", "create", "handmade", "--weight", "3")
     text = "tenants:\n  - name: handmade\n    weight: 9\n    limits: {tokens_per_day: 5}\n  - {name: other}\n"
-    report = apply(text, "--source", "second", ends_with=1)
+    nothing = apply(text, "--source", "second", ends_with=1)
+    assert (nothing["done"], "nothing was done; correct these objects" in nothing["said"]) == (0, True)
+    assert moiety("tenant", "show", "other").returncode == 1
+    report = apply(text, "--source", "second", "--partial", ends_with=1)
     assert "declared.yaml:2: tenant handmade: created by other means: leave it out" in report["said"]
     assert (report["done"], len(report["failed"])) == (2, 1)
     assert json.loads(moiety("tenant", "show", "handmade", "--json").stdout)["weight"] == 3.0

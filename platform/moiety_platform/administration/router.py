@@ -17,9 +17,9 @@ from litestar.types import ControllerRouterHandler
 from sqlalchemy.exc import IntegrityError, StatementError
 
 from moiety_platform.access.caller import Caller
-from moiety_platform.administration.catalog import ACTIONS
+from moiety_platform.administration.catalog import ACTIONS, RESOURCES
 from moiety_platform.audit.controller import AuditController
-from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.audit.trail import AuditedStore, DryRunPassed
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import FindVerifier, action_of, admin_guard
@@ -51,6 +51,8 @@ from moiety_platform.usage.controller import UsageController
 from moiety_platform.usage.quarantined_rows import SetAside
 
 ADMIN_PATH = "/admin/v1"
+DRY_RUN = "x-moiety-dry-run"
+DRY_RUN_METHODS = ("POST", "PUT", "PATCH")
 MAX_JSON_DEPTH = 16  # no body of ours needs more than two
 
 
@@ -88,7 +90,8 @@ def admin_router(
 
     def store(request: Request[Any, Any, Any]) -> AuditedStore:
         who = caller(request)
-        return AuditedStore(scoped_database(who, database), who.actor, who.role, tenant_of, clock)
+        is_dry_run = DRY_RUN in request.headers  # _check_dry_run has checked its value
+        return AuditedStore(scoped_database(who, database), who.actor, who.role, tenant_of, clock, is_dry_run)
 
     def now() -> datetime:
         return clock.now()
@@ -97,8 +100,11 @@ def admin_router(
         path=ADMIN_PATH,
         guards=[admin_guard(authenticator, oidc)],
         security=[{ADMIN_KEY: []}],
-        before_request=_check_body,
-        exception_handlers=dict.fromkeys((StatementError, OverflowError, UnicodeEncodeError), _answer_store_error),
+        before_request=_check_request,
+        exception_handlers={
+            **dict.fromkeys((StatementError, OverflowError, UnicodeEncodeError), _answer_store_error),
+            DryRunPassed: _answer_dry_run,
+        },
         dependencies={
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
@@ -167,6 +173,31 @@ def _answer_store_error(request: Request[Any, Any, Any], error: Exception) -> Re
         )
         return answer_platform_error(request, Conflict(message, code="conflicting_change"))
     return answer_unexpected_error(request, error)
+
+
+async def _check_request(request: Request[Any, Any, Any]) -> None:
+    """Check the body and the header for a dry run. Raises BadRequest."""
+    _check_dry_run(request)
+    await _check_body(request)
+
+
+def _check_dry_run(request: Request[Any, Any, Any]) -> None:
+    """Refuse a dry run where it would have an effect: of all but the creation or change of a declarable object."""
+    given = request.headers.get(DRY_RUN)
+    if given is None:
+        return
+    if given != "true":
+        raise BadRequest(f"the header {DRY_RUN} must be 'true', or left out", code="invalid_dry_run")
+    collection, *segments = request.scope["path"].removeprefix(ADMIN_PATH).strip("/").split("/")
+    declarable = {one.collection for one in RESOURCES if one.apply_kind}
+    if request.method not in DRY_RUN_METHODS or collection not in declarable or len(segments) > 1:
+        raise BadRequest(
+            f"{request.method} of this path has no dry run: leave the header {DRY_RUN} out", code="invalid_dry_run"
+        )
+
+
+def _answer_dry_run(_: Request[Any, Any, Any], __: Exception) -> Response[None]:
+    return Response(None, status_code=204)
 
 
 async def _check_body(request: Request[Any, Any, Any]) -> None:

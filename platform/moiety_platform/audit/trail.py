@@ -43,11 +43,16 @@ class Change:
 TenantOf = Callable[[AsyncSession, Change], Awaitable[str | None]]  # tenant of the changed object; None: no tenant
 
 
+class DryRunPassed(Exception):
+    """A dry run would have been committed; its transaction is rolled back."""
+
+
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
     """Database access of one administrator, whose changes are logged.
 
-    `role` is its current role, None for the platform itself.
+    `role` is its current role, None for the platform itself. With `is_dry_run` each transaction is checked and rolled
+    back.
     """
 
     database: Database
@@ -55,10 +60,14 @@ class AuditedStore:
     role: Role | None
     tenant_of: TenantOf
     clock: Clock
+    is_dry_run: bool = False
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """Open a transaction whose changes are logged; changes and log roll back together."""
+        """Open a transaction whose changes are logged; changes and log roll back together.
+
+        Raises DryRunPassed instead of the commit of a dry run.
+        """
         async with self.database.write() as session:
             await _lock(session)  # first, so that the logged `before` is the true previous state
             changes: list[Change] = []
@@ -68,6 +77,8 @@ class AuditedStore:
             await session.flush()
             event.remove(session.sync_session, "after_flush", _collect)
             await self._append(session, changes)
+            if self.is_dry_run:
+                raise DryRunPassed
 
     async def _append(self, session: AsyncSession, changes: list[Change]) -> None:
         """Append to the end of the chain, which the caller has locked."""

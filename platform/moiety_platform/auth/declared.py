@@ -1,8 +1,10 @@
-"""Keys in a file that `moiety apply` reads. The file never holds a key's text, which goes into a Secret."""
+"""Keys in a file that `moiety apply` reads. The file never holds a key's text, which goes into a Secret or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,10 +13,11 @@ from moiety_platform.resources.paths import path_of
 
 
 class KeyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"key_secret": "keySecret"}):
-    """A key for clients. The file never holds its text, which goes into the Secret `keySecret`."""
+    """A key for clients, which expires at `expires_at` if that is given. Its text goes into the Secret `keySecret`."""
 
     name: str
     models: list[str] | None = None
+    expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     key_secret: str | None = None
 
 
@@ -22,12 +25,15 @@ def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     form: KeyForm = entry.form
     assert entry.parent is not None
     models = form.models if form.models is not None else entry.around[0].models  # those of its tenant
+    fields: dict[str, Any] = {"allowed_models": None if models is None else sorted(set(models))}
+    if form.expires_at is not None:
+        fields["expires_at"] = msgspec.to_builtins(form.expires_at.astimezone(UTC))  # as the admin API writes it
     yield DeclaredObject(
         "key",
         f"{entry.parent.name}/{form.name}",
         form.name,
         entry.path,
-        {"allowed_models": None if models is None else sorted(set(models))},
+        fields,
         entry.parent.place,
         form.key_secret,
     )

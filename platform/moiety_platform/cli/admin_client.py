@@ -37,6 +37,11 @@ class AdminClient:
         wanted = {name: value for name, value in parameters.items() if value is not None}
         return answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers).json()
 
+    def dry_run(self, method: str, path: str, body: Any, headers: Mapping[str, str], **parameters: Any) -> None:
+        """Send a change that the gateway only checks. Raises NotReachable, NotAllowed or Refused."""
+        wanted = {name: value for name, value in parameters.items() if value is not None}
+        answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers)
+
     def tagged(self, path: str, **parameters: Any) -> tuple[dict[str, Any], str]:
         """Return one object and its ETag."""
         wanted = {name: value for name, value in parameters.items() if value is not None}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,16 +24,20 @@ from moiety_platform.cli.apply.execute import ApplyOutcome, PlanExecutor
 from moiety_platform.cli.apply.key_secrets import KeySecrets
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms, make_plan
+from moiety_platform.cli.apply.plan_check import check_plan
 from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer
+from moiety_platform.cli.object_names import warn_of_unknown_models
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 from moiety_platform.reloading.source import mark_of
+from moiety_platform.resources.apply_kind import DeclaredObject
 from moiety_platform.resources.paths import path_of
 
 PAUSE_S = 0.5
+PRINTED = Path("-")  # in the place of a file of secrets
 POLL_INTERVAL_S = 1.0
 POLLS_UNTIL_RETRY = 10  # after an error that the gateway reported
 COLUMNS = {"does": "does", "kind": "what", "name": "name", "field": "field", "before": "is", "after": "becomes",
@@ -65,6 +70,16 @@ def apply(
     show_keys: Annotated[
         bool, typer.Option("--show-keys", help="Print the text of new keys that have no keySecret.")
     ] = False,
+    secrets_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file for the texts of new keys and webhooks, outside a cluster: each under its keySecret, or "
+            "kind and name. Its mode is 0600. With - the texts are printed."
+        ),
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Apply the other objects even if some are refused.")
+    ] = False,
     wait_s: Annotated[
         float, typer.Option(min=0, help="Longest time to wait until the gateway answers, in seconds.")
     ] = 0,
@@ -75,14 +90,17 @@ def apply(
 ) -> None:
     """Make the objects of a gateway match a file. Objects that were created by other means are not changed.
 
-    A second run changes nothing. Each object is applied whole or not at all; ends with 1 if one was not. With --watch
-    it continues until it is stopped; errors are reported, and retried when the file changes or the gateway is back.
+    The whole plan is checked first, also by the gateway; if an object is refused, nothing is done, unless --partial is
+    given. A second run changes nothing. Ends with 1 if an object was not applied. With --watch it continues until it is
+    stopped; errors are reported, and retried when the file changes or the gateway is back.
     """
+    options = ApplyOptions(
+        file, source, account, wait_s, secrets_file, dry_run=dry_run, prune=prune, adopt=adopt,
+        show_keys=show_keys or secrets_file == PRINTED, partial=partial,
+    )  # fmt: skip
 
     def once() -> None:
-        _apply_once(
-            admin, file, source, account, wait_s, dry_run=dry_run, prune=prune, adopt=adopt, show_keys=show_keys
-        )
+        _apply_once(admin, options)
 
     if watch:
         follow(file, once)
@@ -111,35 +129,68 @@ def follow(file: Path, once: Callable[[], None]) -> None:
         time.sleep(POLL_INTERVAL_S)
 
 
-def _apply_once(
-    admin: Admin,
-    file: Path,
-    source: str,
-    account: Path,
-    wait_s: float,
-    *,
-    dry_run: bool,
-    prune: bool,
-    adopt: bool,
-    show_keys: bool,
-) -> None:
-    document = read_document(file)
-    declared = read_declared_objects(document)
-    wait_for_gateway(admin.client.http, wait_s)
+@dataclass(frozen=True)
+class ApplyOptions:
+    """Options of one application of a file."""
+
+    file: Path
+    source: str
+    account: Path
+    wait_s: float
+    secrets_file: Path | None
+    dry_run: bool
+    prune: bool
+    adopt: bool
+    show_keys: bool
+    partial: bool
+
+
+def _apply_once(admin: Admin, options: ApplyOptions) -> None:
+    document = read_document(options.file)
+    declared = with_secret_names(read_declared_objects(document), options.secrets_file)
+    wait_for_gateway(admin.client.http, options.wait_s)
+    warn_of_unknown_models(admin.client, declared_models(declared))
     current = read_current(admin.client)
-    with KeySecrets(os.environ, account, partial(is_revoked, admin.client)) as secrets:
-        terms = PlanTerms(source, prune, adopt, show_keys, secrets.check_secrets(declared, current))
+    file = None if options.secrets_file == PRINTED else options.secrets_file
+    with KeySecrets(os.environ, options.account, functools.partial(is_revoked, admin.client), file) as secrets:
+        kept = secrets.check_secrets(declared, current)
+        terms = PlanTerms(options.source, options.prune, options.adopt, options.show_keys, kept)
         steps = make_plan(declared, current, terms)
-        outcome = ApplyOutcome() if dry_run else PlanExecutor(admin.client, secrets, current, source).run_plan(steps)
-    for step in steps:
-        if step.action is PlanAction.REFUSE:
-            outcome.failed[step.kind, step.name] = step.why
+        refused = {(step.kind, step.name): step.why for step in steps if step.action is PlanAction.REFUSE}
+        refused |= check_plan(admin.client, steps, current)
+        if options.dry_run or (refused and not options.partial):
+            outcome = ApplyOutcome()
+        else:
+            outcome = PlanExecutor(admin.client, secrets, current, options.source).run_plan(steps)
+    outcome.failed = refused | outcome.failed
     if admin.as_json:
-        show_json(_report(document, steps, outcome, dry_run=dry_run))
+        show_json(_report(document, steps, outcome, dry_run=options.dry_run))
     else:
-        _show(steps, outcome, dry_run=dry_run, wide=admin.wide)
+        _show(steps, outcome, dry_run=options.dry_run, wide=admin.wide)
     if outcome.failed:
-        raise CommandError("\n".join(_complaints(document, steps, outcome)))
+        complaints = _complaints(document, steps, outcome)
+        if refused and not (options.partial or options.dry_run):
+            complaints.append("nothing was done; correct these objects, or apply the others with --partial")
+        raise CommandError("\n".join(complaints))
+
+
+def with_secret_names(declared: list[DeclaredObject], file: Path | None) -> list[DeclaredObject]:
+    """Return the objects with the names of their texts in the file; without any where the texts are printed."""
+    if file is None:
+        return declared
+    kinds = apply_kinds()
+    return [
+        replace(one, key_secret=None if file == PRINTED else one.key_secret or f"{one.kind} {one.name}")
+        if kinds[one.kind].has_secret
+        else one
+        for one in declared
+    ]
+
+
+def declared_models(declared: list[DeclaredObject]) -> set[str]:
+    """Return the models that prices and keys of the file name."""
+    of_prices = {one.identity["model"] for one in declared if "model" in one.identity}
+    return of_prices.union(*(one.fields.get("allowed_models") or () for one in declared))
 
 
 def is_revoked(client: AdminClient, key_id: str) -> bool:

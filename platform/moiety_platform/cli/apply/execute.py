@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.current import Current
-from moiety_platform.cli.apply.key_secrets import KeySecrets
+from moiety_platform.cli.apply.key_secrets import KeySecrets, SecretFileError
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
@@ -72,7 +72,7 @@ class PlanExecutor:
         self._claim(declared, None)
         try:
             self._ids[declared.place] = self._make(declared)
-        except (Refused, ClusterError):
+        except (Refused, ClusterError, SecretFileError):
             self._release(step)  # else a later object created by other means under this name would count as the file's
             raise
         self._claim(declared, self._ids[declared.place])
@@ -98,7 +98,7 @@ class PlanExecutor:
             return
         try:
             self._secrets.put(declared.key_secret, text)
-        except ClusterError:
+        except (ClusterError, SecretFileError):
             self._remove(kind, row)
             raise
 

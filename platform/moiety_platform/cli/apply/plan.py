@@ -102,22 +102,15 @@ def _step_of_secret(declared: DeclaredObject, row: Row | None, terms: PlanTerms)
     if isinstance(kept, str):
         return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, why=kept, declared=declared, row=row)
     if row is not None:
-        if row.get("status", "active") != "active":
-            return PlanStep(
-                PlanAction.KEEP,
-                declared.kind,
-                declared.name,
-                why=f"{row['status']} by hand, and left so",
-                declared=declared,
-                row=row,
-            )
         changes = differences(declared.fields, row)
+        if why := _reason_to_keep(row, changes):
+            return PlanStep(PlanAction.KEEP, declared.kind, declared.name, why=why, declared=declared, row=row)
         if not changes and kept:
             return PlanStep(PlanAction.KEEP, declared.kind, declared.name, declared=declared, row=row)
         if not kept:
             changes["keySecret"] = ("lost", declared.key_secret)
     if declared.key_secret is None and not terms.shows_keys:
-        why = "its text would be lost: give keySecret for a Secret of the cluster, or --show-keys to have it printed"
+        why = "its text would be lost: give keySecret for a Secret of the cluster, --secrets-file, or --show-keys"
         return PlanStep(PlanAction.REFUSE, declared.kind, declared.name, changes, why, declared, row)
     return PlanStep(
         PlanAction.CREATE if row is None else PlanAction.REPLACE,
@@ -127,6 +120,16 @@ def _step_of_secret(declared: DeclaredObject, row: Row | None, terms: PlanTerms)
         declared=declared,
         row=row,
     )
+
+
+def _reason_to_keep(row: Row, changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return why an object with a secret is left as it is although it does not work any more, else nothing."""
+    status = row.get("status", "active")
+    if row.get("replaced_by"):
+        return "rotated by hand, and left so"
+    if status == "expired":
+        return "" if "expires_at" in changes else "expired; set a later expires_at to create its successor"
+    return "" if status == "active" else f"{status} by hand, and left so"
 
 
 def _removal_steps(places: Iterable[ObjectPlace], current: Current, terms: PlanTerms) -> list[PlanStep]:

@@ -1,0 +1,69 @@
+"""Check of a plan by the gateway before anything is done: each new or changed object is sent as a dry run.
+
+A dry run is the request itself, which the gateway validates in a transaction that it then rolls back. An object that
+refers to a class of the same plan is not checked, since the gateway does not know the class yet. A limit or a key of a
+new object is checked as if it were one of an existing object of that kind.
+"""
+
+from __future__ import annotations
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.apply.current import Current
+from moiety_platform.cli.apply.kinds import apply_kinds
+from moiety_platform.cli.apply.plan import PlanAction, PlanStep
+from moiety_platform.cli.errors import Refused
+from moiety_platform.resources.apply_kind import AdminRequest, DeclaredObject, ObjectPlace
+
+DRY_RUN = {"X-Moiety-Dry-Run": "true"}
+WITHOUT_NAMES = ("limit", "key")  # kinds whose objects conflict with no other object of their parent
+_CLASS_FIELDS = ("service_class", "downgrade_to")
+
+
+def check_plan(client: AdminClient, steps: list[PlanStep], current: Current) -> dict[ObjectPlace, str]:
+    """Return for each object that the gateway would refuse the reason. Raises NotReachable or NotAllowed."""
+    refused: dict[ObjectPlace, str] = {}
+    new_classes = {step.name for step in steps if step.kind == "class" and step.action is PlanAction.CREATE}
+    for step in steps:
+        request = _request_of(step, current)
+        if request is None or _named_classes(step) & new_classes:
+            continue
+        try:
+            client.dry_run(request.method, request.path, request.body, DRY_RUN, **request.query)
+        except Refused as exc:
+            refused[step.kind, step.name] = str(exc)
+    return refused
+
+
+def _request_of(step: PlanStep, current: Current) -> AdminRequest | None:
+    """Return the request of a step that creates or changes an object; None for any other, or without a parent."""
+    declared, kind = step.declared, apply_kinds()[step.kind]
+    if declared is None:
+        return None
+    if step.action is PlanAction.CHANGE and kind.change_request is not None:
+        change = {name: value for name, (_, value) in step.changes.items()}
+        return kind.change_request(declared, step.row or {}, change)
+    if step.action not in (PlanAction.CREATE, PlanAction.REPLACE):
+        return None
+    if declared.parent is None:
+        return kind.create_request(declared, "")
+    parent_id = _parent_id(declared, current)
+    return None if parent_id is None else kind.create_request(declared, parent_id)
+
+
+def _parent_id(declared: DeclaredObject, current: Current) -> str | None:
+    assert declared.parent is not None
+    kind = apply_kinds()[declared.parent[0]]
+    if (row := current.rows.get(declared.parent)) is not None:
+        return kind.identity(row)
+    if declared.kind not in WITHOUT_NAMES:
+        return None
+    others = (row for (name, _), row in current.rows.items() if name == kind.kind and row.get("status") != "suspended")
+    return next((kind.identity(row) for row in others), None)
+
+
+def _named_classes(step: PlanStep) -> set[str]:
+    declared = step.declared
+    if declared is None:
+        return set()
+    fields = declared.fields | declared.identity
+    return {str(fields[name]) for name in _CLASS_FIELDS if fields.get(name) is not None}
