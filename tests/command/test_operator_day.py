@@ -21,6 +21,16 @@ TENANT, PROJECT, KEY = "acme-research-laboratories", "web-frontend-production", 
 WEBHOOK = "https://ops.example.com/hooks/moiety/alerts"
 ID = re.compile(r"\b(?:ten|prj|quo|whk)_[a-z0-9]{20}\b")
 
+DECLARED = """
+tenants:
+  - name: globex-corporation-international
+    weight: 2
+    limits: {tokens_per_day: 2000000, dollars_per_month: "500", alert_at: [50, 80]}
+    projects:
+      - name: data-science
+        keys: [{name: notebooks, keySecret: notebooks, models: [moiety-demo]}]
+"""
+
 Day = Callable[..., str]
 
 
@@ -110,6 +120,21 @@ def test_a_day_of_commands_fits_the_terminal(day: Day, moiety: Callable[..., Any
     file = tmp_path / "in.jsonl"
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
     file.write_text(json.dumps(line) + "\n")
+    declared = tmp_path / "declared.yaml"
+    declared.write_text(DECLARED)
+    applied = ("apply", "-f", str(declared), "--secrets-file", str(tmp_path / "secrets.json"))
+    for shown in (day(*applied, "--dry-run"), day(*applied)):
+        assert "create key globex-corporation-international/data-science/notebooks" in shown
+        assert "    weight: 2" in shown
+    declared.write_text(DECLARED.replace("weight: 2", "weight: 3"))
+    assert "declared by 'default'" in day(*applied, "--source", "other", ends_with=1)
+    backup = tmp_path / "backup"
+    assert "sqlite, revision" in day("backup", "--output", str(backup), "--data-dir", str(serve.data_dir))
+    restored = ("restore", str(backup), "--data-dir", str(tmp_path / "restored"))
+    assert "audit head" in day(*restored)
+    assert "the target is not empty" in day(*restored, ends_with=1)
+    assert "the pepper fits" in day("doctor", "--data-dir", str(serve.data_dir), "--url", serve.url)
+    assert "read it before" in day("support-bundle", "--output", str(tmp_path / "bundle.tar.gz"), "--url", serve.url)
     batch = json.loads(moiety("batch", "submit", str(file), "--wait", "--json").stdout)["id"]
     assert batch in day("batch", "list")
     assert batch in day("batch", "status", batch)

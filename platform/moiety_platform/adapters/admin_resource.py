@@ -22,13 +22,14 @@ ADAPTERS = Resource(
     page="adapters.md",
     columns={
         "served_as": "model",
-        "tenant_id": "tenant",
+        "tenant": "tenant",
         "state": "state",
         "num_bytes": "bytes",
         "engine_adapter": "on engines",
         "id": "id",
+        "tenant_id": "tenant's id",
     },
-    details=("num_bytes", "engine_adapter"),
+    details=("tenant_id", "num_bytes", "engine_adapter"),
     commands=(
         Command(
             "list",

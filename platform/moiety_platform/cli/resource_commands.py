@@ -11,13 +11,14 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.lazy import load_target
-from moiety_platform.cli.object_names import FINDERS, warn_of_unknown_models
+from moiety_platform.cli.object_names import FINDERS, ObjectNames, warn_of_unknown_models
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
 from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.resources.paths import path_of
 
+TENANT = "tenant"  # column of the name of the tenant with the id `tenant_id`
 Values = dict[ParameterLocation, dict[str, Any]]
 
 
@@ -114,6 +115,9 @@ def _find_objects(command: Command, client: AdminClient, values: Values) -> dict
 
 def _show_rows(resource: Resource, admin: Admin, rows: list[dict[str, Any]]) -> None:
     plain = resource.plain
+    if TENANT in resource.columns and not admin.as_json:
+        names = ObjectNames(admin.client)
+        rows = [{**row, TENANT: names.tenant(row["tenant_id"])} for row in rows]
     shown = rows if admin.as_json or plain is None else [plain(row) for row in rows]
     admin.show_rows(shown, resource.columns, resource.details, resource.prose)
 

@@ -20,7 +20,7 @@ from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
 from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, run_doctor
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
-from moiety_platform.cli.printing import print_line
+from moiety_platform.cli.printing import print_prose
 from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
 from moiety_platform.redaction import hide_url_passwords, redact_text
@@ -77,7 +77,7 @@ def support_bundle(
             ]
     except OSError as exc:
         raise CommandError(f"cannot write {target} ({exc.strerror}); give another name as --output") from exc
-    print_line(f"{target} has {', '.join(names)}; read it before you share it")
+    print_prose(f"{target} has {', '.join(names)}; read it before you share it", err=False)
 
 
 def secrets_of(context: DoctorContext) -> list[str]:

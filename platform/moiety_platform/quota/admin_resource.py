@@ -26,7 +26,7 @@ QUOTAS = Resource(
         "id": "limit's id",
         "scope_id": "of id",
     },
-    details=("scope_id", "alerted", "alert_at", "resets_at", "reserved"),
+    details=("scope_id", "alerted", "alert_at", "resets_at", "reserved", "level"),
     commands=(
         CustomCommand("list", "moiety_platform.cli.quotas:list_quotas"),
         CustomCommand("set", "moiety_platform.cli.quotas:set_quota"),

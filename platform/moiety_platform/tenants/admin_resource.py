@@ -104,8 +104,8 @@ PROJECTS = Resource(
     help="List and create the projects of a tenant, which its keys belong to.",
     access=MANAGED_BY_TENANTS,
     page="administration.md",
-    columns={"name": "name", "tenant_id": "tenant", "created_at": "created", "id": "id"},
-    details=("created_at",),
+    columns={"name": "name", "tenant": "tenant", "created_at": "created", "id": "id", "tenant_id": "tenant's id"},
+    details=("tenant_id", "created_at"),
     commands=(
         Command(
             "list",

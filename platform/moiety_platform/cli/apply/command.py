@@ -29,7 +29,7 @@ from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError, NotReachable, Refused
 from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.object_names import warn_of_unknown_models
-from moiety_platform.cli.printing import print_line
+from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.secrets_api import ACCOUNT
 from moiety_platform.reloading.source import mark_of
@@ -212,9 +212,12 @@ def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
 
 
 def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool, wide: bool) -> None:
-    rows = [row for step in steps if step.action is not PlanAction.KEEP or step.why for row in _rows(step)]
-    if rows:
-        show_rows(rows, COLUMNS, False, wide=wide, details=("before",), prose=("before", "after", "why"))
+    shown = [step for step in steps if step.action is not PlanAction.KEEP or step.why]
+    if sys.stdout.isatty() and not wide:
+        for step in shown:
+            print_prose(_in_lines(step), err=False)
+    elif shown:
+        show_rows([row for step in shown for row in _rows(step)], COLUMNS, False, wide=wide)
     for (kind, name), text in outcome.texts.items():
         print_line(f"{kind} {name}: {text}   (store it now: it is not shown again)")
     counts = Counter(str(step.action) for step in steps)
@@ -222,6 +225,16 @@ def _show(steps: list[PlanStep], outcome: ApplyOutcome, *, dry_run: bool, wide: 
     print_line(
         f"{told}; " + ("nothing was done (--dry-run)" if dry_run else f"{outcome.done} done, {len(outcome.failed)} not")
     )
+
+
+def _in_lines(step: PlanStep) -> str:
+    """Return the action on an object as a line, and below it its changed fields and the reason."""
+    lines = [f"{step.action} {step.kind} {step.name}"]
+    for row in _rows(step):
+        if row["field"]:
+            change = row["after"] if step.action is PlanAction.CREATE else f"{row['before']} → {row['after']}"
+            lines.append(f"    {row['field']}: {change}")
+    return "\n".join([*lines, *([f"    {step.why}"] if step.why else [])])
 
 
 def _rows(step: PlanStep) -> list[dict[str, Any]]:

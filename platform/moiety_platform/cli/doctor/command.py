@@ -20,7 +20,7 @@ from moiety_platform.cli.doctor.services import check_dashboard, check_gateway, 
 from moiety_platform.cli.doctor.store import check_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
-from moiety_platform.cli.printing import print_line
+from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json
 from moiety_platform.clock import Clock, SystemClock
@@ -163,8 +163,8 @@ def curve_of(settings: GatewaySettings) -> CurveKeys | None:
 
 def show(finding: Finding) -> None:
     """Print a finding in one line, and the advice below it."""
-    print_line(f"{MARKS[finding.level]} {finding.area}: {finding.found}")
+    print_prose(f"{MARKS[finding.level]} {finding.area}: {finding.found}", err=False)
     if finding.advice:
-        print_line(f"    {finding.advice}")
+        print_prose(f"    {finding.advice}", err=False)
     if finding.command:
         print_line(f"    $ {finding.command}")
