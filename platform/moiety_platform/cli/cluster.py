@@ -1,4 +1,4 @@
-"""Commands `moiety cluster …`, which the Jobs of the Helm chart run in a pod."""
+"""Commands `moiety cluster …`, which the Jobs and the pods of the Helm chart run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moiety_platform.clock import SystemClock
 from moiety_platform.cluster.deployment import ensure_secrets, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import ACCOUNT, SecretsApi
+from moiety_platform.cluster.tokenizer import download_tokenizer
 from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
@@ -26,7 +27,8 @@ from moiety_platform.settings import GatewaySettings
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Create Secrets and the key of the first owner. The Jobs of the Helm chart run these commands.",
+    help="Create Secrets and the key of the first owner, and download tokenizers. The pods of the Helm chart run these "
+    "commands.",
 )
 
 Account = Annotated[
@@ -69,6 +71,22 @@ def make_owner(
     except (ClusterError, BadPepper, BadDatabaseUrl, PlatformError, ValidationError) as exc:
         raise CommandError(str(exc)) from exc
     print_line(f"the owner's key is in the Secret {name}" if made else "the store has keys already; nothing was done")
+
+
+@app.command("tokenizer")
+def fetch_tokenizer(
+    hub_id: Annotated[str, typer.Argument(help="Model ID on the Hugging Face Hub.")],
+    folder: Annotated[Path, typer.Argument(help="Folder that the files are written to.")],
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, tag or branch of the model; if not given, the default branch.")
+    ] = None,
+) -> None:
+    """Download the tokenizer of a model from the hub, without its weights, and check that the gateway can use it."""
+    try:
+        download_tokenizer(hub_id, folder, revision)
+    except ClusterError as exc:
+        raise CommandError(str(exc)) from exc
+    print_line(f"the tokenizer of {hub_id} is in {folder}")
 
 
 async def _ensure_owner(url: str, pepper: bytes, api: SecretsApi, name: str, *, reissue: bool) -> bool:
