@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moiety_podrun.container import Container, Place
-from moiety_podrun.errors import Failed
+from moiety_podrun.errors import Failed, NotPossible
 from moiety_podrun.network import Network
 from moiety_podrun.policies import Peer
 from moiety_podrun.sources import Sources
@@ -20,6 +20,7 @@ from moiety_podrun.volumes import make_volumes
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before a container that has ended is restarted
 LOG_LINES = 40
+ASSIGNED_USER = 1_000_650_000  # of a pod that names none, as OpenShift assigns one without an entry in /etc/passwd
 
 
 class Pod:
@@ -40,6 +41,8 @@ class Pod:
         self.ready = False
         self.restarts = 0
         self._spec, self._network, self._on_change = template["spec"], network, on_change
+        if any(one.get("restartPolicy") == "Always" for one in self._spec.get("initContainers", ())):
+            raise NotPossible(f"the pod {name} has sidecars, which only a cluster runs: choose values without them")
         ports = {
             port["name"]: port["containerPort"] for one in self._spec["containers"] for port in one.get("ports", ())
         }
@@ -48,8 +51,8 @@ class Pod:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         security = self._spec["securityContext"]
-        volumes = make_volumes(self._spec, claims, self.folder / "volumes", sources)
-        user, group = security["runAsUser"], security["runAsGroup"]
+        volumes = make_volumes(self._spec, claims, self.folder / "volumes", sources, ASSIGNED_USER)
+        user, group = (security.get(name, ASSIGNED_USER) for name in ("runAsUser", "runAsGroup"))
         is_told = self._spec["automountServiceAccountToken"]
         account = sources.api.folder if is_told else None
         place = Place(name, self.peer.address, self.folder, names, volumes, user, group, account)

@@ -13,9 +13,15 @@ from moiety_podrun.sources import Sources
 Object = Mapping[str, Any]
 
 
-def make_volumes(spec: Object, claims: Object, folder: Path, sources: Sources) -> dict[str, Path]:
-    """Return the volumes by name. `claims`: those of a StatefulSet's templates, as folders that outlive the pod."""
-    group = spec.get("securityContext", {}).get("fsGroup", 0)
+def make_volumes(
+    spec: Object, claims: Object, folder: Path, sources: Sources, assigned_group: int = 0
+) -> dict[str, Path]:
+    """Return the volumes by name.
+
+    `claims`: those of a StatefulSet's templates, as folders that outlive the pod. `assigned_group`: the group that the
+    volumes get if the pod names none.
+    """
+    group = spec.get("securityContext", {}).get("fsGroup", assigned_group)
     found = {volume["name"]: _volume(volume, folder / volume["name"], sources) for volume in spec.get("volumes", ())}
     found |= claims
     for path in found.values():
