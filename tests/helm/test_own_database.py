@@ -12,6 +12,7 @@ from moiety_migrations import HEAD
 from .running import NEEDS_ROOT, Running, running
 
 VALUES = """
+podDefaults: {fixedUser: false}
 networkPolicies: {enabled: true}
 database: {bundled: {enabled: false}, existingSecret: own}
 gateway: {replicas: 1, deregisterSeconds: 1, drainSeconds: 5}

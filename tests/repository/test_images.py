@@ -121,7 +121,7 @@ def test_images_compose_and_chart_say_one_version_and_one_user() -> None:
     chart = yaml.load((ROOT / "helm" / "moiety" / "Chart.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert chart["appVersion"] == version
     pods = (ROOT / "helm" / "moiety" / "templates" / "_pods.tpl").read_text(encoding="utf-8")
-    user = re.findall(r"runAsUser: (\d+)", pods)[0]
+    user = re.findall(r"\$user := (\d+)", pods)[0]
     assert re.findall(r"^USER (\d+):\1$", dockerfile, re.MULTILINE)[-1] == user
     assert dockerfile.count('ENTRYPOINT ["moiety"]') == 1
     values = yaml.load((ROOT / "helm" / "moiety" / "values.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)

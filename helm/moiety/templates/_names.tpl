@@ -24,6 +24,9 @@ app.kubernetes.io/component: {{ index . 1 }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Of (list root image): one of our images. */}}
@@ -54,10 +57,23 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- printf "%s-engine-%s" (include "moiety.fullname" (index . 0)) (index . 1).name -}}
 {{- end -}}
 
-{{/* Of (list root given): all of a pool, as JSON. */}}
+{{/* Of (list root given): the part of an engine pool, as JSON, with its default resources. */}}
 {{- define "moiety.wholePool" -}}
 {{- $root := index . 0 -}}
-{{- mergeOverwrite (deepCopy $root.Values.enginePoolDefaults) (deepCopy (index . 1)) | toJson -}}
+{{- $pool := mergeOverwrite (deepCopy $root.Values.podDefaults) (deepCopy $root.Values.enginePoolDefaults) (deepCopy (index . 1)) -}}
+{{- $gpus := int $pool.gpus -}}
+{{- $requests := dict "cpu" "2" "memory" "4Gi" -}}
+{{- $limits := dict "memory" "8Gi" -}}
+{{- $shared := "1Gi" -}}
+{{- if $gpus -}}
+{{- $requests = dict "cpu" (mul 4 $gpus | toString) "memory" (printf "%dGi" (mul 32 $gpus)) -}}
+{{- $limits = dict "memory" (printf "%dGi" (mul 64 $gpus)) -}}
+{{- $shared = printf "%dGi" (mul 8 $gpus) -}}
+{{- end -}}
+{{- $_ := set $pool "resources" (mergeOverwrite (dict "requests" $requests "limits" $limits) $pool.resources) -}}
+{{- $_ := set $pool "sharedMemory" ($pool.sharedMemory | default $shared) -}}
+{{- if eq $pool.kind "vllm" }}{{ $_ := set $pool "image" ($pool.image | default $pool.vllmImage) }}{{ end -}}
+{{- include "moiety.withoutNulls" $pool -}}
 {{- end -}}
 
 {{/* Of (list root pool): how gateways are told of it. */}}

@@ -6,18 +6,15 @@ gateways talk to; `worker` has others, whose end ends the group. */}}
 {{- $role := index . 2 -}}
 serviceAccountName: {{ include "moiety.fullname" $root }}-engine
 automountServiceAccountToken: false
-enableServiceLinks: false
-{{- include "moiety.pullSecrets" $root | nindent 0 }}
 {{- with $pool.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
-securityContext:
-  {{- include "moiety.podSecurity" $root | nindent 2 }}
+{{ include "moiety.pod" (list $root $pool (printf "engine-%s" $pool.name)) }}
 terminationGracePeriodSeconds: {{ add $pool.drainSeconds 30 }}
-{{- include "moiety.placement" (list $root $pool (printf "engine-%s" $pool.name)) | nindent 0 }}
+{{- include "moiety.initContainers" (list $pool "") | nindent 0 }}
 containers:
   - name: engine
-    {{- include "moiety.from" (list $root "engine") | nindent 4 }}
+    {{- include "moiety.from" (list $root $pool "engine") | nindent 4 }}
     {{- if eq $role "all" }}
     args:
       - engine
@@ -62,10 +59,10 @@ containers:
       {{- end }}
       - {name: NUMBA_CACHE_DIR, value: /tmp/numba}
       - {name: TRITON_CACHE_DIR, value: /tmp/triton}
+      - {name: USER, value: moiety}
       {{- include "moiety.hubVariables" (list $root $pool) | nindent 6 }}
-      {{- with $pool.extraEnv }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
+      {{- include "moiety.extraEnv" $pool | nindent 6 }}
+    {{- include "moiety.envFrom" $pool | nindent 4 }}
     ports:
       - {name: engine, containerPort: 5757}
       - {name: metrics, containerPort: 9400}
@@ -73,17 +70,7 @@ containers:
       - {name: kv, containerPort: 5758}
       {{- end }}
     {{- if ne $role "worker" }}
-    startupProbe:
-      tcpSocket: {port: engine}
-      periodSeconds: 5
-      failureThreshold: {{ div (add $pool.startSeconds 4) 5 }}
-    readinessProbe:
-      tcpSocket: {port: engine}
-      periodSeconds: 5
-    livenessProbe:
-      tcpSocket: {port: engine}
-      periodSeconds: 20
-      failureThreshold: 3
+    {{- include "moiety.poolProbes" (list $pool (dict "tcpSocket" (dict "port" "engine"))) | nindent 4 }}
     {{- end }}
     resources:
       {{- include "moiety.poolResources" (list $root $pool) | nindent 6 }}
@@ -93,6 +80,7 @@ containers:
       - {name: shared-memory, mountPath: /dev/shm}
       - {name: scratch, mountPath: /tmp}
       {{- include "moiety.modelMount" (list $root $pool) | nindent 6 }}
+      {{- include "moiety.extraMounts" $pool | nindent 6 }}
 volumes:
   - name: curve
     secret:
@@ -110,4 +98,5 @@ volumes:
     emptyDir: {sizeLimit: 1Gi}
   {{- end }}
   {{- include "moiety.modelVolume" (list $root $pool) | nindent 2 }}
+  {{- include "moiety.extraVolumes" $pool | nindent 2 }}
 {{- end -}}

@@ -56,6 +56,39 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
+{{/* Of (list pool handler): the probes of an engine. The one at the start waits for `startSeconds`. */}}
+{{- define "moiety.poolProbes" -}}
+{{- $pool := index . 0 -}}
+{{- $probes := $pool.probes -}}
+{{- $period := $probes.startup.periodSeconds | default 10 | int -}}
+{{- $tries := div (add $pool.startSeconds $period -1) $period -}}
+{{- $startup := merge (deepCopy $probes.startup) (dict "failureThreshold" $tries) -}}
+{{- include "moiety.probes" (list (merge (dict "startup" $startup) $probes) (index . 1)) -}}
+{{- end -}}
+
+{{/* The labels and annotations of a pool's pods, of (list root pool serves). */}}
+{{- define "moiety.poolMetadata" -}}
+{{- $pool := index . 1 -}}
+labels:
+  {{- include "moiety.podLabels" (list (index . 0) $pool (printf "engine-%s" $pool.name)) | nindent 2 }}
+  moiety.dev/part: engine
+  {{- if index . 2 }}
+  moiety.dev/serves: "true"
+  {{- end }}
+{{- with $pool.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Of a pool: the update strategy of its StatefulSet. */}}
+{{- define "moiety.poolStrategy" -}}
+{{- with .updateStrategy }}
+updateStrategy:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* A list of arguments, one for each option: `true` is a flag, `false` the negative flag. Numbers come as floats, which
 would be written as 1e+06. */}}
 {{- define "moiety.options" -}}

@@ -13,17 +13,19 @@ metadata:
     helm.sh/hook-delete-policy: before-hook-creation
 {{- end -}}
 
-{{/* Of (list root name account hook?): what the pods of Jobs have in common. */}}
+{{/* Of (list root name part): what the pods of Jobs have in common. */}}
 {{- define "moiety.jobPod" -}}
 {{- $root := index . 0 -}}
+{{- $part := index . 2 -}}
 metadata:
   labels:
-    {{- include "moiety.labels" (list $root (index . 1)) | nindent 4 }}
+    {{- include "moiety.podLabels" (list $root $part (index . 1)) | nindent 4 }}
     moiety.dev/part: job
+  {{- with $part.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   restartPolicy: Never
-  enableServiceLinks: false
-  {{- include "moiety.pullSecrets" $root | nindent 2 }}
-  securityContext:
-    {{- include "moiety.podSecurity" $root | nindent 4 }}
+  {{- include "moiety.pod" (list $root $part (index . 1)) | nindent 2 }}
 {{- end -}}

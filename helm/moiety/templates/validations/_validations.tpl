@@ -11,8 +11,8 @@
 {{- if and .Values.secrets.existingSecret $database.bundled.enabled -}}
 {{- fail "the bundled database reads its password from the Secret that this release creates: leave secrets.existingSecret empty, or set database.bundled.enabled=false and database.existingSecret" -}}
 {{- end -}}
-{{- if not .Values.engines -}}
-{{- fail "there are no engines: set engines to a list with at least one pool, such as [{name: demo}]" -}}
+{{- if not (or .Values.engines .Values.externalEngines) -}}
+{{- fail "there are no engines: set engines to a list with at least one pool, such as [{name: demo}], or externalEngines to engines that already run" -}}
 {{- end -}}
 {{- $names := list -}}
 {{- range .Values.engines -}}
@@ -23,12 +23,11 @@
 {{- include "moiety.validatePool" (include "moiety.wholePool" (list $ .) | fromJson) -}}
 {{- end -}}
 {{- include "moiety.validateRoles" . -}}
-{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
-{{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
-{{- end -}}
-{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
-{{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
-{{- end -}}
+{{- include "moiety.validateExternal" . -}}
+{{- include "moiety.validateSizes" . -}}
+{{- include "moiety.validatePods" . -}}
+{{- include "moiety.validateDeclared" . -}}
+{{- include "moiety.validateEntrances" . -}}
 {{- $store := .Values.objectStore -}}
 {{- if and $store.url $store.volume.existingClaim -}}
 {{- fail "objectStore.url and objectStore.volume.existingClaim are both set: files and adapters are stored either in a bucket or on a volume, so leave one of the two empty" -}}
@@ -36,12 +35,26 @@
 {{- if and (or .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.replicas) 1)) (ne (include "moiety.sharesObjects" .) "true") -}}
 {{- fail "several gateways need a shared store of files and adapters: set objectStore.url to a bucket, such as s3://bucket/prefix, or objectStore.volume.accessMode=ReadWriteMany, or gateway.replicas=1 without gateway.autoscaling" -}}
 {{- end -}}
+{{- if and (ne (include "moiety.sharesObjects" .) "true") (ne (.Values.gateway.updateStrategy.type | default "Recreate") "Recreate") -}}
+{{- fail "gateway.updateStrategy.type is RollingUpdate, and only one gateway can use the object store at once: set it to Recreate, or set objectStore.url to a bucket or objectStore.volume.accessMode=ReadWriteMany" -}}
+{{- end -}}
+{{- if and .Values.gateway.autoscaling.enabled (gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) -}}
+{{- fail "gateway.autoscaling.minReplicas is greater than gateway.autoscaling.maxReplicas: raise maxReplicas" -}}
+{{- end -}}
+{{- range $name, $value := .Values.traces.settings -}}
+{{- if has $name (list "database_url" "traces_database_url" "traces_token" "traces_untrusted_token") -}}
+{{- fail (printf "traces.settings.%s is a secret and would be stored in plain text in a ConfigMap: put it into a Secret, and set MOIETY_%s from that Secret in traces.extraEnv" $name (upper $name)) -}}
+{{- end -}}
+{{- if has $name (list "traces_host" "traces_port" "data_dir" "log_format") -}}
+{{- fail (printf "traces.settings.%s is set by the chart itself: leave it out" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $value := .Values.gateway.settings -}}
-{{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "curve_secret_key" "external_engine_api_key") -}}
+{{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "traces_database_url" "curve_secret_key" "external_engine_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would be stored in plain text in a ConfigMap: put it into a Secret, and set MOIETY_%s from that Secret in gateway.extraEnv" $name (upper $name)) -}}
 {{- end -}}
-{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint") -}}
-{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore or traces instead" $name) -}}
+{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint" "otlp_protocol" "log_format" "curve_server_key" "curve_public_key") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, externalEngines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore or traces instead" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -70,12 +83,14 @@
 {{- if and $model.path (not (or $model.claim $model.image)) -}}
 {{- fail (printf "pool %s has a model.path, but no volume that contains it: set model.claim or model.image" .name) -}}
 {{- end -}}
-{{- if and $model.hubTokenSecret (not $model.hub) -}}
+{{- if and $model.hubTokenSecret (not (or $model.hub $model.tokenizerHub)) -}}
 {{- fail (printf "pool %s has a model.hubTokenSecret but downloads no model: set model.hub, or leave model.hubTokenSecret empty" .name) -}}
 {{- end -}}
-{{- if and (eq .kind "vllm") (not (and $model.name $model.tokenizerClaim)) -}}
-{{- fail (printf "pool %s runs vLLM: set model.name, and model.tokenizerClaim to a claim with the tokenizer's folder, which gateways need to count tokens" .name) -}}
+{{- if and (eq .kind "vllm") (not $model.name) -}}
+{{- fail (printf "pool %s runs vLLM: set model.name to the name that clients use" .name) -}}
 {{- end -}}
+{{- include "moiety.validateTokenizer" . -}}
+{{- include "moiety.validateDevices" . -}}
 {{- if and (eq .kind "vllm") (not (or $model.hub $model.claim $model.image)) -}}
 {{- fail (printf "pool %s runs vLLM, which cannot serve the demo model: set model.hub, model.claim or model.image" .name) -}}
 {{- end -}}
@@ -98,6 +113,33 @@
 {{- range $option, $_ := .options -}}
 {{- if has $option (list "listen" "metrics-listen" "role" "kv-listen" "model" "name" "drain-s" "curve-key-file" "gateway-keys-file" "allow-unauthenticated-ranks" "unacknowledged-usage" "host" "port" "served-model-name") -}}
 {{- fail (printf "pool %s sets the option %s, which the chart sets itself: use model, role, drainSeconds or stateSize" $.name $option) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* How clients reach the release. */}}
+{{- define "moiety.validateEntrances" -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
+{{- end -}}
+{{- $ingress := .Values.ingress -}}
+{{- $hosts := include "moiety.hosts" . | fromJsonArray -}}
+{{- if and $ingress.enabled (not $hosts) -}}
+{{- fail "ingress.enabled needs the name that clients use: set ingress.host, such as llm.example.com" -}}
+{{- end -}}
+{{- if and $ingress.tls $ingress.tlsSecret -}}
+{{- fail "ingress.tls and ingress.tlsSecret are both set: set tlsSecret if one certificate has all host names, and otherwise tls" -}}
+{{- end -}}
+{{- range $ingress.tls -}}
+{{- range .hosts -}}
+{{- if not (has . (append $hosts $ingress.dashboardHost)) -}}
+{{- fail (printf "ingress.tls names the host %s, which the Ingress does not have: add it to ingress.hosts, or remove it from ingress.tls" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $component := dict "gateway" .Values.gateway "dashboard" .Values.dashboard -}}
+{{- if and $component.service.nodePort (eq $component.service.type "ClusterIP") -}}
+{{- fail (printf "%s.service.nodePort is set, and a Service of type ClusterIP has none: set %s.service.type=NodePort or LoadBalancer, or nodePort=0" $name $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
