@@ -138,6 +138,8 @@ def test_without_a_fixed_user_every_pod_fits_the_restricted_scc_of_openshift(rel
             assert rights["capabilities"] == {"drop": ["ALL"]}
             assert rights["allowPrivilegeEscalation"] is False
             assert not {"runAsUser", "privileged"} & rights.keys()
+            if "moiety-" in container["image"]:  # the images' own directory belongs to their user
+                assert container["workingDir"] in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,19 @@ securityContext:
   {{- include "moiety.containerSecurity" $part | nindent 2 }}
 {{- end -}}
 
+{{/* The directory in which a container starts. That of the images belongs to their user, and a user that the cluster
+chooses cannot enter it. */}}
+{{- define "moiety.workingDirectory" -}}
+workingDir: /tmp
+{{- end -}}
+
 {{/* Of (list root part): the same for the gateway's image, which also runs the trace store, the Jobs and the containers
 that prepare a pod. */}}
 {{- define "moiety.fromGateway" -}}
 {{- $root := index . 0 -}}
 {{- $part := set (deepCopy (index . 1)) "image" ((index . 1).image | default $root.Values.gateway.image) -}}
-{{- include "moiety.from" (list $root $part "gateway") -}}
+{{- include "moiety.from" (list $root $part "gateway") }}
+{{ include "moiety.workingDirectory" . -}}
 {{- end -}}
 
 {{- define "moiety.pullSecrets" -}}

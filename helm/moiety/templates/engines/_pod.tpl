@@ -15,6 +15,7 @@ terminationGracePeriodSeconds: {{ add $pool.drainSeconds 30 }}
 containers:
   - name: engine
     {{- include "moiety.from" (list $root $pool "engine") | nindent 4 }}
+    {{- include "moiety.workingDirectory" $root | nindent 4 }}
     {{- if eq $role "all" }}
     args:
       - engine
