@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Sources:
 
     def variables(self, container: Mapping[str, Any]) -> dict[str, str]:
         """Return a container's environment. Raises Failed."""
-        found = {}
+        found = dict(pair for one in container.get("envFrom", ()) for pair in self._variables_from(one))
         for one in container.get("env", ()):
             if "valueFrom" in one:
                 wanted = one["valueFrom"]["secretKeyRef"]
@@ -54,3 +54,16 @@ class Sources:
             else:
                 found[one["name"]] = str(one["value"])
         return found
+
+    def _variables_from(self, source: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the variables of one entry of `envFrom`: all entries of a ConfigMap or a Secret. Raises Failed."""
+        prefix, is_secret = source.get("prefix", ""), "secretRef" in source
+        wanted = source["secretRef" if is_secret else "configMapRef"]
+        if wanted.get("optional") and wanted["name"] not in (self.api.secrets if is_secret else self.config_maps):
+            return
+        if is_secret:
+            entries = {key: value.decode() for key, value in self.secret(wanted["name"]).items()}
+        else:
+            entries = dict(self.config_map(wanted["name"]))
+        for key, value in entries.items():
+            yield f"{prefix}{key}", value
