@@ -21,6 +21,7 @@ SUMS = (
     "cached_tokens",
     "output_tokens",
     "cost_nanodollars",
+    "credit_nanodollars",
     "num_slo_attained",
     "num_slo_requests",
 )
@@ -29,7 +30,8 @@ DIFFERENCES = f"""
 SELECT count(*) FROM (
     SELECT date_trunc('hour', started_at AT TIME ZONE 'UTC') AS hour, {GROUP}, count(*) AS requests,
         sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens, sum(output_tokens) AS output_tokens,
-        sum(cost_nanodollars) AS cost_nanodollars, count(*) FILTER (WHERE slo_attained) AS num_slo_attained,
+        sum(cost_nanodollars) AS cost_nanodollars, sum(credit_nanodollars) AS credit_nanodollars,
+        count(*) FILTER (WHERE slo_attained) AS num_slo_attained,
         count(slo_attained) AS num_slo_requests
     FROM usage GROUP BY 1, {GROUP}
 ) one FULL JOIN (

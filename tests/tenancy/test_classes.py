@@ -22,7 +22,7 @@ from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, Overlo
 
 from .conftest import Admin, CuttableStore, Demo
 
-GOLD = {"name": "gold", "rank": 0, "ttft_s": 0.25, "tpot_s": 0.02, "price_factor": 2.0}
+GOLD = {"name": "gold", "rank": 0, "ttft_s": 0.25, "tpot_s": 0.02, "price_factor": 2.0, "credit_percent": 25}
 
 
 async def read(database: Database) -> Catalogue:
@@ -82,6 +82,7 @@ async def test_a_class_in_use_cannot_be_deleted(admin: Admin, demo: Demo) -> Non
         ({"max_queue_s": 1e12}, "max_queue_s", "must be a number from"),
         ({"ttft_per_1k_s": -0.1}, "ttft_per_1k_s", "from 0 to"),
         ({"price_factor": -1}, "price_factor", "from 0 to 100"),
+        ({"credit_percent": 101}, "credit_percent", "from 0 to 100"),
         ({"on_overload": "explode"}, "on_overload", "one of: reject, queue, downgrade"),
         ({"on_overload": "downgrade"}, "downgrade_to", "choose one of: batch, flex"),
         ({"downgrade_to": "priority"}, "downgrade_to", "choose one of: batch, flex"),

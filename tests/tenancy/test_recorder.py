@@ -25,6 +25,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.usage import journal
 from moiety_platform.usage.journal import Journal
 from moiety_platform.usage.models import LedgerEntry, UsageHour, UsageRecord
+from moiety_platform.usage.reconciliation import reconcile
 from moiety_platform.usage.recorder import UsageRecorder, storable
 from moiety_platform.usage.row import KILLED as OF_KILLED
 from moiety_platform.usage.row import UsageRow
@@ -267,11 +268,13 @@ async def test_a_row_that_the_database_refuses_is_set_aside_and_its_neighbours_a
     tokens=st.integers(),
     status=st.integers(),
     ttft_ms=st.one_of(st.none(), st.floats()),
+    credit=st.integers(),
 )
 async def test_no_content_of_a_row_can_keep_it_from_being_stored(
-    database: Database, tmp_path: Path, model: str, tokens: int, status: int, ttft_ms: float | None
+    database: Database, tmp_path: Path, model: str, tokens: int, status: int, ttft_ms: float | None, credit: int
 ) -> None:
-    row = make_row("r", model=model, prompt_tokens=tokens, http_status=status, ttft_ms=ttft_ms)
+    fields = {"predicted_ttft_ms": ttft_ms, "credit_nanodollars": credit}
+    row = make_row("r", model=model, prompt_tokens=tokens, http_status=status, ttft_ms=ttft_ms, **fields)
     await forget_all(database)
     async with recording(database, tmp_path / "journal") as recorder:
         recorder.record(row)
@@ -327,7 +330,8 @@ asyncio.run(main())
 async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
     database: Database, database_url: str, tmp_path: Path
 ) -> None:
-    rows = [make_row("ended"), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
+    credit = {"cost_nanodollars": 75, "credit_nanodollars": 25, "credit_reason": "ttft", "promise_kept": False}
+    rows = [make_row("ended", **credit), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", KILLED, database_url, str(tmp_path / "journal"), msgspec.json.encode(rows).decode()),
         stdout=subprocess.PIPE,
@@ -343,6 +347,11 @@ async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
             await recorder.flush()
     async with database.read() as session:
         ended, running = await session.scalars(sa.select(UsageRecord).order_by(UsageRecord.request_id))
+        entries = await session.execute(
+            sa.select(LedgerEntry.kind, LedgerEntry.cost_nanodollars).order_by(LedgerEntry.cost_nanodollars)
+        )
+        assert [tuple(entry) for entry in entries] == [("credited", -25), ("settled", 0), ("settled", 100)]
+        assert (await reconcile(session, NOON, NOON + timedelta(hours=1))).agrees
     assert (ended.outcome, ended.output_tokens, ended.error_code) == ("stop", 7, None)
     assert (running.outcome, running.http_status, running.error_code) == ("failed", 499, "gateway_killed")
     assert (running.prompt_tokens, running.output_tokens) == (11, 0)

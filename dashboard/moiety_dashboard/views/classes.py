@@ -138,6 +138,9 @@ def terms_form(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     edited["rank"] = second.number_input("Rank (0 is highest)", 0, 1000, int(terms["rank"]))
     edited["weight"] = third.number_input("Weight", 0.001, 1000.0, float(terms["weight"]))
     edited["price_factor"] = third.number_input("Price factor", 0.0, 100.0, float(terms["price_factor"]))
+    edited["credit_percent"] = third.number_input(
+        "Credit for a broken promise, % of the cost", 0, 100, int(terms["credit_percent"])
+    )
     edited["preemptible"] = third.checkbox("Preemptible by higher classes", terms["preemptible"])
     actions = list(OVERLOAD)
     left, right = st.columns(2)
@@ -157,7 +160,8 @@ def terms_form(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 def create(client: AdminClient, names: list[str]) -> None:
     usual = {
         "ttft_s": 2.0, "completion_s": None, "tpot_s": None, "ttft_per_1k_s": 0.2, "max_queue_s": 30.0, "rank": 1,
-        "weight": 1.0, "price_factor": 1.0, "preemptible": True, "on_overload": "reject", "downgrade_to": None,
+        "weight": 1.0, "price_factor": 1.0, "credit_percent": 0, "preemptible": True, "on_overload": "reject",
+        "downgrade_to": None,
     }  # fmt: skip
     with st.form("new class", border=False):
         name = st.text_input("Name", placeholder="gold", help="Lower-case letters, digits and hyphens")

@@ -73,6 +73,11 @@ _TERMS = (
         name="downgrade_to", parse=_text, help="Class of a higher rank number that requests are downgraded to, or none."
     ),
     Parameter(name="price_factor", type=float, help="Factor that multiplies prices, such as 0.5 for half the price."),
+    Parameter(
+        name="credit_percent",
+        type=int,
+        help="Part of a request's cost, in percent, that is refunded if the promise of its quote is broken.",
+    ),
 )
 
 CLASSES = Resource(
@@ -94,6 +99,7 @@ CLASSES = Resource(
         "on_overload": "at overload",
         "downgrade_to": "falls back to",
         "price_factor": "price ×",
+        "credit_percent": "credit %",
     },
     details=("weight", "preemptible", "downgrade_to", "completion_s", "ttft_per_1k_s", "max_queue_s"),
     plain=plain,

@@ -18,6 +18,7 @@ MIN_SECONDS = 0.001
 MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
 MAX_PRICE_FACTOR = 100.0
+MAX_CREDIT_PERCENT = 100
 
 _NAME = re.compile(rf"[a-z][a-z0-9-]{{0,{MAX_CLASS_NAME_LENGTH - 1}}}", re.ASCII)
 CLASS_NAME = shows(pattern=f"^{_NAME.pattern}$")
@@ -26,6 +27,7 @@ WEIGHT = shows(minimum=MIN_WEIGHT, maximum=MAX_WEIGHT)
 SECONDS = shows(minimum=MIN_SECONDS, maximum=MAX_SECONDS)
 ALLOWANCE = shows(minimum=0, maximum=MAX_SECONDS)
 FACTOR = shows(minimum=0, maximum=MAX_PRICE_FACTOR)
+CREDIT = shows(minimum=0, maximum=MAX_CREDIT_PERCENT)
 ACTION = shows(enum=list(OverloadAction))
 SLO_RULES = (
     {"anyOf": [{"required": [name], "properties": {name: {"type": "number"}}} for name in ("ttft_s", "completion_s")]},
@@ -83,6 +85,7 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
             _check_range(name, value, MIN_SECONDS, MAX_SECONDS)
     _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
     _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
+    _check_range("credit_percent", terms.credit_percent, 0, MAX_CREDIT_PERCENT)
     if complaint := service.complaint():
         message = f"The class {service.name!r} has an invalid SLO: {complaint}."
         raise BadRequest(message, code="invalid_slo")

@@ -31,4 +31,5 @@ class ClassRecord(SharedTable, Base):
     preemptible: Mapped[bool]
     on_overload: Mapped[str] = mapped_column(String(16))
     price_factor: Mapped[float] = mapped_column(Double)
+    credit_percent: Mapped[int] = mapped_column(server_default="0")
     downgrade_to: Mapped[str | None] = mapped_column(String(MAX_CLASS_NAME_LENGTH), ForeignKey("service_classes.name"))

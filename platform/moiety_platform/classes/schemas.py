@@ -11,6 +11,7 @@ from moiety_platform.classes.checks import (
     ACTION,
     ALLOWANCE,
     CLASS_NAME,
+    CREDIT,
     FACTOR,
     RANK,
     SECONDS,
@@ -38,6 +39,7 @@ class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preemptible: bool = True
     on_overload: Annotated[str, ACTION] = "reject"
     price_factor: Annotated[float, FACTOR] = 1.0
+    credit_percent: Annotated[int, CREDIT] = 0
     downgrade_to: Annotated[str, CLASS_NAME] | None = None
 
     @classmethod
@@ -58,6 +60,7 @@ class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preemptible: bool | msgspec.UnsetType = msgspec.UNSET
     on_overload: Annotated[str, ACTION] | msgspec.UnsetType = msgspec.UNSET
     price_factor: Annotated[float, FACTOR] | msgspec.UnsetType = msgspec.UNSET
+    credit_percent: Annotated[int, CREDIT] | msgspec.UnsetType = msgspec.UNSET
     downgrade_to: Annotated[str, CLASS_NAME] | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -75,6 +78,7 @@ class ClassView(Tagged, frozen=True):
     preemptible: bool
     on_overload: str
     price_factor: float
+    credit_percent: int
     downgrade_to: str | None
     shipped: bool
 
@@ -83,6 +87,7 @@ class ClassView(Tagged, frozen=True):
         return cls(
             **msgspec.structs.asdict(terms.service),
             price_factor=terms.price_factor,
+            credit_percent=terms.credit_percent,
             downgrade_to=terms.downgrade_to,
             shipped=terms.service.name in SHIPPED_NAMES,
         )

@@ -46,7 +46,7 @@ async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
         on_overload=parse_action(new.on_overload),
         **{field: getattr(new, field) for field in _SERVICE_FIELDS},
     )
-    terms = ClassTerms(service, new.price_factor, new.downgrade_to)
+    terms = ClassTerms(service, new.price_factor, new.downgrade_to, new.credit_percent)
     classes = await _lock_classes(session)
     taken = Conflict(f"A class {service.name!r} already exists; change it, or choose another name.")
     if service.name in classes:
@@ -83,6 +83,7 @@ def apply_change(old: ClassTerms, change: ClassChange) -> ClassTerms:
     return ClassTerms(
         price_factor=given.pop("price_factor", old.price_factor),
         downgrade_to=given.pop("downgrade_to", old.downgrade_to),
+        credit_percent=given.pop("credit_percent", old.credit_percent),
         service=msgspec.structs.replace(old.service, **given),
     )
 
@@ -130,7 +131,7 @@ def _terms_of(record: ClassRecord) -> ClassTerms:
         on_overload=OverloadAction(record.on_overload),
         **{field: getattr(record, field) for field in _SERVICE_FIELDS},
     )
-    return ClassTerms(service, record.price_factor, record.downgrade_to)
+    return ClassTerms(service, record.price_factor, record.downgrade_to, record.credit_percent)
 
 
 def _write(record: ClassRecord, terms: ClassTerms) -> None:
@@ -138,4 +139,5 @@ def _write(record: ClassRecord, terms: ClassTerms) -> None:
         setattr(record, field, getattr(terms.service, field))
     record.on_overload = terms.service.on_overload.value
     record.price_factor = terms.price_factor
+    record.credit_percent = terms.credit_percent
     record.downgrade_to = terms.downgrade_to

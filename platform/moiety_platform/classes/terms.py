@@ -22,11 +22,15 @@ _TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name
 
 @dataclass(frozen=True, slots=True)
 class ClassTerms:
-    """One class. `downgrade_to` is the class that serves its requests on overload, if its action is to downgrade."""
+    """One class. `downgrade_to` is the class that serves its requests on overload, if its action is to downgrade.
+
+    `credit_percent` is the part of a request's cost that is refunded if the promise of its quote is broken.
+    """
 
     service: ServiceClass
     price_factor: float = 1.0
     downgrade_to: str | None = None
+    credit_percent: int = 0
 
 
 class ChosenClass(msgspec.Struct, frozen=True):
@@ -69,6 +73,11 @@ class Catalogue(Mapping[str, ClassTerms]):
         wanted = self._terms.get(_CLASS_OF_TIER.get(tier or "auto", cap), own)
         chosen = wanted if wanted.service.rank > own.service.rank else own
         return ChosenClass(chosen.service, self._fallback(chosen))
+
+    def named(self, name: str) -> ChosenClass:
+        """Return the class of that name and its fallback. Raises KeyError."""
+        terms = self._terms[name]
+        return ChosenClass(terms.service, self._fallback(terms))
 
     def tier_of(self, service: ServiceClass) -> str:
         """Return the tier that a response states for a class: by name for shipped classes, by rank for others."""

@@ -35,6 +35,8 @@ TOTALS = {
     "expert_read": "experts read",
     "expert_moved": "experts moved",
     "cost": "$",
+    "credit": "credit $",
+    "promises": "promises kept",
     "attainment": "SLO attained",
 }
 DETAILS = (
@@ -55,6 +57,9 @@ REQUESTS = {
     "duration_ms": "duration ms",
     "num_preemptions": "preempted",
     "slo_attained": "SLO attained",
+    "promise_kept": "promise kept",
+    "credit": "credit $",
+    "credit_reason": "reason",
     "end_user": "end user",
     "tags": "tags",
     "request_id": "request",
@@ -119,7 +124,11 @@ def usage(
     }
     if requests:
         found = admin.client.get("/usage/requests", limit=requests, **wanted)["data"]
-        rows = found if admin.as_json else [{**one, "tags": tags_in_line(one["tags"])} for one in found]
+        rows = (
+            found
+            if admin.as_json
+            else [{**one, "tags": tags_in_line(one["tags"]), "credit": credit(one)} for one in found]
+        )
         if rows and not (as_csv or admin.as_json):
             names = ObjectNames(admin.client)
             rows = [{**one, "tenant_id": names.tenant(one["tenant_id"])} for one in rows]
@@ -228,6 +237,8 @@ def for_people(totals: dict[str, Any]) -> dict[str, str | None]:
     return {
         "attainment": percent(totals),
         "cost": cost(totals),
+        "credit": credit(totals),
+        "promises": promises(totals),
         "expert_read": in_bytes(totals["expert_read_bytes"]),
         "expert_moved": in_bytes(totals["expert_moved_bytes"]),
     }
@@ -253,6 +264,16 @@ def percent(totals: dict[str, Any]) -> str | None:
 def cost(totals: dict[str, Any]) -> str:
     """Return the cost in dollars."""
     return dollars(totals["cost_nanodollars"])
+
+
+def credit(amounts: dict[str, Any]) -> str | None:
+    """Return the credits in dollars, or None if there are none."""
+    return dollars(amounts["credit_nanodollars"]) if amounts["credit_nanodollars"] else None
+
+
+def promises(totals: dict[str, Any]) -> str | None:
+    """Return how many of the quotes' promises were kept, such as 8 of 9, or None if there are none."""
+    return f"{totals['num_promises_kept']} of {totals['num_promises']}" if totals["num_promises"] else None
 
 
 def tags_in_line(tags: dict[str, str]) -> str:

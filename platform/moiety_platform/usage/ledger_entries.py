@@ -55,8 +55,20 @@ def _entry_of(row: UsageRow) -> tuple[Any, ...]:
         row.prompt_tokens,
         row.cached_tokens,
         row.output_tokens,
-        row.cost_nanodollars,
+        row.cost_nanodollars + row.credit_nanodollars,
     )
+
+
+async def enter_credits(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
+    """Enter the credits of requests that were just entered: a negative cost each, once per request."""
+    credited = [row for row in rows if row.credit_nanodollars]
+    if credited:
+        await _enter_new(session, [_credit_of(row, row.credit_nanodollars) for row in credited])
+
+
+def _credit_of(row: UsageRow, credit_nanodollars: int) -> tuple[Any, ...]:
+    kind = EntryKind.CREDITED.value
+    return row.request_id, kind, 0, row.tenant_id, row.started_at, 0, 0, 0, -credit_nanodollars
 
 
 async def add_to_hours(session: AsyncSession, rows: Sequence[UsageRow], less: Sequence[UsageRow] = ()) -> None:
@@ -78,7 +90,11 @@ async def metered_before(session: AsyncSession, request_id: str, sequence: int) 
 
 
 async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before: UsageRow, after: UsageRow) -> None:
-    """Enter the change of a request's bill, and change the sums. The request's row is locked."""
+    """Enter the change of a request's bill and of its credit, and change the sums. The request's row is locked.
+
+    Raises IntegrityError for a second credit of the request.
+    """
+    credit = after.credit_nanodollars - before.credit_nanodollars
     entry = insert(LedgerEntry).values(
         request_id=before.request_id,
         kind=kind,
@@ -88,7 +104,9 @@ async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before:
         prompt_tokens=after.prompt_tokens - before.prompt_tokens,
         cached_tokens=after.cached_tokens - before.cached_tokens,
         output_tokens=after.output_tokens - before.output_tokens,
-        cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars,
+        cost_nanodollars=after.cost_nanodollars - before.cost_nanodollars + credit,
     )
     await session.execute(entry)
+    if credit:
+        await session.execute(insert(LedgerEntry).values(_credit_of(before, credit)))
     await add_to_hours(session, [after], [before])

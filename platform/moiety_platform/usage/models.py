@@ -1,9 +1,9 @@
 """Tables of usage. No foreign keys, because usage outlives the deleted tenants, projects and keys.
 
 `usage` has one row per request: its properties and its outcome. `ledger` holds what was billed: one entry that settles
-a request, and one for each correction, never changed. `usage_hours` are sums, written together with the rows that they
-sum. For every request, its tokens and cost in `usage` are the sum of its entries; every row of `usage_hours` is the sum
-of its requests.
+a request, and one for each correction and each credit, never changed. `usage_hours` are sums, written together with the
+rows that they sum. For every request, its tokens and cost in `usage` are the sum of its entries; every row of
+`usage_hours` is the sum of its requests.
 
 Old rows of `usage` may be deleted; `usage_cuts` then has their sums. So for every tenant and hour: requests and cuts =
 ledger = hours. `usage_days` are sums of hours, made when a day is over and deleted when its hours change.
@@ -73,6 +73,11 @@ class UsageRecord(Base):
     expert_moved_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     end_user: Mapped[str | None] = mapped_column(Text)
     tags: Mapped[str | None] = mapped_column(Text)
+    promise_kept: Mapped[bool | None]
+    predicted_ttft_ms: Mapped[float | None] = mapped_column(Double)
+    predicted_duration_ms: Mapped[float | None] = mapped_column(Double)
+    credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    credit_reason: Mapped[str | None] = mapped_column(String(16))
 
 
 class EntryKind(StrEnum):
@@ -80,6 +85,7 @@ class EntryKind(StrEnum):
     METERED = "metered"  # an engine's count for a request whose gateway died; the sequence is that of the answer
     CORRECTED = "corrected"  # the final record of a gateway that was wrongly taken for dead
     SPECULATIVE = "speculative"  # speculative prefill, computed without a request; sequence 0
+    CREDITED = "credited"  # a credit for a broken promise: a negative cost and no tokens; sequence 0
 
 
 class LedgerEntry(Base):
@@ -128,6 +134,9 @@ class _Sums:
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
     expert_moved_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
+    credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")  # already taken off the cost
+    num_promises: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of quotes, kept or broken
+    num_promises_kept: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class UsageHour(_Sums, Base):
@@ -167,6 +176,7 @@ class UsageCut(Base):
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     output_tokens: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
+    credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class UsageMinute(Base):

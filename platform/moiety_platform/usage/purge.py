@@ -18,7 +18,7 @@ from moiety_platform.usage.models import UsageCut, UsageRecord
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 ROWS_AT_ONCE = 500
-_SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
+_SUMS = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars", "credit_nanodollars")
 
 
 async def purge_requests(session: AsyncSession, before: datetime) -> int:

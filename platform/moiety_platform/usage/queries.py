@@ -269,6 +269,9 @@ def _rows(
         when(row.slo_attained.is_not(None)).label("num_slo_requests"),
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
+        row.credit_nanodollars.label("credit_nanodollars"),
+        when(row.promise_kept.is_not(None)).label("num_promises"),
+        when(row.promise_kept.is_(True)).label("num_promises_kept"),
         *_parts_of_bytes(dialect, row),
         *more,
     ).where(in_time, *usage_filter.row_conditions(dialect))
@@ -324,6 +327,9 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         mean(columns.num_slo_attained, columns.num_slo_requests),
         total(columns.speculative_tokens),
         total(columns.speculative_used_tokens),
+        total(columns.credit_nanodollars),
+        total(columns.num_promises),
+        total(columns.num_promises_kept),
         *(total(columns[name], WideInteger()) for name in _BYTES),
         *(total(columns[f"{name}_high"]) for name in _BYTES),
     ]

@@ -21,7 +21,8 @@ from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_SHOWN = 100
 _HOUR = timedelta(hours=1)
-_NAMES = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
+_NAMES = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars", "credit_nanodollars")
+_CREDITED = case((LedgerEntry.kind == EntryKind.CREDITED, -LedgerEntry.cost_nanodollars), else_=0)
 
 
 class Amounts(msgspec.Struct, frozen=True):
@@ -31,7 +32,8 @@ class Amounts(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    cost_nanodollars: int = 0
+    cost_nanodollars: int = 0  # after credits
+    credit_nanodollars: int = 0
 
 
 class LedgerDifference(msgspec.Struct, frozen=True):
@@ -154,7 +156,9 @@ def _floor(moment: datetime) -> datetime:
 
 
 def _of(table: Any, moment: Any, requests: Any, start: datetime, end: datetime) -> Select[Any]:
-    sums = [cast(func.sum(getattr(table, name)), BigInteger) for name in _NAMES[1:]]
+    columns = [getattr(table, name) for name in _NAMES[1:-1]]
+    columns.append(_CREDITED if table is LedgerEntry else table.credit_nanodollars)
+    sums = [cast(func.sum(column), BigInteger) for column in columns]
     statement = select(table.tenant_id, cast(requests, BigInteger), *sums).where(moment >= start, moment < end)
     return statement.group_by(table.tenant_id)
 

@@ -68,6 +68,7 @@ _numbers_of = attrgetter(
     "cost_nanodollars",
     "speculative_tokens",
     "speculative_used_tokens",
+    "credit_nanodollars",
 )
 
 _log = structlog.get_logger(__name__)
@@ -398,6 +399,7 @@ def storable(row: UsageRow) -> UsageRow:
     """
     name, numbers = row.request_id, _numbers_of(row)
     times = row.queue_ms or 0.0, row.ttft_ms or 0.0, row.duration_ms or 0.0
+    predicted = row.predicted_ttft_ms or 0.0, row.predicted_duration_ms or 0.0
     is_storable = (  # few and cheap checks, since each row is checked twice
         name.isascii()
         and name.isprintable()
@@ -408,15 +410,13 @@ def storable(row: UsageRow) -> UsageRow:
         and max(numbers) <= _INT32_MAX
         and 0 <= row.expert_read_bytes <= _MAX_BYTES
         and 0 <= row.expert_moved_bytes <= _MAX_BYTES
-        and min(times) >= 0.0
-        and sum(times) <= _MAX_AMOUNT  # false if one of the times is NaN
+        and min(*times, *predicted) >= 0.0
+        and sum(times) + sum(predicted) <= _MAX_AMOUNT  # false if one of the times is NaN
     )
     if is_storable:
         return row
     changes: dict[str, Any] = {}
-    for name in _FIELDS:
-        if name == "tags":
-            continue  # made by us: printable, and bounded
+    for name in set(_FIELDS) - {"tags"}:  # tags are made by us: printable, and bounded
         value = getattr(row, name)
         clean = _clean(name, value)
         if clean is not value:

@@ -55,6 +55,11 @@ class UsageRow(msgspec.Struct, frozen=True):
     expert_moved_bytes: int = 0
     end_user: str | None = None  # that the client named
     tags: str | None = None  # that the client gave, as a JSON object
+    promise_kept: bool | None = None  # of the request's quote; None: no promise, or it does not apply
+    predicted_ttft_ms: float | None = None  # of the request's quote
+    predicted_duration_ms: float | None = None  # for its actual output tokens
+    credit_nanodollars: int = 0  # for a broken promise; `cost_nanodollars` is what remains after it
+    credit_reason: str | None = None
     charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column
 
     @property

@@ -15,7 +15,7 @@ from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, lease_covers
-from moiety_platform.usage.ledger_entries import add_to_hours, correct, settle
+from moiety_platform.usage.ledger_entries import add_to_hours, correct, enter_credits, settle
 from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
 from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
@@ -35,6 +35,7 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     new_ids = await settle(session, list(first.values()))
     new = [row for row in first.values() if row.request_id in new_ids]
     if new:
+        await enter_credits(session, new)
         await _insert_usage(session, [_columns_of(row) for row in new])
         await add_to_hours(session, new)
         await MINUTES.add(session, new)
