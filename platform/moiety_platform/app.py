@@ -60,6 +60,9 @@ from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quotes.quote import QuoteSigner
+from moiety_platform.quotes_api.controller import QuoteController, quote_service_of, quote_terms_of
+from moiety_platform.quotes_api.quote_service import QuoteService
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
 from moiety_platform.responses_api.background import BackgroundRuns
@@ -127,6 +130,7 @@ class Services:
     background: BackgroundRuns
     images: ImagePreparation
     documents: DocumentPreparation
+    quotes: QuoteSigner
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -168,6 +172,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         documents=services.documents,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
+        quotes=services.quotes,
     )
     parts.replicas.use(settings.prefix_routing)
     pipeline = RequestPipeline(parts, _limits_of(settings))
@@ -212,6 +217,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     owner = owner_of_request(services.authenticator)
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(bodies, services.conversations, reader)
+    quotes = quote_service_of(pipeline, reader, settings)
     has_operations = settings.has_operations_on_port
     models = ModelServices(
         services.authenticator, replicas, texts, bodies, services.images, services.documents, adapters
@@ -229,6 +235,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             response_route(serve, services.responses, services.cipher, services.background, resumed),
             compaction_route(serve, services.responses, services.cipher),
             with_services(ResponseTokensController, models=models, reader=reader),
+            with_services(QuoteController, authenticator=services.authenticator, quotes=quotes),
             with_services(ConversationController, owner=owner, conversations=conversations),
             with_services(ResponseController, owner=owner, stored=stored),
             with_services(ModelController, models=models),
@@ -249,7 +256,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     check_actions(app)
     app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
     if services.live is not None:
-        _follow(services.live, app, services, resumed_gate)
+        _follow(services.live, app, services, resumed_gate, quotes)
     return app
 
 
@@ -257,8 +264,14 @@ def _batch_routes(batches: Batches) -> list[Router]:
     return [*batches.routes(), message_batch_routes(batches)]
 
 
-def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Services, resumed_gate: StreamGate) -> None:
-    """Apply changed bounds of bodies, stored responses and resumed streams, and changed origins, to later requests."""
+def _follow(
+    live: LiveSettings[GatewaySettings],
+    app: GatewayApp,
+    services: Services,
+    resumed_gate: StreamGate,
+    quotes: QuoteService,
+) -> None:
+    """Apply changed bounds, origins and terms of quotes to later requests."""
 
     def bound(settings: GatewaySettings) -> None:
         app.state.max_body_bytes = settings.max_body_bytes
@@ -273,7 +286,11 @@ def _follow(live: LiveSettings[GatewaySettings], app: GatewayApp, services: Serv
     def open_to(settings: GatewaySettings) -> None:
         app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
 
+    def quote(settings: GatewaySettings) -> None:
+        quotes.terms = quote_terms_of(settings)
+
     live.follow(["max_body_bytes"], bound)
+    live.follow(["quote_ttl_s", "quote_margin"], quote)
     live.follow(["max_resumed_streams_per_tenant"], resume)
     live.follow(["cors_allowed_origins"], open_to)
     live.follow([*STORAGE_SETTINGS, "max_messages", "max_body_bytes"], keep)

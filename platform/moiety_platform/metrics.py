@@ -40,6 +40,7 @@ TPOT_BUCKETS_S = (
     *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # the conventions' end at 81.92
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _REQUEST = ("model", "service_class")
 _GEN_AI = ("operation", *_REQUEST)
 
@@ -79,7 +80,7 @@ class LabeledCounters(Collector):
 
 
 class LatencyHistograms(Collector):
-    """A histogram per combination of labels, in seconds. `bounds` are the ascending upper bounds of the buckets."""
+    """A histogram per combination of labels, of seconds or ratios. `bounds` are the buckets' ascending upper bounds."""
 
     def __init__(
         self, name: str, documentation: str, labels: Labels, bounds: Sequence[float], registry: CollectorRegistry
@@ -252,6 +253,7 @@ class Metrics:
         self.registry.register(self.tenants)
         self._make_counts()
         self._make_times()
+        self._make_quotes()
 
     def _make_counts(self) -> None:
         registry = self.registry
@@ -337,6 +339,38 @@ class Metrics:
             DURATION_BUCKETS_S,
             registry,
         )
+
+    def _make_quotes(self) -> None:
+        registry = self.registry
+        self._promises = LabeledCounters(
+            "moiety_quote_promises",
+            "Ended requests with a quote's promise, by whether it was kept.",
+            (*_REQUEST, "kept"),
+            registry,
+        )
+        self._credits = LabeledCounters(
+            "moiety_credit_nanodollars", "Credits for broken promises, in nano-dollars.", ("service_class",), registry
+        )
+        text = "Actual divided by predicted {} of requests with a quote; 1 is exact."
+        self._ttft_error = LatencyHistograms(
+            "moiety_quote_ttft_ratio", text.format("TTFT"), _REQUEST, RATIO_BUCKETS, registry
+        )
+        self._duration_error = LatencyHistograms(
+            "moiety_quote_duration_ratio", text.format("duration"), _REQUEST, RATIO_BUCKETS, registry
+        )
+
+    def observe_quote(self, row: UsageRow, served_model: str) -> None:
+        """Count one ended request with a quote: its promise, its credit and the error of its prediction."""
+        labels = (served_model, row.service_class)
+        if row.promise_kept is not None:
+            self._promises.add((*labels, "true"), int(row.promise_kept))
+            self._promises.add((*labels, "false"), int(not row.promise_kept))
+        if row.credit_nanodollars:
+            self._credits.add((row.service_class,), row.credit_nanodollars)
+        if row.predicted_ttft_ms and row.ttft_ms is not None:
+            self._ttft_error.add(labels, row.ttft_ms / row.predicted_ttft_ms)
+        if row.predicted_duration_ms:
+            self._duration_error.add(labels, row.duration_ms / row.predicted_duration_ms)
 
     def observe_admission(self, service_class: str, outcome: str, reason: str) -> None:
         """Count one decision: requested class, admitted, downgraded or rejected, and the reason."""

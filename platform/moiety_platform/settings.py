@@ -18,6 +18,7 @@ from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
+from moiety_platform.quote_settings import QuoteSettings
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.routing_settings import RoutingSettings
 from moiety_platform.trace_store_url import traces_beside
@@ -42,7 +43,7 @@ def _also(name: str, variable: str) -> AliasChoices:
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
-class GatewaySettings(DocumentSettings, RoutingSettings):
+class GatewaySettings(DocumentSettings, QuoteSettings, RoutingSettings):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import openai
@@ -20,6 +22,7 @@ from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.idempotency.models import IdempotentRequest
 from moiety_platform.reloading.shown import SET, shown
 from moiety_platform.responses_api.models import StoredResponse
+from moiety_wire.engine_load import StepCosts
 from moiety_wire.messages import Submit
 
 from .conftest import NewCard, RunningGateway, StartGateway
@@ -272,6 +275,21 @@ def deep(levels: int) -> list[Any]:
 OK = (200, None)
 BAD = (400, "invalid_request")
 NESTED: dict[str, Any] = {"metadata": None, "other": deep(8)}
+
+
+async def seconds_of_a_quote(gateway: RunningGateway) -> object:
+    _, _, answer = await gateway.post("/v1/quote", HELLO)
+    left = datetime.fromisoformat(json.loads(answer)["expires_at"]) - datetime.now(UTC)
+    return 30 * math.ceil(left.total_seconds() / 30)
+
+
+async def margin_of_a_quote(gateway: RunningGateway) -> object:
+    gateway.engine.step_costs = StepCosts(1.0, 0.0, (), 0.0, 0.0, 0.0)
+    _, _, answer = await gateway.post("/v1/quote", HELLO)
+    first = json.loads(answer)["data"][0]
+    return first["promise"]["token_s"] / first["prediction"]["token_s"]
+
+
 ROWS = [  # setting, its new value, what is looked at, what it is before and after
     ("max_body_bytes", 1024, asks(other="x" * 2000), OK, (413, "request_too_large")),
     ("max_json_depth", 4, asks(**NESTED), OK, (400, "json_too_deep")),
@@ -294,6 +312,8 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
     ("credit_window_tokens", 7, first_credit, 100, 7),
     ("inline_tokenize_bytes", 0, is_tokenized_in_a_thread, False, True),
     ("failover_wait_s", 60, survives_its_engine, False, True),
+    ("quote_ttl_s", 120, seconds_of_a_quote, 30, 120),
+    ("quote_margin", 3.0, margin_of_a_quote, 1.5, 4.0),
     ("drain_s", 77, patience_of_a_stop, 2, 77),
     ("max_file_bytes", 1024, uploads(2000), (200, 30), 413),
     ("max_file_bytes_per_tenant", 1024, uploads(800, 800), (200, 30), 413),

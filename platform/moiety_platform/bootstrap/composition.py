@@ -53,6 +53,7 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.responses_api.background import BackgroundRuns
@@ -244,6 +245,7 @@ async def _open_services(
         next_turn_prefill=next_turn_prefill,
         images=ImagePreparation(fetcher, uploaded.read_all),
         documents=documents,
+        quotes=QuoteSigner(pepper, turn),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

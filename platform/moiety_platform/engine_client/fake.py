@@ -23,7 +23,7 @@ from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
-from moiety_wire.engine_load import ClassLoad, Load, SleepState
+from moiety_wire.engine_load import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.fleet_service import FleetService, ServiceReport
 from moiety_wire.messages import (
@@ -109,6 +109,7 @@ class FakeEngineClient:
     def __post_init__(self) -> None:
         self.class_loads: list[ClassLoad] = []
         self.load_age_s: float | None = 0.0
+        self.step_costs: StepCosts | None = None  # as its loads report them
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
         self.balance: ExpertBalance | None = None
         self.expert_bytes_per_token = 0  # that its requests are charged for
@@ -375,6 +376,7 @@ class FakeEngineClient:
             output_tokens_total=self._num_output_tokens,
             requests_total=len(self.submits),
             classes=self.class_loads,
+            step_costs=self.step_costs,
             sleep=self._sleep,
         )
 

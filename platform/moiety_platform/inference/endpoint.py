@@ -22,6 +22,7 @@ from moiety_platform.openapi.described import EVENTS, JSON, Described, describes
 from moiety_platform.openapi.documents import KEY
 from moiety_platform.openapi.headers import IDEMPOTENCY_KEY, QUOTA_HEADERS
 from moiety_platform.openapi.tags_header import TAGS_HEADER
+from moiety_platform.quotes.quote import QUOTE_HEADER
 from moiety_platform.request_head import bearer_authorization
 
 Body = TypeVar("Body", bound=InferenceBody)
@@ -88,7 +89,7 @@ def route(endpoint: Endpoint[Any], serve: Serve) -> HTTPRouteHandler:
         body={JSON: endpoint.schema},
         answers={200: shown.answers},
         errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
-        request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER),
+        request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER, QUOTE_HEADER),
         answer_headers=(*QUOTA_HEADERS, *shown.headers),
     )
 

@@ -6,9 +6,11 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import msgspec
 
+from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import ChosenClass
 from moiety_platform.errors import BadRequest, ContextTooLong
 from moiety_platform.inference.answer_format import AnswerFormat
@@ -38,6 +40,14 @@ class RequestOrigin(msgspec.Struct, frozen=True):
     bill: bytes = b""
     gathers: bool = True
     adapter: str = ""  # engine's name of the adapter
+
+
+def cache_salt_of(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
+    """Return the salt of the request's prefix cache, which the client's own salt separates further."""
+    salt = principal.cache_salt + adapter.encode()
+    if generation is None or not generation.cache_salt:
+        return salt
+    return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
 
 
 def check_limits(generation: Generation, num_sequences: int, card: ModelCard, max_sequences: int) -> None:

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 
 import msgspec
 import structlog
@@ -36,7 +35,13 @@ from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
-from moiety_platform.inference.engine_submits import RequestOrigin, check_limits, most_output_tokens, submits_of
+from moiety_platform.inference.engine_submits import (
+    RequestOrigin,
+    cache_salt_of,
+    check_limits,
+    most_output_tokens,
+    submits_of,
+)
 from moiety_platform.inference.field_support import ignorable_fields, ignored_fields
 from moiety_platform.inference.generation import (
     Conversation,
@@ -61,6 +66,8 @@ from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.cache import PriceCache
+from moiety_platform.quotes.quote import QUOTE_FIELD, QuoteSigner
+from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.routing.choose import (
@@ -102,6 +109,7 @@ class PipelineServices:
     clock: Clock
     images: ImagePreparation
     documents: DocumentPreparation
+    quotes: QuoteSigner
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -142,6 +150,7 @@ class RequestPipeline:
                 if claimed is None:
                     return  # the client got the stored answer
                 receive = claimed
+            quoted = QuotedRequest(services.quotes, scope, receive, principal) if QUOTE_FIELD in fields else None
             with services.recorder.open(
                 principal,
                 request_id=endpoint.id_prefix + ordered_hex(),
@@ -151,8 +160,9 @@ class RequestPipeline:
                 traceparent=fields.get(b"traceparent"),
                 status_of=endpoint.errors.status,
             ) as record:
-                body = await services.bodies.read(endpoint.schema, receive, fields, principal.tenant_id)
+                body = await services.bodies.read(endpoint.schema, quoted or receive, fields, principal.tenant_id)
                 record.attribution = body.attribution(fields.get(TAGS_FIELD))
+                record.quote = await quoted.verify(services.clock) if quoted else None
                 has_ignored = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
                 record.ignored_fields += [*(ignored_fields(body) if has_ignored else ()), *body.skipped_entries()]
                 streams = body.wants_stream
@@ -204,14 +214,14 @@ class RequestPipeline:
         """
         services, limits = self.services, self.limits
         record.trace.enter(Phase.PREPARE)
-        matched = await self._classify(record, generation)
+        matched = await self.classify(record, generation)
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_unattainable(matched)
-            if matched.has_images or _has_documents(matched.generation):
+            if matched.has_images or has_documents(matched.generation):
                 await self._reserve_least(record, matched)
-                matched = await self._read_files(record, matched)
+                matched = await self.read_files(record, matched)
             text = await services.texts.get(matched.card)
             record.generation = generation = matched.generation
             seconds: list[int] = []
@@ -227,7 +237,7 @@ class RequestPipeline:
                 prompts = await text.encode_prompts(generation)
             if not generation.option_counts:  # whose reasoning options are not the client's
                 record.adjusted_fields |= text.adjusted_fields(generation)
-            longest = self._most_output_tokens(record, generation, matched.card, prompts)
+            longest = self.longest_outputs(record, generation, matched.card, prompts)
             counts = generation.option_counts
             billed = billed_prompt_tokens(prompts, counts) if counts else list(map(len, prompts))
             origin = await self._reserve(record, matched, sum(billed), max(longest), streams)
@@ -264,7 +274,7 @@ class RequestPipeline:
             raise
         return principal
 
-    async def _classify(self, record: RequestRecord, generation: Generation) -> _Matched:
+    async def classify(self, record: RequestRecord, generation: Generation) -> MatchedRequest:
         """Choose the model card and the service class, and check the request against them.
 
         Raises NotFound, BadRequest or Unavailable.
@@ -297,30 +307,34 @@ class RequestPipeline:
         if principal.service_class not in catalogue.names:
             catalogue = await services.classes.find(principal.service_class)
         chosen = catalogue.choose(principal.service_class, generation.service_tier)
+        if record.quote is not None:
+            chosen = quoted_class(record.quote.terms, catalogue)
         record.chose(catalogue, chosen.service)
         adapter_name = "" if adapter is None else adapter.engine_name
         priced_model = f"{card.model}:{adapter_name}" if adapter_name else card.model  # of a tenant, as its name is
         tariff = self._tariffs.of(await services.prices.current(), catalogue, chosen, priced_model, card.model)
-        return _Matched(generation, card, states, catalogue, chosen, tariff, adapter, adapter_name, has_images)
+        if record.quote is not None:
+            tariff = Tariff(record.quote.terms.prices)
+        return MatchedRequest(generation, card, states, catalogue, chosen, tariff, adapter, adapter_name, has_images)
 
-    async def _read_files(self, record: RequestRecord, matched: _Matched) -> _Matched:
+    async def read_files(self, record: RequestRecord, matched: MatchedRequest) -> MatchedRequest:
         """Read the documents and images of an admitted request.
 
         A document can turn out to be an image, so documents come first, and the request is classified again. Raises
         BadRequest, NotFound, Gone, RateLimited or Unavailable.
         """
         services, principal = self.services, record.principal
-        if _has_documents(matched.generation):
+        if has_documents(matched.generation):
             generation, replaced = await services.documents.prepare(matched.generation, principal)
             record.ignored_fields += replaced
-            matched = await self._classify(record, generation)
+            matched = await self.classify(record, generation)
         if matched.has_images:
             generation, replaced = await services.images.prepare(matched.generation, matched.card, principal)
             record.ignored_fields += replaced
             matched = msgspec.structs.replace(matched, generation=generation)
         return matched
 
-    def _most_output_tokens(
+    def longest_outputs(
         self, record: RequestRecord, generation: Generation, card: ModelCard, prompts: list[list[int]]
     ) -> list[int]:
         """Return the maximum number of output tokens for each prompt. A lowered one is noted in the record.
@@ -335,14 +349,16 @@ class RequestPipeline:
         return longest
 
     async def _reserve(
-        self, record: RequestRecord, matched: _Matched, num_prompt_tokens: int, most_tokens: int, streams: bool
+        self, record: RequestRecord, matched: MatchedRequest, num_prompt_tokens: int, most_tokens: int, streams: bool
     ) -> RequestOrigin:
         """Reserve the prompts and the first output under every quota, and return what all sequences share.
 
-        Raises QuotaExceeded, RequestExceedsQuota, Forbidden or Unavailable.
+        Raises QuotaExceeded, RequestExceedsQuota, Forbidden, Unavailable, or Conflict if a quote is for other lengths.
         """
         card, chosen, principal = matched.card, matched.chosen, record.principal
         credit_tokens = most_tokens
+        if record.quote is not None:
+            record.quote.terms.require_lengths(num_prompt_tokens, most_tokens)
         if are_extensible(matched.states, card.model):
             credit_tokens = min(most_tokens, self.limits.credit_window_tokens)
         record.trace.enter(Phase.HOLD)
@@ -355,7 +371,7 @@ class RequestPipeline:
             model=card.model,
             tenant_id=principal.tenant_id,
             chosen=chosen,
-            cache_salt=_cache_salt(principal, matched.adapter_name, record.generation),
+            cache_salt=cache_salt_of(principal, matched.adapter_name, record.generation),
             arrival_unix_ns=record.arrival_unix_ns,
             credit_tokens=credit_tokens,
             weight=principal.weight,
@@ -365,7 +381,7 @@ class RequestPipeline:
             adapter=matched.adapter_name,
         )
 
-    async def _reserve_least(self, record: RequestRecord, matched: _Matched) -> None:
+    async def _reserve_least(self, record: RequestRecord, matched: MatchedRequest) -> None:
         """Reserve a lower bound of a request with files, so that none is read for a tenant whose quota is used up.
 
         Each document and image has at least one token. Raises the errors of `_reserve`.
@@ -376,7 +392,7 @@ class RequestPipeline:
         await record.reservation.begin_least(num_files, record.num_sequences, matched.tariff)
 
 
-class _Matched(msgspec.Struct, frozen=True):
+class MatchedRequest(msgspec.Struct, frozen=True):
     """Generation, model card, engines and service class of a request.
 
     The generation is of single texts where the model does not score pairs.
@@ -393,20 +409,12 @@ class _Matched(msgspec.Struct, frozen=True):
     has_images: bool
 
 
-def _cache_salt(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
-    """Return the salt of the request's prefix cache, which the client's own salt separates further."""
-    salt = principal.cache_salt + adapter.encode()
-    if generation is None or not generation.cache_salt:
-        return salt
-    return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
-
-
-def _has_documents(generation: Generation) -> bool:
+def has_documents(generation: Generation) -> bool:
     prompt = generation.prompts[0]
     return isinstance(prompt, Conversation) and bool(prompt.documents)
 
 
-def _refuse_unattainable(matched: _Matched) -> None:
+def _refuse_unattainable(matched: MatchedRequest) -> None:
     """Raise Overloaded if the engine of the request predicts far too late a first token for its class.
 
     Raises Unavailable if no engine can take the request.

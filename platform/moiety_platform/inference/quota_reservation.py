@@ -58,11 +58,12 @@ class Tariffs:
         key = (model, base, chosen.service.name, None if chosen.fallback is None else chosen.fallback.name)
         tariff = self._made.get(key)
         if tariff is None:
-            tariff = self._made[key] = _tariff_of(prices, catalogue, chosen, model, base)
+            tariff = self._made[key] = tariff_of(prices, catalogue, chosen, model, base)
         return tariff
 
 
-def _tariff_of(prices: PriceList, catalogue: Catalogue, chosen: ChosenClass, model: str, base: str) -> Tariff:
+def tariff_of(prices: PriceList, catalogue: Catalogue, chosen: ChosenClass, model: str, base: str) -> Tariff:
+    """Return the tariff of the classes that may serve a request, with the model's own prices or its base model's."""
     by_class = {}
     for service in (chosen.service, chosen.fallback):
         if service is not None:

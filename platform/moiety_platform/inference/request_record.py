@@ -16,6 +16,8 @@ from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
 from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
+from moiety_platform.quotes.promise import PromiseOutcome, SequenceTimes
+from moiety_platform.quotes.quoted_request import AcceptedQuote
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
@@ -100,6 +102,8 @@ class RequestRecord:
     adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
     applied_edits: tuple[AppliedEdit, ...] = ()  # of the conversation
     attribution: Attribution = UNATTRIBUTED
+    quote: AcceptedQuote | None = None  # that the request sent
+    was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None
@@ -215,3 +219,38 @@ class RequestRecord:
         if self.outcome == "disconnected" and not slo_missed(service, self.progress, now_s - self.started_s):
             return None
         return False
+
+    def promise_outcome(self, quote: AcceptedQuote, cost_nanodollars: int, now_s: float) -> PromiseOutcome:
+        """Return what the quote of the request came to, for this cost in nano-dollars; `now_s` is monotonic."""
+        elapsed_s = now_s - self.started_s
+        engine_s = self._finished_at_engines_s()
+        times = [
+            SequenceTimes(
+                one.num_tokens,
+                elapsed_s if one.first_s is None else one.first_s,
+                min(elapsed_s if one.last_s is None else one.last_s, engine_s.get(number, elapsed_s)),
+            )
+            for number, one in enumerate(self.progress)
+        ]
+        is_theirs = self.http_status in range(400, 500)
+        return quote.outcome_of(
+            times,
+            cost_nanodollars,
+            int(self.arrival_unix_ns / 1e6 + elapsed_s * 1000),
+            has_completed=self.outcome in COMPLETED,
+            has_failed=self.outcome == "failed" and not is_theirs,
+            was_paused=self.was_paused,
+        )
+
+    def _finished_at_engines_s(self) -> dict[int, float]:
+        """Return the seconds from arrival to the end of each sequence at its last engine, by the engine's clock.
+
+        A client that reads slowly delays the relayed end, but not this one.
+        """
+        found = {}
+        for attempt in self.attempts:
+            finished = attempt.stream.finished
+            if finished is not None and finished.phases.finished_unix_ns and finished.phases.received_unix_ns:
+                at_engine_ns = finished.phases.finished_unix_ns - finished.phases.received_unix_ns
+                found[attempt.sequence] = (attempt.submitted_ns - self.arrival_unix_ns + at_engine_ns) / 1e9
+        return found

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from moiety_platform.auth.principal import Principal
@@ -25,6 +26,7 @@ from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
+from moiety_platform.quotes.promise import PromiseOutcome
 from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.traces.tracing import Phase, Tracing
 from moiety_platform.usage.billing_context import BillingContext
@@ -130,10 +132,18 @@ class RequestRecorder:
         record.trace.enter(Phase.SETTLE)
         used = record.used
         cost = record.reservation.cost(used)
+        outcome = None
+        if record.quote is not None:
+            outcome = record.promise_outcome(record.quote, cost, self.clock.monotonic())
+            cost -= outcome.credit_nanodollars
         row = self._row(record, used, cost, record.reservation.settle(used, cost))
+        if outcome is not None:
+            row = with_promise(row, outcome)
         # not a method of the record, which would keep the whole request in memory until its row is stored
         self.usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self.metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
+        if outcome is not None:
+            self.metrics.observe_quote(row, record.base_model)
         for failover in record.failovers:
             self.metrics.observe_failover(record.base_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
@@ -245,6 +255,11 @@ class OpenRecord:
     def __init__(self, recorder: RequestRecorder, record: RequestRecord) -> None:
         self._recorder, self._record = recorder, record
 
+    @property
+    def unopened(self) -> RequestRecord:
+        """The record of a request that is not served and leaves no usage row, such as a quote's."""
+        return self._record
+
     def __enter__(self) -> RequestRecord:
         self._recorder.begin()
         return self._record
@@ -260,6 +275,18 @@ class OpenRecord:
         elif isinstance(exc, Exception):  # internal error: recorded here, logged by the pipeline
             record.failed(internal_error())
         self._recorder.end(record)
+
+
+def with_promise(row: UsageRow, outcome: PromiseOutcome) -> UsageRow:
+    """Return the row with what the request's quote came to. Its cost already lacks the credit."""
+    return msgspec.structs.replace(
+        row,
+        promise_kept=outcome.is_kept,
+        predicted_ttft_ms=outcome.predicted_ttft_ms,
+        predicted_duration_ms=outcome.predicted_duration_ms,
+        credit_nanodollars=outcome.credit_nanodollars,
+        credit_reason=outcome.reason,
+    )
 
 
 def _tpot_s(record: RequestRecord) -> float | None:

@@ -250,6 +250,7 @@ class InferenceRun:
             except (Throttled, Unavailable):
                 return  # there is credit left: asked again with the next tokens
         else:
+            self.record.was_paused = True
             granted = await reservation.extend_or_wait(reserved, more)
         stream.extend(stream.credit_tokens + granted, last=granted == 0)
 

@@ -12,6 +12,7 @@ _TEXT = {"type": "string"}
 _NUMBER = {"type": "string", "pattern": "^[0-9]+$"}
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
+QUOTE = "x-moiety-quote"
 IF_MATCH = "If-Match"
 ETAG = "ETag"
 REQUEST_ID = "x-request-id"
@@ -42,6 +43,10 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         TAGS_HEADER: {
             "description": "Tags that are kept with the request's usage, such as `team=search, feature=chat`.",
             "schema": {"type": "string", "pattern": TAGS_PATTERN},
+        },
+        QUOTE: {
+            "description": "Quote of this request by `/v1/quote`, which binds its class, price and promise.",
+            "schema": {"type": "string", "pattern": "^mtq_[A-Za-z0-9_=-]{1,4000}$"},
         },
         IF_MATCH: {
             "description": "Expected ETags of the object, which is changed only if one matches. `*` matches any.",

@@ -1,0 +1,78 @@
+"""A request that sends a quote: its body, which the quote must be of, and its class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from litestar.types import Receive, Scope
+
+from moiety_platform.auth.principal import Principal
+from moiety_platform.classes.terms import Catalogue, ChosenClass
+from moiety_platform.clock import Clock
+from moiety_platform.errors import Conflict
+from moiety_platform.quotes.body_digest import RecordedBody
+from moiety_platform.quotes.promise import NO_OUTCOME, PromiseOutcome, SequenceTimes, judge_promise
+from moiety_platform.quotes.quote import QUOTE_FIELD, Quote, QuoteSigner
+from moiety_platform.request_head import fields_of
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedQuote:
+    """Quote that a request sent and that is valid for it."""
+
+    terms: Quote
+    signer: QuoteSigner
+
+    def outcome_of(
+        self,
+        sequences: Sequence[SequenceTimes],
+        cost_nanodollars: int,
+        now_unix_ms: int,
+        *,
+        has_completed: bool,
+        has_failed: bool,
+        was_paused: bool,
+    ) -> PromiseOutcome:
+        """Return what the quote came to. Its promise is for the first request of this process to which it applies."""
+        outcome = judge_promise(
+            self.terms,
+            sequences,
+            cost_nanodollars,
+            has_completed=has_completed,
+            has_failed=has_failed,
+            was_paused=was_paused,
+        )
+        if outcome.is_kept is None or self.signer.take_promise(self.terms, now_unix_ms):
+            return outcome
+        return NO_OUTCOME
+
+
+class QuotedRequest(RecordedBody):
+    """Receives the body of a request with a quote. Call it in place of the ASGI `receive`, then verify the quote."""
+
+    def __init__(self, signer: QuoteSigner, scope: Scope, receive: Receive, principal: Principal) -> None:
+        super().__init__(receive)
+        self._signer, self._tenant_id = signer, principal.tenant_id
+        self._text, self._endpoint = fields_of(scope)[QUOTE_FIELD], scope["path"]
+
+    async def verify(self, clock: Clock) -> AcceptedQuote:
+        """Return the quote once the body is received. Raises the errors of `QuoteSigner.verify`."""
+        digest, now_ms = await self.digest(), clock.unix_ns() // 1_000_000
+        quote = self._signer.verify(self._text, self._tenant_id, self._endpoint, digest, now_ms)
+        return AcceptedQuote(quote, self._signer)
+
+
+def quoted_class(quote: Quote, catalogue: Catalogue) -> ChosenClass:
+    """Return the quoted class, with its fallback if the quote has a price for it.
+
+    Raises Conflict if the class was deleted meanwhile.
+    """
+    if quote.service_class not in catalogue.names:
+        raise Conflict(
+            f"The class {quote.service_class!r} of the quote was deleted; get a new quote with POST /v1/quote.",
+            code="quote_mismatch",
+        )
+    chosen = catalogue.named(quote.service_class)
+    has_fallback = chosen.fallback is not None and chosen.fallback.name in quote.prices
+    return chosen if has_fallback else ChosenClass(chosen.service, None)

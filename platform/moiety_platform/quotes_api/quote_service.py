@@ -1,0 +1,205 @@
+"""Makes quotes of requests: parses and counts them as the pipeline does, and reserves nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from litestar.types import Receive
+
+from moiety_platform.admission.gate import refuse_unattainable
+from moiety_platform.auth.principal import Principal
+from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.inference.body_fields import InferenceBody
+from moiety_platform.inference.context_editing import encode_edited
+from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline, has_documents
+from moiety_platform.inference.quota_reservation import tariff_of
+from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.truncation import encode_fitting
+from moiety_platform.prices.token_cost import Price
+from moiety_platform.quotes.body_digest import RecordedBody
+from moiety_platform.quotes.prediction import expected_output_tokens, predict_timing, promise_of
+from moiety_platform.quotes.quote import Quote, Timing
+from moiety_platform.quotes_api.answer_types import ClassQuote, QuotedPrice, QuotedTimes, QuoteList
+from moiety_platform.routing.choose import RequestNeed, choose, engines_with_vision
+
+TIERS = ("auto", "priority", "default", "flex")
+Prepare = Callable[[Any, Principal], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class QuotedEndpoint:
+    """Endpoint whose requests can be quoted. `prepare` adds to a body what must be looked up."""
+
+    path: str
+    schema: type[InferenceBody]
+    prepare: Prepare | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuoteTerms:
+    """Settings of quotes, which can change for later quotes."""
+
+    ttl_s: float  # for which a quote binds
+    margin: float  # of a promise over the prediction
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A request with its counts. `longest` has the maximum number of output tokens for each prompt."""
+
+    matched: MatchedRequest
+    generation: Generation
+    prompt_lengths: list[int]
+    longest: list[int]
+    digest: bytes
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompt_lengths) * self.generation.num_choices
+
+    @property
+    def max_output_tokens(self) -> int:
+        return max(self.longest)
+
+
+class QuoteService:
+    """Quotes of one gateway process. `terms` may be replaced, for later quotes."""
+
+    def __init__(self, pipeline: RequestPipeline, endpoints: Mapping[str, QuotedEndpoint], terms: QuoteTerms) -> None:
+        self.endpoints, self.terms = endpoints, terms
+        self._pipeline = pipeline
+
+    async def quote(
+        self, endpoint: QuotedEndpoint, principal: Principal, receive: Receive, fields: Mapping[bytes, bytes]
+    ) -> QuoteList:
+        """Return quotes of the request in every class that the key may use.
+
+        Raises the errors that the request would get before it is admitted, except for those of quotas.
+        """
+        services = self._pipeline.services
+        recorded = RecordedBody(receive)
+        body = await services.bodies.read(endpoint.schema, recorded, fields, principal.tenant_id)
+        digest = await recorded.digest()
+        if endpoint.prepare is not None:
+            body = await endpoint.prepare(body, principal)
+        record = services.recorder.open(
+            principal,
+            request_id="",
+            client_request_id="",
+            operation="quote",
+            endpoint=endpoint.path,
+            traceparent=None,
+            status_of=lambda error: error.status,
+        ).unopened
+        counted = await self._count(record, body.generation(), digest)
+        expires_ms = services.clock.unix_ns() // 1_000_000 + round(self.terms.ttl_s * 1000)
+        loads = [state.load for state in counted.matched.states if state.load is not None and state.card is not None
+                 and state.card.model == counted.matched.card.model]  # fmt: skip
+        expected = expected_output_tokens(loads, counted.max_output_tokens)
+        return QuoteList(
+            object="quote",
+            model=counted.generation.model,
+            endpoint=endpoint.path,
+            expires_at=datetime.fromtimestamp(expires_ms / 1000, UTC),
+            prompt_tokens=sum(counted.prompt_lengths),
+            expected_output_tokens=expected,
+            max_output_tokens=counted.max_output_tokens,
+            num_sequences=counted.num_sequences,
+            data=[
+                await self._quote_class(record, counted, chosen, expected, expires_ms)
+                for chosen in _classes_of(counted.matched, principal)
+            ],
+        )
+
+    async def _count(self, record: RequestRecord, generation: Generation, digest: bytes) -> _Counted:
+        pipeline = self._pipeline
+        matched = await pipeline.classify(record, generation)
+        if matched.has_images or has_documents(matched.generation):
+            matched = await pipeline.read_files(record, matched)
+        text, generation = await pipeline.services.texts.get(matched.card), matched.generation
+        if generation.truncates or generation.context_edits:
+            encode = encode_fitting if generation.truncates else encode_edited
+            generation, prompts = await encode(text, generation, matched.card, record)
+        else:
+            prompts = await text.encode_prompts(generation)
+        longest = pipeline.longest_outputs(record, generation, matched.card, prompts)
+        return _Counted(matched, generation, list(map(len, prompts)), longest, digest)
+
+    async def _quote_class(
+        self, record: RequestRecord, counted: _Counted, chosen: ChosenClass, expected: int, expires_ms: int
+    ) -> ClassQuote:
+        services, matched = self._pipeline.services, counted.matched
+        service, card = chosen.service, matched.card
+        terms = matched.catalogue[service.name]
+        priced_model = f"{card.model}:{matched.adapter_name}" if matched.adapter_name else card.model
+        tariff = tariff_of(await services.prices.current(), matched.catalogue, chosen, priced_model, card.model)
+        names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
+        prediction, is_overloaded = _predict(counted, chosen)
+        promise = None if prediction is None or is_overloaded else promise_of(prediction, self.terms.margin)
+        quote = Quote(
+            quote_id=secrets.token_bytes(12),
+            tenant_id=record.principal.tenant_id,
+            endpoint=record.endpoint,
+            body_digest=counted.digest,
+            model=counted.generation.model,
+            service_class=service.name,
+            expires_unix_ms=expires_ms,
+            num_prompt_tokens=sum(counted.prompt_lengths),
+            max_output_tokens=counted.max_output_tokens,
+            prices={name: tariff.prices.get(name) for name in names},
+            credit_percent=terms.credit_percent,
+            prediction=prediction,
+            promise=promise,
+        )
+        return ClassQuote(
+            service_class=service.name,
+            service_tier=matched.catalogue.tier_of(service),
+            quote=services.quotes.sign(quote),
+            price=_price(tariff.prices.get(service.name), counted, expected),
+            prediction=_times(prediction, counted, expected),
+            promise=_times(promise, counted, expected),
+            credit_percent=terms.credit_percent,
+            is_overloaded=is_overloaded,
+        )
+
+
+def _classes_of(matched: MatchedRequest, principal: Principal) -> list[ChosenClass]:
+    """Return the classes that the service tiers select for the caller, the best first."""
+    chosen = [matched.catalogue.choose(principal.service_class, tier) for tier in TIERS]
+    by_name = {one.service.name: one for one in chosen}
+    return sorted(by_name.values(), key=lambda one: one.service.rank)
+
+
+def _predict(counted: _Counted, chosen: ChosenClass) -> tuple[Timing | None, bool]:
+    """Return the predicted times at the engine that would get the request, and whether it would refuse the class."""
+    matched, states = counted.matched, counted.matched.states
+    if matched.has_images and matched.card.images is not None:
+        states = engines_with_vision(states, matched.card.model, matched.card.images)
+    need = RequestNeed.ANSWER if matched.adapter is None else RequestNeed.ADAPTED
+    state = choose(states, matched.card.model, chosen.service, need=need)
+    class_load = state.class_load(chosen.service.name)
+    is_overloaded = refuse_unattainable(chosen.service, class_load) is not None
+    if state.load is None or not state.load_is_fresh:
+        return None, is_overloaded
+    return predict_timing(state.load, class_load, counted.prompt_lengths, counted.num_sequences), is_overloaded
+
+
+def _price(price: Price | None, counted: _Counted, expected: int) -> QuotedPrice | None:
+    if price is None:
+        return None
+    num_prompt_tokens, choices = sum(counted.prompt_lengths), counted.generation.num_choices
+    most = sum(counted.longest) * choices
+    likely = sum(min(expected, longest) for longest in counted.longest) * choices
+    return QuotedPrice(*(price.cost(num_prompt_tokens, 0, num_output) for num_output in (0, likely, most)))
+
+
+def _times(timing: Timing | None, counted: _Counted, expected: int) -> QuotedTimes | None:
+    if timing is None:
+        return None
+    finishes = timing.finish_s(expected), timing.finish_s(counted.max_output_tokens)
+    return QuotedTimes(timing.first_token_s, timing.token_s, *finishes)

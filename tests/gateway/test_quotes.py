@@ -1,0 +1,236 @@
+"""Quotes over HTTP: what they say, what they bind, and the credit for a broken promise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.engine_load import ClassLoad, StepCosts
+
+from .conftest import NewCard, RunningGateway, StartGateway
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+CHAT_PATH = "/v1/chat/completions"
+PROMPT_TOKENS = RunningGateway.prompt_tokens("hi")
+PRICE = {"model": "tiny", "input": "1", "output": "2"}
+
+
+def class_load(name: str, predicted_ttft_s: float) -> ClassLoad:
+    return ClassLoad(name, 0, 0, predicted_ttft_s, 0, {}, 0, {}, 0, 0, 0)
+
+
+@pytest.fixture
+def engine(new_card: NewCard) -> FakeEngineClient:
+    made = FakeEngineClient(new_card("engine-1", "tiny"))
+    made.step_costs = StepCosts(20.0, 0.0, (), 0.0, 0.0, 0.0)  # so long that no busy machine breaks the promise
+    return made
+
+
+@pytest.fixture
+async def gateway(start_gateway: StartGateway, engine: FakeEngineClient) -> AsyncIterator[RunningGateway]:
+    async with start_gateway([engine], stores_usage=True) as running:
+        await running.admin("PUT", "/prices", PRICE)
+        await running.admin("PATCH", "/classes/standard", {"credit_percent": 25})
+        yield running
+
+
+async def quote_of(
+    gateway: RunningGateway, body: dict[str, Any] = CHAT, endpoint: str = CHAT_PATH, expect: int = 200
+) -> Any:
+    status, _, answer = await gateway.post(f"/v1/quote?endpoint={endpoint}", body)
+    assert status == expect, answer
+    return json.loads(answer)
+
+
+async def send(gateway: RunningGateway, quote: str, body: dict[str, Any] = CHAT, path: str = CHAT_PATH) -> Any:
+    status, headers, answer = await gateway.post(path, body, headers={"x-moiety-quote": quote})
+    return status, headers, json.loads(answer)
+
+
+async def stored(gateway: RunningGateway) -> list[dict[str, Any]]:
+    await gateway.stored_usage.flush()
+    rows: list[dict[str, Any]] = (await gateway.admin("GET", "/usage/requests"))["data"]
+    return rows
+
+
+def standard(quoted: Any) -> Any:
+    return next(one for one in quoted["data"] if one["service_class"] == "standard")
+
+
+async def test_a_quote_has_price_times_and_promise_of_each_class_that_the_key_may_use(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    engine.class_loads = [class_load("flex", 7.0)]
+    quoted = await quote_of(gateway)
+    assert (quoted["prompt_tokens"], quoted["max_output_tokens"], quoted["expected_output_tokens"]) == (
+        PROMPT_TOKENS, 4, 4,
+    )  # fmt: skip
+    assert [one["service_class"] for one in quoted["data"]] == ["standard", "flex"]
+    best, flex = quoted["data"]
+    most = (PROMPT_TOKENS * 10**9 + 4 * 2 * 10**9) // 10**6
+    assert best["price"] == {
+        "input_nanodollars": PROMPT_TOKENS * 1000, "expected_nanodollars": most, "max_nanodollars": most,
+    }  # fmt: skip
+    assert best["prediction"] == {
+        "first_token_s": 20.0, "token_s": 20.0, "expected_finish_s": 80.0, "max_finish_s": 80.0,
+    }  # fmt: skip
+    assert (best["promise"]["first_token_s"], best["promise"]["token_s"]) == (20 * 1.5 + 0.25, 30)
+    assert (best["credit_percent"], flex["credit_percent"]) == (25, 0)
+    assert flex["prediction"]["first_token_s"] == 27.0
+    assert await stored(gateway) == []  # nothing is reserved, charged or recorded
+
+
+async def test_a_quoted_request_keeps_its_price_and_its_class(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    flex = next(one for one in (await quote_of(gateway))["data"] if one["service_class"] == "flex")
+    await gateway.admin("PUT", "/prices", {"model": "tiny", "input": "100", "output": "200"})
+    status, headers, _ = await send(gateway, flex["quote"])
+    assert (status, headers["x-moiety-class"]) == (200, "flex")
+    (row,) = await stored(gateway)
+    assert (row["service_class"], row["cost_nanodollars"]) == ("flex", flex["price"]["max_nanodollars"])
+    assert (row["promise_kept"], row["credit_nanodollars"], row["credit_reason"]) == (True, 0, None)
+    assert row["predicted_ttft_ms"] == 20_000 and row["predicted_duration_ms"] == 80_000
+    assert engine.submits[0].service.name == "flex"
+
+
+async def test_a_broken_promise_is_credited_once_and_the_books_agree(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    engine.step_costs = StepCosts(0.0, 0.0, (), 0.0, 0.0, 0.0)
+    engine.token_s = 0.3  # the first token is promised after 0.25 s
+    one = standard(await quote_of(gateway))
+    for _ in range(2):  # the second has the price, not the promise
+        status, _, _ = await send(gateway, one["quote"])
+        assert status == 200
+    second, first = await stored(gateway)
+    full = one["price"]["max_nanodollars"]
+    credit = full * 25 // 100
+    assert (first["promise_kept"], first["credit_reason"], first["credit_nanodollars"]) == (False, "ttft", credit)
+    assert first["cost_nanodollars"] == full - credit
+    assert (second["promise_kept"], second["cost_nanodollars"]) == (None, full)
+    (total,) = (await gateway.admin("GET", "/usage"))["data"]
+    assert total["totals"]["cost_nanodollars"] == 2 * full - credit
+    assert total["totals"]["credit_nanodollars"] == credit
+    assert (total["totals"]["num_promises"], total["totals"]["num_promises_kept"]) == (1, 0)
+    report = await gateway.admin("GET", "/usage/reconciliation")
+    assert report["agrees"] and report["total"]["credit_nanodollars"] == credit
+    text = gateway.metrics.render().decode()
+    assert 'moiety_quote_promises_total{kept="false",model="tiny",service_class="standard"} 1.0' in text
+    assert f'moiety_credit_nanodollars_total{{service_class="standard"}} {float(credit)}' in text
+
+
+async def test_a_client_that_leaves_gets_no_credit(gateway: RunningGateway, engine: FakeEngineClient) -> None:
+    engine.step_costs = StepCosts(0.0, 0.0, (), 0.0, 0.0, 0.0)
+    one = standard(await quote_of(gateway, {**CHAT, "max_tokens": 100}))
+    engine.token_s = 0.3
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    body = json.dumps({**CHAT, "max_tokens": 100, "stream": True}).encode()
+    head = (
+        f"POST {CHAT_PATH} HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {gateway.key}\r\n"
+        f"x-moiety-quote: {one['quote']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    while b"data:" not in await reader.readline():
+        pass
+    writer.close()
+    async with asyncio.timeout(30):
+        while not (rows := await stored(gateway)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (rows[0]["outcome"], rows[0]["promise_kept"], rows[0]["credit_nanodollars"]) == ("disconnected", None, 0)
+
+
+async def test_a_quote_does_not_depend_on_streaming_key_order_or_user(gateway: RunningGateway) -> None:
+    one = standard(await quote_of(gateway))
+    body = dict(reversed(CHAT.items())) | {"stream": True, "user": "ann", "service_tier": "flex"}
+    status, headers, answer = await gateway.post(CHAT_PATH, body, headers={"x-moiety-quote": one["quote"]})
+    assert (status, headers["x-moiety-class"]) == (200, "standard"), answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_tokens": 5}, {"messages": [{"role": "user", "content": "ho"}]}, {"n": 2}],
+)
+async def test_a_quote_is_for_its_own_body(gateway: RunningGateway, change: dict[str, Any]) -> None:
+    one = standard(await quote_of(gateway))
+    status, _, answer = await send(gateway, one["quote"], CHAT | change)
+    assert (status, answer["error"]["code"]) == (409, "quote_mismatch")
+
+
+async def test_a_quote_is_for_its_own_endpoint(gateway: RunningGateway) -> None:
+    one = standard(await quote_of(gateway, endpoint="/v1/messages"))
+    assert (await send(gateway, one["quote"]))[0] == 409
+    assert (await send(gateway, one["quote"], path="/v1/messages"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 3}),
+        ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
+        ("/v1/messages", CHAT),
+    ],
+)
+async def test_every_text_api_can_be_quoted(gateway: RunningGateway, endpoint: str, body: dict[str, Any]) -> None:
+    one = standard(await quote_of(gateway, body, endpoint))
+    status, _, answer = await send(gateway, one["quote"], body, endpoint)
+    assert status == 200, answer
+    (row,) = await stored(gateway)
+    assert (row["cost_nanodollars"], row["promise_kept"]) == (one["price"]["max_nanodollars"], True)
+
+
+async def test_quotes_that_are_forged_or_of_another_tenant_are_refused(gateway: RunningGateway) -> None:
+    one = standard(await quote_of(gateway))["quote"]
+    forged = one[:20] + ("A" if one[20] != "A" else "B") + one[21:]
+    for text in (forged, "mtq_", "x", "mtq_" + "A" * 5000):
+        status, _, answer = await send(gateway, text)
+        assert (status, answer["error"]["code"]) == (400, "invalid_quote")
+    tenant = await gateway.admin("POST", "/tenants", {"name": "other"}, 201)
+    project = await gateway.admin("POST", "/projects", {"name": "p", "tenant_id": tenant["id"]}, 201)
+    key = await gateway.admin("POST", "/keys", {"name": "k", "project_id": project["id"]}, 201)
+    status, _, data = await gateway.post(CHAT_PATH, CHAT, key["secret"], {"x-moiety-quote": one})
+    assert (status, json.loads(data)["error"]["code"]) == (400, "invalid_quote")
+
+
+async def test_an_expired_quote_is_refused(start_gateway: StartGateway, engine: FakeEngineClient) -> None:
+    async with start_gateway([engine], quote_ttl_s=0.05) as gateway:
+        one = standard(await quote_of(gateway))
+        async with asyncio.timeout(30):
+            while (answered := await send(gateway, one["quote"]))[0] == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert (answered[0], answered[2]["error"]["code"]) == (410, "quote_expired")
+
+
+async def test_without_learned_step_times_only_the_price_binds(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    engine.step_costs = None
+    one = standard(await quote_of(gateway))
+    assert (one["prediction"], one["promise"], one["price"] is None) == (None, None, False)
+    engine.token_s = 0.05
+    assert (await send(gateway, one["quote"]))[0] == 200
+    (row,) = await stored(gateway)
+    assert (row["promise_kept"], row["predicted_ttft_ms"], row["credit_nanodollars"]) == (None, None, 0)
+
+
+async def test_a_class_that_would_be_refused_now_has_no_promise(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    engine.class_loads = [class_load("standard", 1000.0)]
+    one = standard(await quote_of(gateway))
+    assert (one["is_overloaded"], one["promise"]) == (True, None) and one["prediction"]["first_token_s"] > 1000
+    status, _, _ = await send(gateway, one["quote"])
+    assert status == 429
+    (row,) = await stored(gateway)
+    assert (row["outcome"], row["promise_kept"], row["credit_nanodollars"]) == ("rejected", None, 0)
+
+
+async def test_a_quote_needs_a_served_endpoint_and_a_valid_body(gateway: RunningGateway) -> None:
+    assert (await quote_of(gateway, endpoint="/v1/embeddings", expect=400))["error"]["param"] == "endpoint"
+    assert (await quote_of(gateway, {**CHAT, "model": "none"}, expect=404))["error"]["param"] == "model"
+    assert (await quote_of(gateway, {"model": "tiny"}, expect=400))["error"]["message"]
