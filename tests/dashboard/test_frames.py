@@ -10,6 +10,7 @@ import pandas as pd
 from moiety_dashboard import charts, colours, formatting, waterfall
 from moiety_dashboard.cli import server_options
 from moiety_dashboard.frames import attribution, changes, fleet, limits, series, simulations, traces
+from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.quotas import rows_set_aside
@@ -31,6 +32,19 @@ TERMS: dict[str, Any] = {
     "name": "standard", "ttft_s": 2.0, "ttft_per_1k_s": 0.2, "tpot_s": 0.1, "completion_s": None, "weight": 1.0,
     "rank": 1, "price_factor": 1.0, "on_overload": "reject",
 }  # fmt: skip
+
+
+def test_quotes_have_the_share_of_kept_promises_and_ratios_that_may_be_missing() -> None:
+    ratios = {"p10": 0.5, "median": 1.0, "p90": 2.0}
+    quoted = {
+        "service_class": "standard", "requests": 5, "num_promises": 4, "num_promises_kept": 3,
+        "credit_nanodollars": 2_500_000_000, "credit_reasons": {"ttft": 1}, "ttft_ratio": ratios,
+        "duration_ratio": None,
+    }  # fmt: skip
+    row = quotes_frame([quoted]).iloc[0]
+    assert (row["kept"], row["broken"], row["reasons"], row["credit"]) == (0.75, 1, "ttft 1", 2.5)
+    assert (row["ttft_median"], row["ttft_p90"], row["duration_p90"]) == (1.0, 2.0, None)
+    assert quotes_frame([]).empty
 
 
 def engine(**changed: Any) -> dict[str, Any]:

@@ -234,3 +234,22 @@ async def test_a_quote_needs_a_served_endpoint_and_a_valid_body(gateway: Running
     assert (await quote_of(gateway, endpoint="/v1/embeddings", expect=400))["error"]["param"] == "endpoint"
     assert (await quote_of(gateway, {**CHAT, "model": "none"}, expect=404))["error"]["param"] == "model"
     assert (await quote_of(gateway, {"model": "tiny"}, expect=400))["error"]["message"]
+
+
+async def test_the_report_compares_predicted_with_actual_times(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    assert (await send(gateway, standard(await quote_of(gateway))["quote"]))[0] == 200
+    engine.step_costs, engine.token_s = StepCosts(0.001, 0.0, (), 0.0, 0.0, 0.0), 0.3
+    assert (await send(gateway, standard(await quote_of(gateway))["quote"]))[0] == 200
+    assert (await gateway.post(CHAT_PATH, CHAT))[0] == 200  # without a quote
+    await gateway.stored_usage.flush()
+    (one,) = (await gateway.admin("GET", "/usage/quotes"))["data"]
+    assert (one["service_class"], one["requests"], one["num_promises"], one["num_promises_kept"]) == (
+        "standard", 2, 2, 1,
+    )  # fmt: skip
+    assert one["credit_reasons"] == {"ttft": 1} and one["credit_nanodollars"] > 0
+    ratio = one["ttft_ratio"]
+    assert 0 < ratio["p10"] < ratio["median"] < ratio["p90"] and ratio["p90"] > 100 > ratio["p10"]
+    nobody = await gateway.admin("GET", "/usage/quotes?tenant_id=ten_none")
+    assert nobody["data"] == []

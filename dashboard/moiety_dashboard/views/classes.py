@@ -14,6 +14,7 @@ from moiety_dashboard.escaping import as_text
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.columns import class_columns
 from moiety_dashboard.views.overview import EMPTY, classes_of_hour
+from moiety_dashboard.views.quoted import draw_quotes
 from moiety_dashboard.views.windows import HOUR, LIVE
 from moiety_dashboard.views.windows import series as read_series
 
@@ -57,6 +58,7 @@ def draw_live(client: AdminClient) -> None:
     answers = [sums, classes, *([engines] if engines else [])]
     with panels.panel("SLO attainment", "last 1 h, and now", answers, key="slo attainment", frame=frame):
         panels.table(frame, columns(), "No service class is defined.", classes=inks)
+    draw_quotes(client)
     window = LIVE[1]
     span = window.span()
     answer, over_time = read_series(client, window, span, ["service_class"])

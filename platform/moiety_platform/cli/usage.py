@@ -40,7 +40,7 @@ TOTALS = {
     "attainment": "SLO attained",
 }
 DETAILS = (
-    "expert_read", "expert_moved", "speculative_used_tokens", "speculative_tokens", "preemptions", "mean_duration_ms",
+    "expert_read", "expert_moved", "promises", "credit", "speculative_used_tokens", "speculative_tokens", "preemptions", "mean_duration_ms",
     "disconnected", "rejected", "cached_tokens", "mean_ttft_ms", "failed", "attainment",
 )  # fmt: skip
 REQUESTS = {
@@ -65,10 +65,19 @@ REQUESTS = {
     "request_id": "request",
 }
 REQUEST_DETAILS = (
-    "num_preemptions", "tags", "end_user", "slo_attained", "http_status", "endpoint", "service_class", "duration_ms",
+    "credit_reason", "promise_kept", "credit", "num_preemptions", "tags", "end_user", "slo_attained", "http_status", "endpoint", "service_class", "duration_ms",
     "ttft_ms", "prompt_tokens", "output_tokens", "model",
 )  # fmt: skip
 
+QUOTES = {
+    "service_class": "class",
+    "requests": "quoted requests",
+    "promises": "promises kept",
+    "reasons": "broken by",
+    "credit": "credit $",
+    "ttft": "TTFT ÷ predicted (p10 · p50 · p90)",
+    "duration": "duration ÷ predicted",
+}
 
 app = typer.Typer(help="Show usage: requests, tokens, latencies and cost; and reconcile it.")
 
@@ -184,6 +193,34 @@ def reconcile(
         raise typer.Exit(1)
 
 
+@app.command("quotes")
+@admin_command
+def quotes(
+    admin: Admin,
+    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
+    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+) -> None:
+    """Compare predicted with actual times of requests that had a quote; show kept promises, credits and reasons."""
+    tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
+    since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    report = admin.client.get("/usage/quotes", since=since, tenant_id=tenant_id)
+    if admin.as_json:
+        show_json(report)
+        return
+    rows = [
+        {
+            **one,
+            "credit": credit(one),
+            "promises": promises(one),
+            "reasons": ", ".join(f"{reason} {count}" for reason, count in one["credit_reasons"].items()),
+            "ttft": ratios(one["ttft_ratio"]),
+            "duration": ratios(one["duration_ratio"]),
+        }
+        for one in report["data"]
+    ]
+    admin.show_rows(rows, QUOTES)
+
+
 app.command("restore")(restore)
 
 
@@ -274,6 +311,11 @@ def credit(amounts: dict[str, Any]) -> str | None:
 def promises(totals: dict[str, Any]) -> str | None:
     """Return how many of the quotes' promises were kept, such as 8 of 9, or None if there are none."""
     return f"{totals['num_promises_kept']} of {totals['num_promises']}" if totals["num_promises"] else None
+
+
+def ratios(found: dict[str, float] | None) -> str | None:
+    """Return percentiles of actual divided by predicted times in one line."""
+    return None if found is None else " · ".join(f"{found[name]:.2f}" for name in ("p10", "median", "p90"))
 
 
 def tags_in_line(tags: dict[str, str]) -> str:

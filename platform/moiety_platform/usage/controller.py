@@ -25,6 +25,7 @@ from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
 from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAside
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
+from moiety_platform.usage.quoted_requests import QuoteReport, report_quotes
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
 from moiety_platform.usage.schemas import RequestPage, UsageReport, without_expert_bytes
 
@@ -141,6 +142,17 @@ class UsageController(Controller):
         async with database.read() as session:
             found = await list_requests(session, of_outcome, page)
         return found if caller.tenant_id is None else found.without_expert_bytes()
+
+    @get("/quotes", opt=needs(READ_USAGE))
+    async def report_quotes(
+        self, database: NamedDependency[Database], usage_filter: UsageFilterDependency
+    ) -> QuoteReport:
+        """Compare predicted with actual times of requests that had a quote, by class; their promises and credits.
+
+        The last 24 hours unless `since` or `until` is given. At most the newest 5,000 of these requests are counted.
+        """
+        async with database.read() as session:
+            return await report_quotes(session, usage_filter)
 
     @get("/reconciliation", opt=needs(RECONCILE_USAGE))
     async def reconcile(

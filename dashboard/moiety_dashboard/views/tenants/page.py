@@ -16,6 +16,7 @@ from moiety_dashboard.formatting import percent, ratio, short
 from moiety_dashboard.frames.tenants import tenants_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.quoted import draw_quotes
 from moiety_dashboard.views.tenants import attribution, keys, limits, settings
 from moiety_dashboard.views.tenants.names import forget_names
 from moiety_dashboard.views.windows import DAY, LIVE, LONG, Window
@@ -153,6 +154,7 @@ def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
         with_slo = frame[frame["attainment"].notna()]
         figure = charts.Figure("attainment", "SLO attainment", ".1%")
         panels.draw(lambda: charts.lines(with_slo, figure, "class", inks, span), with_slo, none, "own slo chart")
+    draw_quotes(client, tenant["id"])
 
 
 def tiles(answer: Answer, seconds: float) -> list[Tile]:
