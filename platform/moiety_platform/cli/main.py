@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[Target, str]] = {
         "moiety_platform.cli.apply.command:apply",
         "Apply a file that declares tenants, classes and quotas (declarative configuration).",
     ),
+    "contract": ("moiety_platform.cli.contracts:app", "Check whether a new tenant's limits and class can be served."),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),
 }
@@ -76,6 +77,7 @@ ORDER = [
     "apply",
     "audit",
     "usage",
+    "contract",
     "top",
     "config",
     "doctor",

@@ -1,0 +1,71 @@
+"""`moiety contract check` reads recent traffic, classes and step times from the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.contracts import learned_device, recent_arrivals, serves, service_of, show_report
+from moiety_platform.contracts.arrivals import ContractTerms
+from moiety_platform.contracts.check import ContractReport, ContractRun, Verdict
+from moiety_platform.contracts.errors import ContractProblem
+from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_wire.classes import SHIPPED
+from moiety_wire.engine_load import StepCosts
+
+from .conftest import NewCard, RunningGateway, StartGateway
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+async def test_traffic_classes_and_step_times_come_from_the_gateway(
+    start_gateway: StartGateway, new_card: NewCard, tmp_path: Path
+) -> None:
+    engine = FakeEngineClient(new_card("engine-1", "tiny"))
+    async with start_gateway([engine], stores_usage=True) as gateway:
+        for body in (CHAT, CHAT | {"max_tokens": 2, "service_tier": "flex"}, CHAT | {"model": "none"}):
+            await gateway.post("/v1/chat/completions", body)
+        await gateway.stored_usage.flush()
+        client = AdminClient.connect(gateway.url, gateway.admin_key, tmp_path)
+        rows = (await asyncio.to_thread(client.get, "/classes"))["data"]
+        classes = {row["name"]: service_of(row) for row in rows}
+        assert {one.name: one for one in SHIPPED} == classes
+        found = await asyncio.to_thread(recent_arrivals, client, 1.0, None, classes)
+        length = RunningGateway.prompt_tokens("hi")
+        served = sorted((one.input_tokens, one.output_tokens, one.service_class) for one in found)
+        assert served == [(length, 2, "flex"), (length, 4, "standard")]
+        assert all(3500 < one.at_s <= 3600 for one in found)
+        only = await asyncio.to_thread(recent_arrivals, client, 1.0, "tiny", {"flex": classes["flex"]})
+        assert [one.service_class for one in only] == ["flex"]
+        listed = (await asyncio.to_thread(client.get, "/engines"))["data"]
+        assert [serves(one, "tiny") for one in listed] == [True] and not serves(listed[0], "other")
+        with pytest.raises(ContractProblem, match="--device"):
+            learned_device(listed, tmp_path)
+        engine.step_costs = StepCosts(0.01, 0.001, ((96, 0.002),), 0.0, 0.0, 0.1)
+        listed = (await asyncio.to_thread(client.get, "/engines"))["data"]
+        written = Path(learned_device(listed, tmp_path))
+        device = json.loads(await asyncio.to_thread(written.read_text))
+        assert (device["overhead_s"], device["token_s"], device["bends"]) == (0.01, 0.001, [[96, 0.002]])
+        client.http.close()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "needed", "classes", "words"),
+    [
+        (Verdict.ACCEPTED, 1, [], "accepted: 1 replicas carry"),
+        (Verdict.NEEDS_MORE, 3, ["flex"], "it needs 3 replicas or the class flex"),
+        (Verdict.REFUSED, None, [], "refused: neither"),
+    ],
+)
+def test_a_report_says_what_is_missing(
+    verdict: Verdict, needed: int | None, classes: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ContractRun("standard", 1, {"flex": 1.0}, 0.5, ["contract"])
+    show_report(ContractReport(verdict, 1, needed, classes, {}, [run]), ContractTerms("standard", 60), 10, 5)
+    printed = capsys.readouterr().out
+    assert words in printed and "new tenant 50.0%; flex 100.0%; misses: contract" in printed
