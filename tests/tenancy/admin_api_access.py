@@ -109,6 +109,7 @@ ASKS = [
     Ask("GET /usage", EVERYBODY, query={"tenant_id": "{tenant_id}", "group_by": "tenant,project,key"}),
     Ask("GET /usage/requests", EVERYBODY, query={"key_id": "{key_id}"}),
     Ask("GET /usage/minutes", EVERYBODY, query={"tenant_id": "{tenant_id}", "group_by": "tenant,service_class"}),
+    Ask("GET /usage/quotes", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /usage/reconciliation", ALL_READERS),
     Ask("GET /overview", EVERYBODY),
     Ask("GET /caller", EVERYBODY),

@@ -25,6 +25,8 @@ from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.quotes.quote import QUOTE_HEADER
 from moiety_platform.request_head import bearer_authorization
 
+QUOTED = ("chat", "text_completion")  # operations whose requests can send quotes
+
 Body = TypeVar("Body", bound=InferenceBody)
 SendLast = Callable[[], Awaitable[None]]
 
@@ -89,7 +91,7 @@ def route(endpoint: Endpoint[Any], serve: Serve) -> HTTPRouteHandler:
         body={JSON: endpoint.schema},
         answers={200: shown.answers},
         errors=(404, 409, 410, 422, 429, 502, *endpoint.errors.statuses),
-        request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER, QUOTE_HEADER),
+        request_headers=(IDEMPOTENCY_KEY, TAGS_HEADER, *((QUOTE_HEADER,) if endpoint.operation in QUOTED else ())),
         answer_headers=(*QUOTA_HEADERS, *shown.headers),
     )
 
