@@ -35,7 +35,7 @@ def latent_input(
     The queries' part is the columns before: the queries, or their latent row, normalised if the plan says so.
 
     The last L columns of a row are for the cache, 2R of them rotated. A slot is block · P + offset; a token with a
-    negative slot is not stored; tokens with slots come first. The input may be overwritten. slots_T is int64. Raises
+    negative slot is not stored. The input may be overwritten. slots_T is int64. Raises
     KernelInputError for other shapes, and unless the cache has scales as `require_latent_scales` says.
     """
     rows_NPL = cache.rows_NPL

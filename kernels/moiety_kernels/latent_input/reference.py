@@ -68,17 +68,19 @@ def to_whole(part_TL: Tensor, scale_T1: Tensor) -> Tensor:
 def store_rows(row_TL: Tensor, rows: Tensor, slots_T: Tensor) -> None:
     """Write each row to its slot, if the slot is not negative.
 
-    On a GPU the host must not wait to learn which slots are negative. So a row without a slot rewrites the first
-    token's row, and if that has no slot either, the current contents of the first slot.
+    On a GPU the host must not wait to learn which slots are negative. So a row without a slot rewrites the row of the
+    first token with a slot, and if there is none, the current contents of the first slot.
     """
     if rows.itemsize == 1:  # as bytes, since torch cannot index-copy float8
         row_TL, rows = row_TL.view(torch.uint8), rows.view(torch.uint8)
-    first_L = torch.where(slots_T[0] < 0, rows[0], row_TL[0])
     nowhere_T = slots_T < 0
+    kept_1 = (~nowhere_T).int().argmax(0, keepdim=True)  # 0 if there is none
+    slot_1 = slots_T.index_select(0, kept_1)
+    row_1L = torch.where(slot_1 < 0, rows[:1], row_TL.index_select(0, kept_1))
     rows.index_copy_(
         0,
-        torch.where(nowhere_T, slots_T[0].clamp(min=0), slots_T),
-        torch.where(nowhere_T[:, None], first_L, row_TL),
+        torch.where(nowhere_T, slot_1.clamp(min=0), slots_T),
+        torch.where(nowhere_T[:, None], row_1L, row_TL),
     )
 
 

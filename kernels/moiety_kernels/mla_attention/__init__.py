@@ -37,17 +37,9 @@ def mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata
     `cache.latent_width` entries, is the value. An int8 cache is multiplied by its scales. Everything else is as in
     `paged_attention` with one key-value head.
     """
-    rows_NPL, value_width = cache.rows_NPL, cache.latent_width
-    require_shape("cache", rows_NPL, (-1, -1, q_THL.shape[2]))
-    require(0 < value_width <= q_THL.shape[2], "latent_width must be between 1 and the width of a cache row")
-    require(
-        rows_NPL.dtype in (q_THL.dtype, *EIGHT_BITS) or (q_THL.is_cpu and rows_NPL.dtype is torch.bfloat16),
-        "the cache must have the queries' dtype, float8_e4m3fn or int8, or bfloat16 on a CPU",
-    )
-    require_latent_scales(cache)
-    parameters, (blocks, places, width) = AttentionParameters(scale), rows_NPL.shape
-    k_NGPL = rows_NPL.view(blocks, 1, places, width)
-    paged = LayerCache(k_NGPL, k_NGPL.as_strided((blocks, 1, places, value_width), k_NGPL.stride()))
+    require_latent_agreement(q_THL, cache)
+    require(metadata.num_shards == 1, "a cache in several shards needs shard_mla_attention")
+    parameters, paged = AttentionParameters(scale), as_layer_cache(cache)
     if q_THL.is_cpu and _cpu().fits(q_THL, paged, metadata.block_table_SB):
         fast: Tensor = _cpu().paged_attention(q_THL, paged, metadata, parameters)
         return fast
@@ -57,7 +49,27 @@ def mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata
     if q_THL.is_cuda:
         require(
             cache.latent_scale_NP is None,
-            f"no kernel on this GPU reads rows of {width} int8, {value_width} of them the value: keep more bits",
+            f"no kernel on this GPU reads rows of {q_THL.shape[2]} int8, {cache.latent_width} of them the value: keep "
+            "more bits",
         )
         return batched.paged_attention(q_THL, paged, metadata, parameters)
     return reference.mla_attention(q_THL, cache, metadata, scale)
+
+
+def require_latent_agreement(q_THL: Tensor, cache: LatentCache) -> None:
+    """Raise KernelInputError for queries and caches of types or shapes that do not go together."""
+    rows_NPL = cache.rows_NPL
+    require_shape("cache", rows_NPL, (-1, -1, q_THL.shape[2]))
+    require(0 < cache.latent_width <= q_THL.shape[2], "latent_width must be between 1 and the width of a cache row")
+    require(
+        rows_NPL.dtype in (q_THL.dtype, *EIGHT_BITS) or (q_THL.is_cpu and rows_NPL.dtype is torch.bfloat16),
+        "the cache must have the queries' dtype, float8_e4m3fn or int8, or bfloat16 on a CPU",
+    )
+    require_latent_scales(cache)
+
+
+def as_layer_cache(cache: LatentCache) -> LayerCache:
+    """Return the rows as keys and values of one key-value head, without their scales."""
+    blocks, places, width = cache.rows_NPL.shape
+    k_NGPL = cache.rows_NPL.view(blocks, 1, places, width)
+    return LayerCache(k_NGPL, k_NGPL.as_strided((blocks, 1, places, cache.latent_width), k_NGPL.stride()))

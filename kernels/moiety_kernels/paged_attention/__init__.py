@@ -33,7 +33,8 @@ def paged_attention(
     cache (float8_e4m3fn, int8) is multiplied by its scales, float32, both or none; a bfloat16 cache goes with float32
     queries on a CPU. Raises KernelInputError for other types, and for shapes that do not go together.
     """
-    _require_agreement(q_THd, cache, parameters.sinks_H)
+    require_agreement(q_THd, cache, parameters.sinks_H)
+    require(metadata.num_shards == 1, "a cache in several shards needs shard_attention")
     args = q_THd, cache, metadata, parameters
     if q_THd.is_cpu and cache.k_scale_NGP is None and _cpu().fits(q_THd, cache, metadata.block_table_SB):
         fast: Tensor = _cpu().paged_attention(*args)
@@ -46,7 +47,8 @@ def paged_attention(
     return reference.paged_attention(*args)
 
 
-def _require_agreement(q_THd: Tensor, cache: LayerCache, sinks_H: Tensor | None) -> None:
+def require_agreement(q_THd: Tensor, cache: LayerCache, sinks_H: Tensor | None) -> None:
+    """Raise KernelInputError for queries, caches and sinks of types or shapes that do not go together."""
     k_NGPd, k_scale_NGP, v_scale_NGP = cache.k_NGPd, cache.k_scale_NGP, cache.v_scale_NGP
     dtype, num_heads, num_kv_heads = k_NGPd.dtype, q_THd.shape[1], k_NGPd.shape[1]
     require(num_heads % num_kv_heads == 0, "query heads must be a multiple of key-value heads")

@@ -26,7 +26,14 @@ from moiety_kernels.cpu.team import MAX_TASKS, SCRATCH_BYTES, parallel, team
 from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import AXPY_ROWS, axpy_tile, fetch, scale_row, softmax_step
 from moiety_kernels.paged_attention import cpu_pairs
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, QueryRange, lowest_seen
+from moiety_kernels.paged_attention.cpu_arguments import (
+    CHUNK,
+    ITEM_BYTES,
+    AttentionArguments,
+    QueryRange,
+    end_seen,
+    lowest_seen,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,9 +82,17 @@ def _is_packed(cache_NGPd: Tensor) -> bool:
 
 
 def paged_attention(
-    q_THd: Tensor, cache: LayerCache, metadata: AttentionMetadata, parameters: AttentionParameters
+    q_THd: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    parameters: AttentionParameters,
+    states_TH2: Tensor | None = None,
 ) -> Tensor:
-    """Return out_THd, contiguous, as wide as a value."""
+    """Return out_THd, contiguous, as wide as a value; 0 for a query that sees no key.
+
+    `states_TH2`, float32 and contiguous, receives the largest scaled score of each query and head, -inf if there is
+    none, and the sum of the weights relative to it.
+    """
     tokens, heads, width = q_THd.shape
     k_NGPd, v_NGPd, block_table_SB = cache.k_NGPd, cache.v_NGPd, metadata.block_table_SB
     _, kv_heads, places, _ = k_NGPd.shape
@@ -115,6 +130,9 @@ def paged_attention(
         value_stride=v_NGPd.itemsize * v_NGPd.stride(2),
         cache_itemsize=v_NGPd.itemsize,
         scale=parameters.scale,
+        num_shards=metadata.num_shards,
+        shard=metadata.shard,
+        states_TH2=address_of(states_TH2),
     )
     team().drive(_drive, args)
     return out_THd
@@ -216,11 +234,11 @@ def _accumulate(
 
 @jit
 def _mask(args: AttentionArguments, position: int, start: int, count: int, padded: int, row: int) -> None:
-    """Scale a row of scores and mask the positions that the query at `position` does not see."""
+    """Scale a row of scores and mask the places that the query at `position` does not see."""
     scale_row(row, padded, args.scale)
     for j in range(min(count, lowest_seen(args, position) - start)):
         store_f32(row, j, -math.inf)
-    for j in range(max(0, min(count, position + 1 - start)), padded):
+    for j in range(max(0, min(count, end_seen(args, position) - start)), padded):
         store_f32(row, j, -math.inf)
 
 
@@ -244,9 +262,9 @@ def _task(args: AttentionArguments, task: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    lowest = lowest_seen(args, position)
-    for start in range(lowest // CHUNK * CHUNK, position + queries, CHUNK):
-        count = min(CHUNK, position + queries - start)
+    lowest, stop = lowest_seen(args, position), end_seen(args, position + queries - 1)
+    for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
+        count = min(CHUNK, stop - start)
         padded = (count + LANES - 1) // LANES * LANES
         _scores(args, table, head, start, count, num_rows, rows, scores)
         for i in range(num_rows):
@@ -260,6 +278,11 @@ def _task(args: AttentionArguments, task: int, scratch: int) -> None:
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         out = args.out_THd + 4 * (token * heads + shared) * value_width
-        scale_row(sums + 4 * value_width * i, value_width, 1.0 / load_f32(states, 2 * i + 1))
+        total = load_f32(states, 2 * i + 1)
+        scale_row(sums + 4 * value_width * i, value_width, 1.0 / total if total > 0.0 else 0.0)
+        if args.states_TH2:
+            state = args.states_TH2 + 8 * (token * heads + shared)
+            store_f32(state, 0, load_f32(states, 2 * i))
+            store_f32(state, 1, total)
         for j in range(value_width):
             store_f32(out, j, load_f32(sums, i * value_width + j))

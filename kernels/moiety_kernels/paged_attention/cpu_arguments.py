@@ -47,6 +47,9 @@ class AttentionArguments(NamedTuple):
     value_stride: Int64  # bytes from one slot of the value cache to the next
     cache_itemsize: Int64  # 4 for float32, 2 for bfloat16
     scale: Float64
+    num_shards: Int64  # the cache has every num_shards-th position,
+    shard: Int64  # beginning with this one
+    states_TH2: Address  # float32, output: the largest scaled score and the sum of weights relative to it, or 0
 
 
 ITEM_BYTES = size_of(QueryRange)
@@ -54,10 +57,15 @@ ITEM_BYTES = size_of(QueryRange)
 
 @jit
 def lowest_seen(args: AttentionArguments, position: int) -> int:
-    """Return the first position that the query at `position` sees."""
+    """Return the first place, an index of the cache's positions, that the query at `position` sees."""
     window = args.window
     if not window:
         return 0
-    if args.chunked:
-        return position // window * window
-    return max(0, position - window + 1)
+    first = position // window * window if args.chunked else max(0, position - window + 1)
+    return (first + args.num_shards - 1 - args.shard) // args.num_shards
+
+
+@jit
+def end_seen(args: AttentionArguments, position: int) -> int:
+    """Return the place after the last one that the query at `position` sees; 0 if it sees none."""
+    return (position + args.num_shards - args.shard) // args.num_shards

@@ -31,7 +31,14 @@ from moiety_kernels.cpu.row_packing import pack_pairs_row
 from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.vectors import copy_row, fetch, scale_row
-from moiety_kernels.paged_attention.cpu_arguments import CHUNK, ITEM_BYTES, AttentionArguments, QueryRange, lowest_seen
+from moiety_kernels.paged_attention.cpu_arguments import (
+    CHUNK,
+    ITEM_BYTES,
+    AttentionArguments,
+    QueryRange,
+    end_seen,
+    lowest_seen,
+)
 
 ROWS_AT_ONCE = 128
 MIN_ROWS_AT_ONCE = 32  # used where there would be too few tasks
@@ -134,7 +141,7 @@ def _weigh(
     """Compute masked softmax weights of a chunk's scores; `position` is the first query's."""
     factor = args.scale * LOG2_E
     for i in range(num_rows):
-        seen = position + i // sharing + 1 - start
+        seen = end_seen(args, position + i // sharing) - start
         end, first = max(0, min(count, seen)), max(0, lowest_seen(args, position + i // sharing) - start)
         score, weight, state = scores + 4 * CHUNK * i, weights + 2 * CHUNK * i, states + 8 * i
         if first > 0 or end < padded:
@@ -179,7 +186,7 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
         store_f32(states, 2 * i + 1, 1.0 if sinks else 0.0)
     for i in range(num_rows * value_width):
         store_f32(sums, i, 0.0)
-    stop, lowest = position + queries, lowest_seen(args, position)
+    stop, lowest = end_seen(args, position + queries - 1), lowest_seen(args, position)
     for start in range(lowest // CHUNK * CHUNK, stop, CHUNK):
         count = min(CHUNK, stop - start)
         padded = (count + _GROUP - 1) // _GROUP * _GROUP
@@ -204,5 +211,10 @@ def task(args: AttentionArguments, number: int, scratch: int) -> None:
     for i in range(num_rows):
         token, shared = first + begin + i // sharing, head * sharing + i % sharing
         row = sums + 4 * value_width * i
-        scale_row(row, value_width, 1.0 / load_f32(states, 2 * i + 1))
+        total = load_f32(states, 2 * i + 1)
+        scale_row(row, value_width, 1.0 / total if total > 0.0 else 0.0)
+        if args.states_TH2:
+            state = args.states_TH2 + 8 * (token * heads + shared)
+            store_f32(state, 0, load_f32(states, 2 * i) / LOG2_E)
+            store_f32(state, 1, total)
         copy_row(row, value_width, args.out_THd + 4 * (token * heads + shared) * value_width)

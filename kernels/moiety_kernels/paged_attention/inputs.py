@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """Sequences of a step. The queries of a sequence are its last tokens in the cache.
 
+    With several shards the cache has a part of the positions only: those with position % num_shards == shard, in order,
+    so that slot j of a sequence has position j · num_shards + shard. Contexts count all positions. Only
+    `paged_attention.sharded` takes such sequences.
+
     `max_query` and `max_context` bound the queries and the context of each sequence, so the host does not read device
     memory. Creating the record checks it, once for all layers of a step: it raises KernelInputError unless there is one
     query start more than sequences.
@@ -26,8 +30,11 @@ class AttentionMetadata:
     max_query: int
     max_context: int
     num_decode: int = 0  # sequences 0 … num_decode - 1 have exactly one query
+    num_shards: int = 1  # caches among which the positions are divided
+    shard: int = 0  # index of this one
 
     def __post_init__(self) -> None:
+        require(0 <= self.shard < self.num_shards, "the shard must be one of the shards")
         require_shape("query_start", self.query_start_S1, (self.context_len_S.shape[0] + 1,))
 
 
