@@ -159,6 +159,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_timeout_ms: float = 50.0  # `dynamic`: how long the first request waits for company
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
     tp: int = 1  # ranks that share the heads and columns of each layer; see `moiety_engine.distribution.layout`
+    decode_context_parallel: int = 1  # of these ranks, those that divide the positions of a sequence's cache
     dp_attention: int = 1  # groups of such ranks, each with sequences of its own
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other

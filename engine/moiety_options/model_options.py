@@ -139,6 +139,13 @@ class ModelOptions:
         "pp × dp-attention × tp.",
         min=1,
     )
+    decode_context_parallel: int = _distributed(
+        1,
+        "Decode context parallel size: number of ranks of a tensor parallel group that divide the KV cache of each "
+        "sequence by position. It must divide tp, and only ranks that would otherwise hold copies of the same keys "
+        "and values can divide them.",
+        min=1,
+    )
     dp_attention: int = _distributed(
         1, "Number of tensor parallel groups that each run attention for their own sequences and share the experts.",
         min=1,

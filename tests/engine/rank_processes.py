@@ -254,7 +254,7 @@ def settings_of(folder: Path, **settings: Any) -> EngineConfig:
     kept = [one for one in attentions if not isinstance(one, RecurrentSpec)]
     cached = sum(one.cached_values + getattr(one, "index_key_width", 0) for one in kept)
     entries = sum(one.block_values(BLOCK_SIZE) for one in attentions if isinstance(one, PagedStateSpec))
-    kv_bytes = 4 * num_blocks * (BLOCK_SIZE * cached + entries)
+    kv_bytes = 4 * num_blocks * (BLOCK_SIZE * cached // config.decode_context_parallel + entries)
     if states:  # states may take half of the memory
         kv_bytes = (4 if config.speculate is Speculate.NGRAM else 2) * state_bytes + kv_bytes
     memory = {"kv_memory_bytes": kv_bytes, "host_kv_memory_bytes": config.host_kv_memory_bytes or 0}

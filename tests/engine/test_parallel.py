@@ -68,6 +68,7 @@ def test_tensor_and_expert_parallel_say_what_one_rank_says(
 
 NARROW_LAYOUTS = [
     ("float8 blocks", {"tp": 2}),
+    thorough("float8 blocks", {"tp": 2, "decode_context_parallel": 2}),
     thorough("float8 blocks", {"tp": 4, "ep": 2}),
     thorough("float8 blocks, grouped heads", {"tp": 2, "ep": 2}),
     ("float8 blocks, grouped heads", {"dp_attention": 2, "ep": 2}),

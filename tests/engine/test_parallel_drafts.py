@@ -90,6 +90,11 @@ def test_an_mtp_layer_drafts_over_ranks(
     check(processes, tmp_path, layout, speculate=Speculate.MTP)
 
 
+def test_an_mtp_layer_drafts_over_ranks_that_divide_positions(processes: RankProcesses, tmp_path: Path) -> None:
+    write_one_that_reads_tokens(tmp_path)
+    check(processes, tmp_path, {"tp": 2, "decode_context_parallel": 2}, speculate=Speculate.MTP)
+
+
 MOVING = {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 5.0}
 
 

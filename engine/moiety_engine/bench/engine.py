@@ -128,6 +128,7 @@ def _settings(
             for name in (
                 *(
                     "tp",
+                    "decode_context_parallel",
                     "dp_attention",
                     "ep",
                     "pp",

@@ -2,7 +2,8 @@
 
 A group of one rank neither computes nor waits, so the caller need not check the group's size.
 
-L rows, C columns of each rank; N rows that a rank sends, M rows that it receives, B bytes or values a row, R ranks.
+L rows, C columns of each rank; N rows that a rank sends, M rows that it receives, B bytes or values a row, R ranks; T
+tokens, H heads of a rank, d values of a head.
 """
 
 from __future__ import annotations
@@ -65,6 +66,28 @@ class RankCollectives:
         parts = [torch.empty_like(x_LC) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(x_LC, parts, group=self._handle, group_dst=0)
         return x_LC if parts is None else torch.cat(parts, dim=1)
+
+    def gather_heads(self, x_THd: Tensor) -> Tensor:
+        """Return the heads of all ranks, in the order of the ranks, [T, R · H, d], on each of them."""
+        if self._handle is None:
+            return x_THd
+        x_THd = x_THd.contiguous()
+        parts = [torch.empty_like(x_THd) for _ in range(self.size)]
+        dist.all_gather(parts, x_THd, group=self._handle)
+        return torch.cat(parts, dim=1)
+
+    def exchange_heads(self, x_TKd: Tensor) -> Tensor:
+        """Send each rank its heads of x, [T, R · H, d], as `gather_heads` orders them.
+
+        Returns what the ranks, in order, have for this rank's heads, [R, T, H, d].
+        """
+        if self._handle is None:
+            return x_TKd.unsqueeze(0)
+        tokens, heads, width = x_TKd.shape
+        sent = x_TKd.view(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._handle)
+        return received
 
     def broadcast_first(self, x: Tensor) -> Tensor:
         """Broadcast the first rank's tensor; on the other ranks x, of the same shape, is overwritten."""
@@ -350,6 +373,7 @@ class Ranks:
         ExpertExchange, ...
     ] = ()  # with expert ranks: that of its stage; on expert ranks, those of all stages
     waited: Waited = field(default_factory=Waited)  # for the ranks at the other end of `crossings`
+    context: RankCollectives = field(default_factory=RankCollectives)  # ranks that divide the positions of a sequence
 
 
 SINGLE_RANK_GROUPS = Ranks()

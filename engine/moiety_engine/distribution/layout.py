@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching, ExpertAll2All
+from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -32,10 +33,16 @@ class Layout:
     redundant_experts: int = 0  # slots of a layer beyond its experts
     ffn_ranks: int = 0
     excluded: tuple[int, ...] = ()  # numbers among all ranks with experts; the others hold their experts
+    dcp: int = 1  # ranks of a group that divide the positions of a sequence's cache
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
             raise InvalidConfig("--tp, --dp-attention, --ep and --pp must each be at least 1")
+        if self.dcp < 1 or self.tp % self.dcp:
+            raise InvalidConfig(
+                f"--decode-context-parallel {self.dcp} does not divide the {self.tp} ranks of --tp, which share the "
+                "keys and values of a sequence: choose a divisor"
+            )
         if self.ffn_ranks < 0:
             raise InvalidConfig(f"--ffn-ranks must be 0 (all ranks hold experts) or more, not {self.ffn_ranks}")
         if self.ffn_ranks % self.ep:
@@ -134,6 +141,11 @@ class RankPosition:
         return self.rank % self.layout.tp
 
     @property
+    def dcp_rank(self) -> int:
+        """Index of its shard of the positions of a sequence."""
+        return self.tp_rank % self.layout.dcp
+
+    @property
     def dp_rank(self) -> int:
         return self.rank // self.layout.tp % self.layout.dp
 
@@ -188,7 +200,17 @@ SINGLE_RANK = RankPosition()
 
 def layout_of(config: EngineConfig) -> Layout:
     """Return the layout of the configuration. Raises InvalidConfig."""
-    layout = Layout(config.tp, config.dp_attention, config.ep, config.pp, config.redundant_experts, config.ffn_ranks)
+    layout = Layout(
+        config.tp,
+        config.dp_attention,
+        config.ep,
+        config.pp,
+        config.redundant_experts,
+        config.ffn_ranks,
+        dcp=config.decode_context_parallel,
+    )
+    if layout.dcp > 1:
+        _require_context_parallel_support(config)
     if config.batch_invariant and (config.rebalanced_every_s or layout.redundant_experts):
         raise InvalidConfig(
             "--batch-invariant is not available with --redundant-experts and --rebalance-every-s, since the rank that "
@@ -216,6 +238,21 @@ def layout_of(config: EngineConfig) -> Layout:
     if config.expert_all2all is ExpertAll2All.DEEPEP:
         _require_deep_ep_layout(config, layout)
     return layout
+
+
+def _require_context_parallel_support(config: EngineConfig) -> None:
+    """Raise InvalidConfig with the reason if a feature of the configuration needs all positions on one rank."""
+    dcp, transfer = config.decode_context_parallel, config.transfer
+    if transfer.role is not EngineRole.BOTH or transfer.listen:
+        raise InvalidConfig(
+            "KV transfer is not available with --decode-context-parallel, whose ranks have a part of the positions "
+            "each: leave out --role and --kv-listen, or --decode-context-parallel"
+        )
+    if config.block_size is not None and config.block_size % dcp:
+        raise InvalidConfig(
+            f"--block-size {config.block_size} cannot be divided by --decode-context-parallel {dcp}, whose ranks have "
+            f"a part of each block: use a multiple of {dcp}"
+        )
 
 
 def _require_deep_ep_layout(config: EngineConfig, layout: Layout) -> None:

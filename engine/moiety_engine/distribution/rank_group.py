@@ -155,6 +155,10 @@ def _rank_group_of(
         torch.arange(layout.attention_ranks).view(layout.pp, layout.dp, layout.tp),
         mesh_dim_names=("pp", "dp", "tp"),
     )
+    context_mesh: DeviceMesh | None = None
+    if layout.dcp > 1:
+        shards = torch.arange(layout.attention_ranks).view(-1, layout.dcp)
+        context_mesh = DeviceMesh(device_type, shards, mesh_dim_names=("whole", "dcp"))
     everyone = dist.group.WORLD
     assert everyone is not None
     channel = Channel(everyone) if steps_in_flight == 1 else DirectChannel(everyone)
@@ -167,12 +171,20 @@ def _rank_group_of(
     tensor = RankCollectives()
     if layout.tp > 1:
         tensor = RankCollectives(mesh.get_group("tp"), has_ordered_sums=has_ordered_sums)
+    context = RankCollectives() if context_mesh is None else RankCollectives(context_mesh.get_group("dcp"))
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     returning = mesh.get_group("pp") if layout.pp > 1 else None
     pipeline = Pipeline(column, rank_position.pp_rank, returning, most_pending=steps_in_flight)
     exchange = _exchange(layout, device_type)
     ranks = Ranks(
-        rank_position, tensor, pipeline, RankCollectives(everyone), _across(rank_position), exchange, crossings
+        rank_position,
+        tensor,
+        pipeline,
+        RankCollectives(everyone),
+        _across(rank_position),
+        exchange,
+        crossings,
+        context=context,
     )
     return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
 

@@ -114,11 +114,13 @@ class Batch:
     micro_batches: tuple[Batch, ...] = ()  # the same tokens in consecutive parts, if they run as micro-batches
     further_tables: tuple[GroupTable, ...] = ()  # of the cache groups after the first
     states: RecurrentRows | None = None  # None: the model has no recurrent layers
+    num_shards: int = 1  # ranks that divide the positions of a sequence's cache; see AttentionMetadata
+    shard: int = 0  # index of this rank; `slots_T` has those of its positions and -1 for the others
     selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
     attention: AttentionMetadata = field(init=False)  # the sequences as attention kernels take them
 
     def __post_init__(self) -> None:
-        bounds = self.max_query, self.max_context, self.num_decode
+        bounds = self.max_query, self.max_context, self.num_decode, self.num_shards, self.shard
         metadata = AttentionMetadata(self.query_start_S1, self.context_len_S, self.block_table_SB, *bounds)
         object.__setattr__(self, "attention", metadata)  # once for all layers of a step
 
@@ -131,6 +133,27 @@ class Batch:
             for one in self.further_tables
         )
         return (self, *others)
+
+    def of_shard(self, num_shards: int, shard: int, block_size: int) -> Batch:
+        """Return the batch as a rank sees it whose blocks have every `num_shards`-th of their `block_size` positions.
+
+        The ranks' blocks have the same numbers. `num_shards` divides `block_size`.
+        """
+
+        def own(slots_T: Tensor) -> Tensor:
+            block_T = slots_T.div(block_size, rounding_mode="floor")
+            place_T = slots_T - block_T * block_size
+            slot_T = block_T * (block_size // num_shards) + place_T // num_shards
+            return slot_T.masked_fill(place_T % num_shards != shard, -1)
+
+        return replace(
+            self,
+            slots_T=own(self.slots_T),
+            micro_batches=tuple(part.of_shard(num_shards, shard, block_size) for part in self.micro_batches),
+            further_tables=tuple(GroupTable(own(one.slots_T), one.block_table_SB) for one in self.further_tables),
+            num_shards=num_shards,
+            shard=shard,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,16 @@ class KvAllocation:
         dtype: torch.dtype,
         activation_dtype: torch.dtype,
         hidden_width: int | None,
+        *,
+        num_shards: int = 1,
     ) -> None:
         """Create the layout.
 
         `layers`: the rank's share of the layers from `first_layer` on. `groups`: cache groups of the whole model.
-        `hidden_width`: width of hidden states, in `activation_dtype`, if the cache keeps them.
+        `hidden_width`: width of hidden states, in `activation_dtype`, if the cache keeps them. `num_shards`: ranks that
+        divide the positions of a block. Each has the hidden states of all of them.
         """
+        self._num_shards = num_shards
         self._dtype, self._activation_dtype, self._hidden_width = dtype, activation_dtype, hidden_width
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
         self._sources = [kv_layer_of(layer.attention) for layer in layers]
@@ -91,11 +95,12 @@ class KvAllocation:
         num_bytes += sum(index_widths) * self._index_dtype.itemsize
         if self._dtype is torch.int8:
             num_bytes += sum(one.cached_rows for one in self._places) * KV_SCALE_BYTES
+        num_bytes = num_bytes * block_size // self._num_shards
         if self._hidden_width is not None:
-            num_bytes += self._hidden_width * self._activation_dtype.itemsize
+            num_bytes += self._hidden_width * self._activation_dtype.itemsize * block_size
         compressed = (one for one in self._place_of_layer if isinstance(one, PagedStateSpec))
         entries = sum(one.block_values(block_size) for one in compressed)
-        return num_bytes * block_size + entries * self._dtype.itemsize
+        return num_bytes + entries * self._dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -119,22 +124,23 @@ class KvAllocation:
         rotation: str,
     ) -> KvCache:
         """Return a new cache with undefined content; `rotation`: digest of the rotary embedding."""
+        own_size = block_size // self._num_shards
 
         def place(one: AttentionSpec | LatentAttentionSpec) -> LayerCache | LatentCache:
             if isinstance(one, LatentAttentionSpec):
-                rows = empty(num_blocks, block_size, one.cached_values)
+                rows = empty(num_blocks, own_size, one.cached_values)
                 index_keys: Tensor | None = None
                 if one.index_key_width:
-                    index_keys = empty(num_blocks, block_size, one.index_key_width, dtype=self._index_dtype)
+                    index_keys = empty(num_blocks, own_size, one.index_key_width, dtype=self._index_dtype)
                 if self._dtype is not torch.int8:
                     return LatentCache(rows, one.latent_width, index_keys_NPI=index_keys)
-                of_parts = empty(2, num_blocks, block_size, dtype=torch.float32)
+                of_parts = empty(2, num_blocks, own_size, dtype=torch.float32)
                 return LatentCache(rows, one.latent_width, of_parts[0], of_parts[1], index_keys)
-            block = num_blocks, one.num_kv_heads, block_size
+            block = num_blocks, one.num_kv_heads, own_size
             both = empty(*block, one.head_dim), empty(*block, one.value_width)
             if self._dtype is not torch.int8:
                 return LayerCache(*both)
-            scales = empty(2, num_blocks, one.num_kv_heads, block_size, dtype=torch.float32)
+            scales = empty(2, num_blocks, one.num_kv_heads, own_size, dtype=torch.float32)
             return LayerCache(*both, scales[0], scales[1])
 
         empty = partial(torch.empty, dtype=self._dtype, device=device)
@@ -144,9 +150,9 @@ class KvAllocation:
             hidden = LatentCache(rows, self._hidden_width)
         shared: LatentCache | None = None
         if self._shared_values is not None:
-            width = self._shared_values * block_size
+            width = self._shared_values * own_size
             shared = LatentCache(empty(num_blocks, 1, width), width)
-            paged = self._in_rows(shared.rows_NPL[:, 0], block_size)
+            paged = self._in_rows(shared.rows_NPL[:, 0], own_size)
         else:
             places = [place(one) for one in self._places]
             paged = [None if isinstance(one, RecurrentSpec) else places[one] for one in self._place_of_layer]
@@ -181,8 +187,8 @@ class KvAllocation:
             shared=shared,
         )
 
-    def _in_rows(self, rows_NE: Tensor, block_size: int) -> list[LayerCache | LatentCache | None]:
-        """Return the layers' views of rows that have a block each."""
+    def _in_rows(self, rows_NE: Tensor, own_size: int) -> list[LayerCache | LatentCache | None]:
+        """Return the layers' views of rows that have a block each, with `own_size` positions."""
         found: list[LayerCache | LatentCache | None] = []
         ends = [0] * self._num_groups
         for one, group, source in zip(self._paged, self._group_of_layer, self._sources, strict=True):
@@ -192,8 +198,8 @@ class KvAllocation:
                 continue
             parts = []
             for width in (one.head_dim, one.value_width):
-                begin, ends[group] = ends[group], ends[group] + one.num_kv_heads * block_size * width
-                shape = one.num_kv_heads, block_size, width
+                begin, ends[group] = ends[group], ends[group] + one.num_kv_heads * own_size * width
+                shape = one.num_kv_heads, own_size, width
                 parts.append(rows_NE[:, begin : ends[group]].view(-1, *shape))
             found.append(LayerCache(*parts))
         return found
@@ -223,7 +229,12 @@ class LargestAllocation:
         rank_positions = [RankPosition(layout, stage * layout.stage_size) for stage in range(layout.pp)]
         form = groups, dtype, activation_dtype, hidden_width
         self._stages = [
-            KvAllocation(own_spec(spec, rank_position).layers, rank_position.layers_of(len(spec.layers)).start, *form)
+            KvAllocation(
+                own_spec(spec, rank_position).layers,
+                rank_position.layers_of(len(spec.layers)).start,
+                *form,
+                num_shards=layout.dcp,
+            )
             for rank_position in rank_positions
         ]
 

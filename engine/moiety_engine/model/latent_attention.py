@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.context_parallel import mla_attention_over
 from moiety_engine.model.indexer import Indexer
 from moiety_engine.model.rotary import GrowthTable
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
 from moiety_kernels.linear import linear
-from moiety_kernels.mla_attention import mla_attention
 from moiety_kernels.output_gate import output_gate
 from moiety_kernels.rope.inputs import RotaryInputs
 from moiety_kernels.scaled_sum import scale_rows
@@ -29,6 +29,7 @@ from moiety_kernels.sparse_mla_attention import sparse_mla_attention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache
     from moiety_engine.model.rotary import RotaryTable
@@ -40,8 +41,14 @@ class LatentAttention:
     """Causal latent attention with a paged cache of latent rows."""
 
     def __init__(
-        self, spec: LatentAttentionSpec, weights: LatentAttentionWeights, rotary: RotaryTable, arithmetic: Arithmetic
+        self,
+        spec: LatentAttentionSpec,
+        weights: LatentAttentionWeights,
+        rotary: RotaryTable,
+        arithmetic: Arithmetic,
+        context: RankCollectives,
     ) -> None:
+        """Create the layer. `context`: the ranks that divide the positions of a sequence."""
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._invariant = arithmetic.invariant
         self._linear = partial(linear, invariant=arithmetic.invariant)
@@ -49,6 +56,7 @@ class LatentAttention:
             None if spec.query_growth is None else GrowthTable(spec.query_growth, weights.latent_norm_L.device)
         )
         self._plan = LatentInputPlan(weights.latent_norm_L, weights.query_norm, spec.norm_eps)
+        self._mla_attention = mla_attention_over(context, spec.scale)
         self._indexer: Indexer | None = None
         if spec.indexer is not None and weights.indexer is not None:
             self._indexer = Indexer(spec.indexer, weights.indexer, rotary, arithmetic)
@@ -87,4 +95,4 @@ class LatentAttention:
             slot_TK, count_T = batch.selected.slot_TK, batch.selected.count_T
             assert slot_TK is not None and count_T is not None, "an indexer comes before its selection is used"
             return sparse_mla_attention(q_THL, cache, slot_TK, count_T, spec.scale, num_decode=batch.num_decode)
-        return mla_attention(q_THL, cache, batch.attention, spec.scale)
+        return self._mla_attention(q_THL, cache, batch.attention)

@@ -64,7 +64,7 @@ class LayerStack:
         self._spec, self._ranks = spec, ranks
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
         self.chosen: list[Tensor] = []
-        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, group=ranks.tensor)
+        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, group=ranks.tensor, context=ranks.context)
         halves = [
             attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
             for one, w, factors in zip(own.layers, weights.layers, adapters.layers, strict=True)

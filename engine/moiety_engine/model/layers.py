@@ -15,6 +15,7 @@ import torch
 from moiety_engine.model.adapter_stacks import LayerFactors, Product
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.compressed_attention import CompressedAttention
+from moiety_engine.model.context_parallel import paged_attention_over
 from moiety_engine.model.conv_attention import ConvAttention
 from moiety_engine.model.divided_norm import DividedNorm
 from moiety_engine.model.latent_attention import LatentAttention
@@ -37,7 +38,6 @@ from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import dense_glu, experts
 from moiety_kernels.output_gate import output_gate
-from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.route import RoutingSpec, route, weigh_experts
 from moiety_kernels.scaled_sum import scale_rows, scaled_sum
@@ -99,17 +99,17 @@ class GroupedQueryAttention:
         *,
         rounds: bool,
         group: RankCollectives,
+        context: RankCollectives,
     ) -> None:
         """Create the layer.
 
         `rounds`: attention may round its inputs to bfloat16, the type of the model's weights. `group`: the ranks that
-        share the heads.
+        share the heads. `context`: those that divide the positions of a sequence.
         """
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
-        self._parameters = AttentionParameters(
-            spec.scale, spec.window, weights.sinks_H, chunked=spec.chunked, rounds=rounds
-        )
+        parameters = AttentionParameters(spec.scale, spec.window, weights.sinks_H, chunked=spec.chunked, rounds=rounds)
+        self._attend = paged_attention_over(context, parameters)
         device = rotary.device
         self._growth = None if spec.query_growth is None else GrowthTable(spec.query_growth, device)
         self._divided_norm = None if spec.divided_norm is None else DividedNorm(spec, weights, norm_eps, group)
@@ -132,7 +132,7 @@ class GroupedQueryAttention:
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
             q_THd = scale_rows(q_THd, self._growth.upto(batch.max_context), batch.positions_T)
-        out_THd = paged_attention(q_THd, cache, batch.attention, self._parameters)
+        out_THd = self._attend(q_THd, cache, batch.attention)
         if spec.value_scale != 1.0:  # attention is linear in values
             out_THd = scaled_sum(out_THd, spec.value_scale)
         if spec.gate is not None and weights.gate_CD is not None:
@@ -392,18 +392,30 @@ def attention(
     *,
     rounds: bool,
     group: RankCollectives,
+    context: RankCollectives,
 ) -> Attention:
-    """Return the first half of a layer that the spec describes. `rounds`, `group`: see GroupedQueryAttention."""
+    """Return the first half of a layer that the spec describes.
+
+    `rounds`, `group`, `context`: see GroupedQueryAttention.
+    """
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
-        return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic)
+        return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic, context)
     if isinstance(spec, RoutedAttentionSpec):
         assert isinstance(weights, RoutedAttentionWeights)
         return RoutedAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, rounds=rounds)
     if isinstance(spec, AttentionSpec):
         assert isinstance(weights, AttentionWeights)
         return GroupedQueryAttention(
-            spec, weights, rotaries[spec.rope], norm_eps, arithmetic, adapters, rounds=rounds, group=group
+            spec,
+            weights,
+            rotaries[spec.rope],
+            norm_eps,
+            arithmetic,
+            adapters,
+            rounds=rounds,
+            group=group,
+            context=context,
         )
     assert isinstance(weights, RecurrentWeights)
     return recurrent_layer(spec, weights, arithmetic, rotaries, group=group)

@@ -82,7 +82,8 @@ class Transformer:
             spec, keep_everything=not options.frees_windows, one_shape=self.kv_dtype is torch.int8
         )
         kv_form = self.kv_dtype, self.activation_dtype, prod(residual_shape(1, spec)) if keeps_hidden else None
-        self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form)
+        dcp = ranks.rank_position.layout.dcp
+        self._kv_allocation = KvAllocation(own.layers, self._first_layer, self.cache_groups, *kv_form, num_shards=dcp)
         self._largest = LargestAllocation(spec, ranks.rank_position.layout, self.cache_groups, *kv_form)
         self.vocabulary = vocabulary or Vocabulary(spec.vocab_size, weights, ranks.tensor, arithmetic)
         self._mtp_input = None if weights.mtp_input is None else MtpInput(spec, weights.mtp_input, arithmetic)
@@ -250,7 +251,7 @@ class Transformer:
         if programs is not None and recordable and programs.takes(batch):
             normed_TD = programs.run(x_TD, batch, kv)
         else:
-            x_TD, normed_TD = self.run_layers(x_TD, batch, kv, on_stored)
+            x_TD, normed_TD = self.run_layers(x_TD, self._of_shard(batch, kv), kv, on_stored)
             pipeline.send_to_next_stage(x_TD)
             if pipeline.size > 1:
                 self._layers.router_inputs.send(batch.token_ids_T)
@@ -319,6 +320,12 @@ class Transformer:
         if self.ranks.pipeline.size == 1:
             self._begin_count(batch)()
         return ended
+
+    def _of_shard(self, batch: Batch, kv: KvCache) -> Batch:
+        """Return the batch as the layers of a rank with a part of the positions see it."""
+        position = self.ranks.rank_position
+        dcp = position.layout.dcp
+        return batch if dcp == 1 else batch.of_shard(dcp, position.dcp_rank, kv.block_size)
 
     def _begin_count(self, batch: Batch) -> Callable[[], None]:
         """Begin to gather the experts that the running pass chose; see `begin_count`."""

@@ -62,7 +62,8 @@ def sizes_for(
     image_cache_bytes = 0 if model.vision is None else config.images.cache_bytes
     encoder_bytes = 0 if model.vision is None else model.vision.workspace_bytes(config.images.max_pixels)
     block_size = config.block_size or entry_block_size(model.spec)
-    block_size = block_size or (16 if on_cuda else 4)  # on a CPU small blocks cost almost nothing
+    # on a CPU small blocks cost almost nothing
+    block_size = block_size or (16 if on_cuda else 4) * model.ranks.rank_position.layout.dcp
     groups = model.ranks.across.size
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
     max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)
