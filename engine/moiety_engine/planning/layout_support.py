@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # smallest example of each layout
     "1 rank": {},
     "TP": {"tp": 2},
     "TP × EP": {"tp": 2, "ep": 2},
+    "TP × EP × DCP": {"tp": 4, "ep": 2, "decode_context_parallel": 2},
     "DP attention × EP": {"dp_attention": 2, "ep": 2},
     "PP": {"pp": 2},
     "expert ranks": {"dp_attention": 2, "ffn_ranks": 2, "ep": 2},
