@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moiety_engine.distribution.layout import Layout
+from moiety_engine.distribution.layout import Layout, RankPosition
+from moiety_engine.model.tensor_shards import own_spec
+from moiety_engine.planning.cli import options
 from moiety_engine.planning.layouts import (
+    NO_ROOM,
     TrafficDemand,
     evaluate,
+    evaluate_layouts,
     list_layouts,
     usd_per_million,
     with_replicated_experts,
@@ -109,6 +113,30 @@ def test_a_decode_step_reads_the_cache_of_every_request() -> None:
     times = [step_times(served, served.spec, Shape(), H200, NETWORK, one) for one in (batch, more)]
     assert times[1].attention_s - times[0].attention_s == pytest.approx(64 * 4000 * 98_304 / (0.85 * 4.3e12))
     assert times[0].experts_s == times[1].experts_s
+
+
+def test_a_context_that_no_rank_holds_is_divided_by_position() -> None:
+    served = find_model("deepseek-v3", "fp8")
+    demand = replace(DEMAND, input_tokens=160_000, output_tokens=1000, ttft_s=1000.0, tpot_s=10.0)
+    small = replace(H200, memory_bytes=100e9)  # beside the weights, room for two thirds of a request
+    found = {one.layout: one for one in evaluate_layouts(served, 8, small, NETWORK, demand)}
+    plain, divided = (found[Layout(tp=8, ep=8, dcp=dcp)] for dcp in (1, 8))
+    assert plain.problem == NO_ROOM and divided.problem is None
+    assert divided.kv_bytes_per_token == -(-plain.kv_bytes_per_token // 8)
+    assert 7.9 < divided.kv_tokens / plain.kv_tokens < 8.1
+    assert options(divided) == "--tp 8 --decode-context-parallel 8 --ep 8"
+    assert all(one.tp % one.dcp == 0 for one in found)
+
+
+def test_ranks_that_divide_positions_read_less_and_exchange_partial_results() -> None:
+    served = find_model("deepseek-v3", "fp8")
+    batch = PlannedBatch(decoding=8, context=100_000)
+    own = own_spec(served.spec, RankPosition(Layout(tp=8, ep=8)))
+    whole, divided = (step_times(served, own, Shape(8, ep=8, dcp=dcp), H200, NETWORK, batch) for dcp in (1, 8))
+    assert divided.attention_s < whole.attention_s
+    assert divided.exchanges_s - whole.exchanges_s == pytest.approx(
+        61 * (8 * 7 * 16 * (576 * 2 + 513 * 4) / NETWORK.inside.bytes_per_s + 2 * NETWORK.inside.latency_s)
+    )
 
 
 def test_planned_concurrency_is_the_largest_that_attains_the_slo() -> None:

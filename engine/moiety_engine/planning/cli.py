@@ -21,7 +21,7 @@ from moiety_engine.planning.attention_ffn import (
     compare,
     why_not_apart,
 )
-from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate, list_layouts
+from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_kernels.environment import describe_environment
@@ -112,8 +112,7 @@ def plan_command(
             input_tokens, output_tokens, ttft_s, tpot_s, gpu_hour_usd, max_batch_tokens, balancedness
         )
         demand = replace(demand, prompts_elsewhere=prompts_elsewhere)
-        layouts = list_layouts(gpus, served.spec)
-        found = [evaluate(served, layout, gpus, machine, network, demand) for layout in layouts]
+        found = list(evaluate_layouts(served, gpus, machine, network, demand))
         price = 1.0 if expert_gpu_hour_usd is None else _price(expert_gpu_hour_usd, gpu_hour_usd)
         sides = Sides(machine, find_gpu(expert_gpu or gpu), network, price)
         apart = compare(served, gpus, sides, demand)
@@ -160,7 +159,7 @@ def as_dict(one: LayoutCandidate) -> dict[str, Any]:
 
 def make_table(ranked: list[LayoutCandidate]) -> Table:
     table = Table(title="layouts that attain the SLO, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("tp", "dp", "ep", "pp", "×"):
+    for name in ("tp", "dcp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
     for name in ("weights\nGB/GPU", "concurrent\nrequests", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ per\nmillion"):
         table.add_column(name, justify="right")
@@ -168,7 +167,7 @@ def make_table(ranked: list[LayoutCandidate]) -> Table:
     for one in [one for one in ranked if one.problem is None][:_NUM_SHOWN]:
         layout = one.layout
         table.add_row(
-            *map(str, (layout.tp, layout.dp, layout.ep, layout.pp, one.replicas)),
+            *map(str, (layout.tp, layout.dcp, layout.dp, layout.ep, layout.pp, one.replicas)),
             f"{one.weight_bytes / 1e9:.1f}",
             f"{one.running:,}",
             f"{one.ttft_s:.2f}",
@@ -260,7 +259,13 @@ def _kind_of(problem: str) -> str:
 def options(one: LayoutCandidate) -> str:
     """Return the layout as options of `moiety engine`."""
     layout = one.layout
-    named = (("--tp", layout.tp), ("--dp-attention", layout.dp), ("--ep", layout.ep), ("--pp", layout.pp))
+    named = (
+        ("--tp", layout.tp),
+        ("--decode-context-parallel", layout.dcp),
+        ("--dp-attention", layout.dp),
+        ("--ep", layout.ep),
+        ("--pp", layout.pp),
+    )
     return " ".join(f"{name} {value}" for name, value in named if value > 1) or "on one GPU each"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
+from moiety_engine.model.context_parallel import require_shared_positions
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import check_cuts, own_spec
 from moiety_engine.planning.steps import NO_TIME, PlannedBatch, Shape, StepTimes, has_kernel, step_times
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 8192  # per group; larger batches gain nothing
 MAX_STAGES = 8
+NO_ROOM = "the KV cache does not hold one request of this length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,24 @@ def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def evaluate_layouts(
+    served: Served, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
+) -> Iterator[LayoutCandidate]:
+    """Evaluate all layouts. Where the cache does not hold a request, its ranks also divide the positions of one."""
+    for layout in list_layouts(num_gpus, served.spec):
+        found = evaluate(served, layout, num_gpus, machine, network, demand)
+        yield found
+        if found.problem != NO_ROOM:
+            continue
+        divided = (replace(layout, dcp=dcp) for dcp in _divisors(layout.tp) if dcp > 1)
+        for one in divided:
+            try:
+                require_shared_positions(served.spec, one)
+            except InvalidConfig:
+                continue
+            yield evaluate(served, one, num_gpus, machine, network, demand)
+
+
 def evaluate(
     served: Served, layout: Layout, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
 ) -> LayoutCandidate:
@@ -118,7 +138,8 @@ def _fill_memory(
     found: LayoutCandidate, served: Served, own: ModelSpec, machine: Machine, demand: TrafficDemand
 ) -> LayoutCandidate:
     weights = served.weight_bytes(own)
-    found = replace(found, weight_bytes=weights, kv_bytes_per_token=served.kv_bytes_per_token(own, demand.mean_context))
+    kv_bytes_per_token = served.kv_bytes_per_token(own, demand.mean_context, found.layout.dcp)
+    found = replace(found, weight_bytes=weights, kv_bytes_per_token=kv_bytes_per_token)
     free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
     try:
         kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))
@@ -127,7 +148,7 @@ def _fill_memory(
     kv_tokens = kv_bytes // found.kv_bytes_per_token
     most = int(kv_tokens // demand.mean_context) * found.layout.dp * found.replicas
     short = kv_tokens < demand.input_tokens + demand.output_tokens
-    problem = "the KV cache does not hold one request of this length" if short else None
+    problem = NO_ROOM if short else None
     return replace(found, kv_tokens=kv_tokens, most_running=most, problem=problem)
 
 
@@ -136,7 +157,7 @@ def _fill_times(
 ) -> LayoutCandidate:
     """Add the times. `own`: the share of one rank of each stage, over all stages together."""
     layout = found.layout
-    shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness)
+    shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness, layout.dcp)
 
     def step(batch: PlannedBatch) -> StepTimes:
         return step_times(served, own, shape, machine, network, batch)

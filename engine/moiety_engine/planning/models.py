@@ -170,16 +170,16 @@ class Served:
             return weight_bytes(own, torch.bfloat16)
         return bytes_in(self.form, own, torch.bfloat16)
 
-    def kv_bytes_per_token(self, own: ModelSpec, context: float) -> int:
+    def kv_bytes_per_token(self, own: ModelSpec, context: float, dcp: int = 1) -> int:
         """Return the bytes of a sequence of `context` tokens in a rank's KV cache, divided by its tokens.
 
-        Layers with a sliding window keep the last tokens only; see `model.cache_groups`. Recurrent layers have a state,
-        whose bytes are spread over the tokens.
+        `dcp` ranks divide the positions. Layers with a sliding window keep the last tokens only; see
+        `model.cache_groups`. Recurrent layers have a state, whose bytes are spread over the tokens.
         """
         groups = cache_groups(self.spec, one_shape=self.kv_scaled)
         if all(group.window is None for group in groups):
             states = sum(state_bytes(layer.attention) for layer in own.layers)
-            return sum(self.kv_bytes(layer.attention) for layer in own.layers) + math.ceil(states / context)
+            return -(-sum(self.kv_bytes(layer.attention) for layer in own.layers) // dcp) + math.ceil(states / context)
         layout = TableLayout(1, tuple(group.window for group in groups))
         kept = [context if most is None else min(context, most) for most in layout.most_held]
         of_layers = [self.kv_bytes(layer.attention) for layer in self.spec.layers]
@@ -187,7 +187,7 @@ class Served:
             sum(of_layers[layer] for layer in group.layers) * tokens for group, tokens in zip(groups, kept, strict=True)
         )
         all_layers = sum(self.kv_bytes(layer.attention) for layer in own.layers)
-        return math.ceil(all_layers * share / (sum(of_layers) * context))
+        return math.ceil(all_layers * share / (sum(of_layers) * context * dcp))
 
     def kv_bytes(self, attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int:
         """Return the bytes of one token in one layer's KV cache; 0 for a recurrent layer without entries."""

@@ -87,6 +87,7 @@ class Shape:
     ep: int = 1
     pp: int = 1
     balancedness: float = 1.0  # mean load of the ranks that share experts, divided by the largest load
+    dcp: int = 1  # ranks that divide the positions of a sequence
 
     @property
     def ranks(self) -> int:
@@ -100,7 +101,7 @@ def step_times(
     total = StepTimes(overhead_s=machine.overhead_s)
     for layer, count in Counter(own.layers).items():
         products = products_s(served, own, layer, machine, batch.rows)
-        attention = attention_s(layer.attention, machine, batch, served.kv_bytes(layer.attention))
+        attention = attention_s(layer.attention, machine, batch, served.kv_bytes(layer.attention) / shape.dcp)
         experts = sums = exchanges = 0.0
         row_bytes = own.hidden_size * _ITEM_BYTES
         if isinstance(layer.ffn, MoeSpec):
@@ -109,6 +110,7 @@ def step_times(
             if shape.groups > 1:
                 width = layer.ffn.input_width(own.hidden_size)
                 exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, width, shape.ranks, network)
+        exchanges += context_exchange_s(layer.attention, batch.rows, shape.dcp, network)
         num_sums = 1 if layer.ffn is None else 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
         sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
         total = _plus(total, StepTimes(products, attention, experts, sums, exchanges), count)
@@ -164,7 +166,7 @@ def attention_s(
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec,
     machine: Machine,
     batch: PlannedBatch,
-    kv_bytes: int,
+    kv_bytes: float,
 ) -> float:
     """Return the seconds of a layer's attention.
 
@@ -196,7 +198,7 @@ def _sparse_s(
     machine: Machine,
     batch: PlannedBatch,
     pair_flops: float,
-    kv_bytes: int,
+    kv_bytes: float,
 ) -> float:
     """Return the seconds of sparse attention: index keys of the whole context, and rows of the selected tokens."""
     index_bytes = attention.index_key_width * INDEX_KEY_ITEMSIZE
@@ -310,6 +312,24 @@ def dispatch_s(rows: float, row_bytes: float, top_k: int, ranks: int, network: G
         return inside_s + network.inside.latency_s
     across_s = rows * copies * row_bytes * (ranks - 1 - neighbours) / ranks / network.across.bytes_per_s
     return max(inside_s, across_s) + network.across.latency_s
+
+
+def context_exchange_s(
+    attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, rows: float, dcp: int, network: GpuNetwork
+) -> float:
+    """Return the seconds of a layer's gather of queries and exchange of partial results among `dcp` ranks.
+
+    Partial results and their LSE are float32.
+    """
+    if dcp == 1 or isinstance(attention, RecurrentSpec):
+        return 0.0
+    link = network.inside if dcp <= network.node_gpus else network.across
+    if isinstance(attention, LatentAttentionSpec):
+        width, value_width = attention.latent_width + attention.rope.rotary_width, attention.latent_width
+    else:
+        width, value_width = attention.head_dim, attention.value_width
+    num_bytes = rows * (dcp - 1) * attention.num_heads * (width * _ITEM_BYTES + 4 * (value_width + 1))
+    return num_bytes / link.bytes_per_s + 2 * link.latency_s
 
 
 def send_s(num_bytes: float, stage_ranks: int, network: GpuNetwork) -> float:
