@@ -13,7 +13,7 @@ import torch
 from moiety_kernels.gpu.targets import SM_80, SM_90, SM_100
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.paged_attention import kernel as paged
-from moiety_kernels.paged_attention.cases import variant
+from moiety_kernels.paged_attention.cases import of_shard, variant
 from moiety_kernels.paged_attention.inputs import AttentionParameters
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.kernels.prefill import prefill
@@ -49,8 +49,10 @@ def fits_widths(width: int, value_width: int) -> bool:
     return fits_memory and width <= MAX_WIDTH and parts(width)[0] == value_width < width
 
 
-def mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """Return out_THV, contiguous."""
+def mla_attention(
+    q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata, scale: float, lse_TH: Tensor | None = None
+) -> Tensor:
+    """Return out_THV, contiguous. `lse_TH`: see `moiety_kernels.paged_attention.kernel`."""
     k_NGPL = cache.rows_NPL.unsqueeze(1)
     rows = LayerCache(
         k_NGPL,
@@ -58,7 +60,7 @@ def mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata
         cache.rotated_scale_NP,  # for the rest of a key after its value
         cache.latent_scale_NP,
     )
-    return paged.paged_attention(q_THL, rows, metadata, AttentionParameters(scale), shared=True)
+    return paged.paged_attention(q_THL, rows, metadata, AttentionParameters(scale), shared=True, lse_TH=lse_TH)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -69,6 +71,7 @@ def compile_cases() -> list[CompileCase]:
     for target in (SM_80, SM_90, SM_100):
         found += [variant(decode, "16 heads", few, target), variant(decode, "128 heads", many, target)]
         found.append(variant(prefill, "128 heads", many, target))
+    found += [variant(kernel, "16 heads, shards", of_shard(few), SM_90) for kernel in (decode, prefill, merge)]
     for target, kind in ((SM_80, "int8"), (SM_90, "int8"), (SM_90, "fp8"), (SM_100, "fp8")):
         found += [variant(kernel, f"128 heads, {kind}", narrow, target) for kernel in (decode, prefill)]
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moiety_kernels.gpu.cases import CompileCase
 from moiety_kernels.gpu.targets import GFX942, SM_80, SM_90, SM_100
-from moiety_kernels.paged_attention.cases import variant
+from moiety_kernels.paged_attention.cases import of_shard, variant
 from moiety_kernels.paged_attention.kernels.decode import decode, merge
 from moiety_kernels.paged_attention.kernels.prefill import prefill
 from moiety_kernels.paged_attention.tiles import (
@@ -60,10 +60,13 @@ def paged_attention(
     parameters: AttentionParameters,
     *,
     shared: bool = False,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:
     """Return out_THv, contiguous.
 
-    `shared`: a value is the first of its key's `parts`. Launches depend only on shapes, `num_decode` and `max_context`.
+    `shared`: a value is the first of its key's `parts`. `lse_TH`, float32 and contiguous, takes the logarithm of the
+    sum of exponentials of each row's scores; the output is then float32. Launches depend only on shapes, `num_decode`
+    and `max_context`.
     """
     k_NGPd, v_NGPv, window = cache.k_NGPd, cache.v_NGPd, parameters.window
     num_kv_heads, places, key_width = k_NGPd.shape[1:]
@@ -71,8 +74,10 @@ def paged_attention(
     value_width = v_NGPv.shape[3]
     windowed = CHUNKS if parameters.chunked and window else SLIDING if window else EVERYTHING
     sizes = q_THd.itemsize, k_NGPd.itemsize
-    shape = Shape(num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared)
-    out_THv = q_THd.new_empty(num_tokens, num_heads, value_width)
+    shape = Shape(
+        num_kv_heads, num_heads // num_kv_heads, key_width, value_width, *sizes, windowed, shared, metadata.num_shards
+    )
+    out_THv = q_THd.new_empty(num_tokens, num_heads, value_width, dtype=None if lse_TH is None else torch.float32)
     strides = *q_THd.stride()[:2], *k_NGPd.stride()[:3], *v_NGPv.stride()[:3]
     layer = _Layer(
         shape,
@@ -81,6 +86,7 @@ def paged_attention(
         (parameters.sinks_H, cache.k_scale_NGP, cache.v_scale_NGP),
         (window or 0, parameters.scale / math.log(2), metadata.block_table_SB.stride(0), *strides),
         {"PLACES": places, "SINKS": parameters.sinks_H is not None, "SCALED": cache.k_scale_NGP is not None},
+        {"p_lse": lse_TH, "shard": metadata.shard},
     )
     sequences, num_decode = (
         (metadata.query_start_S1, metadata.context_len_S, metadata.block_table_SB),
@@ -88,7 +94,7 @@ def paged_attention(
     )
     if num_decode:
         seen = metadata.max_context if window is None else min(window, metadata.max_context)
-        _decode(layer, sequences, num_decode, seen)
+        _decode(layer, sequences, num_decode, -(-seen // metadata.num_shards))
     if num_tokens > num_decode:
         starts, contexts, tables = (one[num_decode:] for one in sequences)
         chunks = starts, contexts, tables
@@ -106,6 +112,7 @@ class _Layer:
     extras: tuple[Tensor | None, Tensor | None, Tensor | None]
     numbers: tuple[Any, ...]
     flags: dict[str, Any]
+    of_shard: dict[str, Any]  # which also merging takes
 
 
 def _prefill(layer: _Layer, chunks: tuple[Tensor, Tensor, Tensor], num_tokens: int) -> None:
@@ -121,6 +128,7 @@ def _prefill(layer: _Layer, chunks: tuple[Tensor, Tensor, Tensor], num_tokens: i
         shape.num_heads,
         *layer.numbers,
         **layer.flags,
+        **layer.of_shard,
         **constants(shape, tiles),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -150,6 +158,7 @@ def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode:
         num_splits,
         *layer.numbers,
         **layer.flags,
+        **layer.of_shard,
         **constants(shape, tiles),
         **split,
         SPAN=max(SPAN, triton.next_power_of_2(num_decode)),
@@ -167,6 +176,7 @@ def _decode(layer: _Layer, sequences: tuple[Tensor, Tensor, Tensor], num_decode:
             layer.numbers[0],
             **constants_of_merge(shape, tiles),
             **split,
+            **layer.of_shard,
         )
 
 
@@ -218,6 +228,9 @@ def compile_cases() -> list[CompileCase]:
     found = [variant(prefill, name, shape, SM_90) for name, shape in layers.items()]
     found += [variant(decode, name, layers[name], SM_90) for name in decoded]
     found.append(variant(merge, "128", layers["128"]))
+    for name in ("128", "128, window"):
+        found += [variant(kernel, f"{name}, shards", of_shard(layers[name]), SM_90) for kernel in (prefill, decode)]
+    found.append(variant(merge, "128, shards", of_shard(layers["128"]), SM_90))
     for target in (SM_80, SM_100, GFX942):
         found += [variant(kernel, "128", layers["128"], target) for kernel in (prefill, decode)]
     return [*found, variant(decode, "128, fp8", layers["128, fp8"], SM_100)]

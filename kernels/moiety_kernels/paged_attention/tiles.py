@@ -37,6 +37,7 @@ class Shape:
     cache_bytes: int
     windowed: int  # EVERYTHING, SLIDING or CHUNKS: what a query sees of its context
     shared: bool  # a value is the first part of its key and is not loaded again
+    num_shards: int = 1  # caches among which the positions are divided
 
     @property
     def num_heads(self) -> int:
@@ -88,7 +89,7 @@ def prefill_tiles(shape: Shape, device: Device) -> Tiles:
         keys, num_stages = 32, 2
     elif not device.reads_shared or (width > 128 and shape.cache_bytes == 1):
         keys, num_stages = 32, 3
-    elif width > 128 or shape.windowed or shape.cache_bytes == 1:
+    elif width > 128 or shape.windowed or shape.cache_bytes == 1 or shape.num_shards > 1:
         keys, num_stages = 64, 3
     else:
         keys, num_stages = 128, 3
@@ -145,6 +146,7 @@ def constants(shape: Shape, tiles: Tiles) -> dict[str, Any]:
         "V1": tiles.value_parts[1],
         "SHARED": shape.shared,
         "WINDOWED": shape.windowed,
+        "SHARDS": shape.num_shards,
         "BM": tiles.rows,
         "BN": tiles.keys,
     }
@@ -154,7 +156,7 @@ def constants_of_merge(shape: Shape, tiles: Tiles) -> dict[str, Any]:
     """Return the compile-time constants of the merge after a decode with `tiles`."""
     first, second = parts(shape.value_width)
     known = constants(shape, tiles)
-    return {name: known[name] for name in ("V", "SHARED", "WINDOWED", "BN")} | {
+    return {name: known[name] for name in ("V", "SHARED", "WINDOWED", "SHARDS", "BN")} | {
         "V0": first,
         "V1": second,
         "ROWS": MERGED_ROWS,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 _cpu = lazy_import("moiety_kernels.paged_attention", "cpu")
+_kernel = lazy_import("moiety_kernels.paged_attention", "kernel")
+_latent_kernel = lazy_import("moiety_kernels.mla_attention", "kernel")
 
 
 class ShardResult(NamedTuple):
@@ -52,6 +54,9 @@ def shard_attention(
 def shard_mla_attention(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata, scale: float) -> ShardResult:
     """Return out_THV and lse_TH of `mla_attention` to the positions of this shard; see `shard_attention`."""
     require_latent_agreement(q_THL, cache)
+    if q_THL.is_cuda and _latent_kernel().fits(q_THL, cache):
+        lse_TH = q_THL.new_empty(q_THL.shape[:2], dtype=torch.float32)
+        return ShardResult(_latent_kernel().mla_attention(q_THL, cache, metadata, scale, lse_TH), lse_TH)
     paged = as_layer_cache(cache)
     if cache.latent_scale_NP is not None:  # a key has two scales
         rows_NGPL = unscaled(cache).unsqueeze(1)
@@ -80,7 +85,10 @@ def combine_shards(out_RTHd: Tensor, lse_RTH: Tensor, sinks_H: Tensor | None = N
 def _attend(
     q_THd: Tensor, cache: LayerCache, metadata: AttentionMetadata, parameters: AttentionParameters
 ) -> ShardResult:
-    if not q_THd.is_cpu:
+    if q_THd.is_cuda and _kernel().fits(q_THd, cache):
+        lse_TH = q_THd.new_empty(q_THd.shape[:2], dtype=torch.float32)
+        return ShardResult(_kernel().paged_attention(q_THd, cache, metadata, parameters, lse_TH=lse_TH), lse_TH)
+    if q_THd.is_cuda:
         return ShardResult(*batched.shard_attention(q_THd, cache, metadata, parameters))
     if cache.k_scale_NGP is None and _cpu().fits(q_THd, cache, metadata.block_table_SB):
         states_TH2 = torch.empty(*q_THd.shape[:2], 2)

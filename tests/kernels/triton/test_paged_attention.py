@@ -197,12 +197,12 @@ SMALL = Case(((1, 300), (1, 5), (60, 300), (8, 70)), 2, places=4)
 MUTANTS = [
     (softmax, "m_key = i_key < end", "m_key = i_key <= end", SMALL),
     (softmax, "(i_key % PLACES) * k_place", "(start % PLACES) * k_place", SMALL),
-    (softmax, "i_key[None, :] <= i_position[:, None]", "i_key[None, :] < i_position[:, None] + 2", SMALL),
+    (softmax, "i_at[None, :] <= i_position[:, None]", "i_at[None, :] < i_position[:, None] + 2", SMALL),
     (softmax, "position + 1 - window", "position - window", dataclasses.replace(SMALL, window=9)),
     (softmax, "position // window * window", "position // window", dataclasses.replace(SMALL, window=9, chunked=True)),
     (softmax, "b_total = b_total * b_shrink", "b_total = b_total", SMALL),
     (prefill, "GROUP // BM - low", "GROUP // BM", SMALL),
-    (prefill, "end_all = tl.maximum((first + 1) // BN", "end_all = tl.maximum((last + BN) // BN", SMALL),
+    (prefill, "end_all = tl.maximum(keys_before(first + 1,", "end_all = tl.maximum(keys_before(last + BN,", SMALL),
     (prefill, "i_head * GROUP + i_row % GROUP", "i_head * GROUP", SMALL),
     (decode, "begin = lowest + split * length", "begin = lowest + split * (length - 1)", SMALL),
     (decode, "b_sink = tl.load", "split = 0\n            b_sink = tl.load", dataclasses.replace(SMALL, sinks=True)),
@@ -227,7 +227,7 @@ def test_a_mutant_is_found(
 ) -> None:
     mutant = mutated(module, old, new)
     for user in (kernel, prefill, decode):
-        for name in ("attend", "first_seen", "prefill", "decode", "merge"):
+        for name in ("attend", "first_key", "keys_before", "store_lse", "prefill", "decode", "merge"):
             if hasattr(mutant, name) and hasattr(user, name):
                 monkeypatch.setattr(user, name, getattr(mutant, name))
     with pytest.raises(noticed):

@@ -13,21 +13,32 @@ from moiety_kernels.paged_attention.kernels.softmax import (
     LOG2_E,
     UNSEEN,
     attend,
-    first_seen,
+    first_key,
+    keys_before,
     load_rows,
     start_sums,
+    store_lse,
     store_rows,
 )
 
 
 @triton.jit
-def _visible(context, window, WINDOWED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr):
-    """Return (first position that a decode query sees, positions per split, splits).
+def _visible(
+    context,
+    window,
+    WINDOWED: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    BN: tl.constexpr,
+    shard=0,
+    SHARDS: tl.constexpr = 1,
+):
+    """Return (first key that a decode query sees, keys per split, splits). Without SHARDS a key is a position.
 
     They depend only on the sequence's own length, so that it is split alike in every batch.
     """
-    lowest = first_seen(context - 1, window, WINDOWED) if WINDOWED else context * 0
-    seen = context - lowest
+    lowest = first_key(context - 1, window, WINDOWED, shard, SHARDS)
+    seen = keys_before(context, shard, SHARDS) - lowest
     length = tl.maximum(((seen + MOST - 1) // MOST + BN - 1) // BN * BN, LEAST)
     return lowest, length, tl.maximum((seen + length - 1) // length, 1)
 
@@ -43,7 +54,7 @@ def _place(split, b_splits, b_end):
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "num_splits", "window", "table_row"],
+    do_not_specialize=["num_sequences", "num_splits", "window", "table_row", "shard"],
     do_not_specialize_on_alignment=["p_start", "p_context", "p_table"],
 )
 def decode(
@@ -90,16 +101,19 @@ def decode(
     SPAN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    p_lse=None,
+    shard=0,
+    SHARDS: tl.constexpr = 1,
 ):
     """Compute attention of the items (sequence, split, key-value head, tile of its rows).
 
-    Each program takes every `num_programs`-th item.
+    Each program takes every `num_programs`-th item. `p_lse`, if given, takes the LSE of each row.
     """
     TILES: tl.constexpr = (GROUP + BM - 1) // BM
     i_sequence = tl.arange(0, SPAN)
     m_sequence = i_sequence < num_sequences
     b_context = tl.load(p_context + i_sequence, mask=m_sequence, other=0)
-    _, _, b_splits = _visible(b_context, window, WINDOWED, LEAST, MOST, BN)
+    _, _, b_splits = _visible(b_context, window, WINDOWED, LEAST, MOST, BN, shard, SHARDS)
     b_splits = tl.where(m_sequence, b_splits, 0)
     b_end = tl.cumsum(b_splits, 0)
     num_tiles = num_heads // GROUP * TILES
@@ -107,7 +121,7 @@ def decode(
         sequence, split = _place(item // num_tiles, b_splits, b_end)
         i_head = item % num_tiles // TILES
         context = tl.load(p_context + sequence)
-        lowest, length, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN)
+        lowest, length, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN, shard, SHARDS)
         begin = lowest + split * length
         i_row = item % TILES * BM + tl.arange(0, BM)
         m_row = i_row < GROUP
@@ -131,7 +145,7 @@ def decode(
         b_sum0, b_sum1 = start_sums(BM, V0, V1)
         b_sum0, b_sum1, b_max, b_total = attend(
             *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_row, window),
-            *(begin, begin, tl.minimum(begin + length, context), factor),
+            *(begin, begin, tl.minimum(begin + length, keys_before(context, shard, SHARDS)), factor),
             *(p_k + i_head.to(tl.int64) * k_head, p_v + i_head.to(tl.int64) * v_head),
             *(p_k_head, p_v_head, num_heads // GROUP * PLACES),
             *(p_table + sequence.to(tl.int64) * table_row, k_block, k_place, v_block, v_place),
@@ -148,12 +162,15 @@ def decode(
             direct = False
         if direct:
             store_rows(p_row, m_row, b_sum0, b_sum1, V, V0, V1)
+            store_lse(p_lse, token * num_heads + i_query_head, m_row, b_max, b_total)
         else:
             store_rows(p_part + i_part * V, m_row, b_sum0, b_sum1, V, V0, V1)
             tl.store(p_weight + i_part, b_max + tl.log2(b_total), mask=m_row)
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"], do_not_specialize_on_alignment=["p_start", "p_context"])
+@triton.jit(
+    do_not_specialize=["num_splits", "window", "shard"], do_not_specialize_on_alignment=["p_start", "p_context"]
+)
 def merge(
     p_part,
     p_weight,
@@ -172,11 +189,14 @@ def merge(
     MOST: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
+    p_lse=None,
+    shard=0,
+    SHARDS: tl.constexpr = 1,
 ):
     """Sum a sequence's splits by their weights, always in their order."""
     sequence = tl.program_id(0)
     context = tl.load(p_context + sequence)
-    _, _, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN)
+    _, _, splits = _visible(context, window, WINDOWED, LEAST, MOST, BN, shard, SHARDS)
     if splits == 1 and not SHARED:
         return
     i_query_head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -198,3 +218,4 @@ def merge(
     token = tl.load(p_start + sequence).to(tl.int64)
     p_row = p_out + (token * num_heads + i_query_head) * V
     store_rows(p_row, m_row, b_sum0 / b_total[:, None], b_sum1 / b_total[:, None], V, V0, V1)
+    store_lse(p_lse, token * num_heads + i_query_head, m_row, b_max, b_total)

@@ -12,9 +12,11 @@ from moiety_kernels.paged_attention.kernels.softmax import (
     LOG2_E,
     UNSEEN,
     attend,
-    first_seen,
+    first_key,
+    keys_before,
     load_rows,
     start_sums,
+    store_lse,
     store_rows,
 )
 
@@ -39,7 +41,7 @@ def _locate(p_start, tile, num_sequences, GROUP: tl.constexpr, BM: tl.constexpr)
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "window", "table_row"],
+    do_not_specialize=["num_sequences", "window", "table_row", "shard"],
     do_not_specialize_on_alignment=["p_start", "p_context", "p_table"],
 )
 def prefill(
@@ -80,8 +82,14 @@ def prefill(
     SCALED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    p_lse=None,
+    shard=0,
+    SHARDS: tl.constexpr = 1,
 ):
-    """Compute one tile of rows and one key-value head per program; the last tiles, which see most keys, run first."""
+    """Compute one tile of rows and one key-value head per program; the last tiles, which see most keys, run first.
+
+    `p_lse`, if given, takes the LSE of each row.
+    """
     num_kv_heads = num_heads // GROUP
     i_head = tl.program_id(0) % num_kv_heads
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
@@ -117,19 +125,18 @@ def prefill(
     last = earlier + (tl.minimum(num_rows, (tile + 1) * BM) - 1) // GROUP
     # Keys are processed in blocks at fixed positions: first those that some rows no longer see, then those that all
     # rows see, last those that some rows do not see yet. Where registers are short, one loop handles all three.
-    lowest = first * 0
-    if WINDOWED:
-        lowest = first_seen(first, window, WINDOWED)
+    lowest = first_key(first, window, WINDOWED, shard, SHARDS)
     begin = lowest // BN * BN
     b_sum0, b_sum1 = start_sums(BM, V0, V1)
     if not SHARED:
-        end_all = tl.maximum((first + 1) // BN * BN, begin)
+        end_all = tl.maximum(keys_before(first + 1, shard, SHARDS) // BN * BN, begin)
         if WINDOWED:
-            begin_all = tl.minimum((first_seen(last, window, WINDOWED) + BN - 1) // BN * BN, end_all)
+            seen_by_all = first_key(last, window, WINDOWED, shard, SHARDS)
+            begin_all = tl.minimum((seen_by_all + BN - 1) // BN * BN, end_all)
             b_sum0, b_sum1, b_max, b_total = attend(
                 *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, begin_all, factor),
                 *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
-                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED),
+                *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED, shard, SHARDS),
             )
             begin = begin_all
         b_sum0, b_sum1, b_max, b_total = attend(
@@ -139,10 +146,12 @@ def prefill(
         )
         begin = end_all
     b_sum0, b_sum1, b_max, b_total = attend(
-        *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin, last + 1, factor),
+        *(b_sum0, b_sum1, b_max, b_total, b_q0, b_q1, i_position, window, lowest, begin),
+        *(keys_before(last + 1, shard, SHARDS), factor),
         *(p_k, p_v, p_k_scale, p_v_scale, scale_block, p_table, k_block, k_place, v_block, v_place),
-        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED),
+        *(PLACES, D, D0, D1, V, V0, V1, SHARED, BN, True, True, WINDOWED, SCALED, shard, SHARDS),
     )
-    b_scale = 1.0 / tl.where(m_row, b_total, 1.0)
+    b_scale = 1.0 / tl.where(m_row & (b_total > 0), b_total, 1.0)  # a row may see no key of a shard
     p_row = p_out + (i_token * num_heads + i_query_head) * V
     store_rows(p_row, m_row, b_sum0 * b_scale[:, None], b_sum1 * b_scale[:, None], V, V0, V1)
+    store_lse(p_lse, i_token * num_heads + i_query_head, m_row, b_max, b_total)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NO_SCORE = tl.constexpr(-1e29)  # less than a score, and more than UNSEEN
 UNSEEN = tl.constexpr(-1e30)  # below every score, and finite, so that a difference of two is a number
 
 
@@ -100,6 +101,35 @@ def first_seen(position, window, WINDOWED: tl.constexpr):
 
 
 @triton.jit
+def keys_before(position, shard, SHARDS: tl.constexpr):
+    """Return how many keys of a shard are before a position: it has those with position % SHARDS == shard."""
+    count = position
+    if SHARDS > 1:
+        count = (position + (SHARDS - 1) - shard) // SHARDS
+    return count
+
+
+@triton.jit
+def first_key(position, window, WINDOWED: tl.constexpr, shard, SHARDS: tl.constexpr):
+    """Return the first key of a shard that a query sees: 0 without a window."""
+    first = position * 0
+    if WINDOWED:
+        first = keys_before(first_seen(position, window, WINDOWED), shard, SHARDS)
+    return first
+
+
+@triton.jit
+def store_lse(p_lse, i_lse, m_row, b_max, b_total):
+    """Write log Σ exp of the rows' scaled scores, of which the powers of 2 have these totals, unless p_lse is None.
+
+    It is -inf for a row without scores.
+    """
+    if p_lse is not None:
+        b_lse = (b_max + tl.log2(tl.where(b_total > 0, b_total, 1.0))) / LOG2_E
+        tl.store(p_lse + i_lse, tl.where(b_max > NO_SCORE, b_lse, float("-inf")), mask=m_row)
+
+
+@triton.jit
 def attend(
     b_sum0,
     b_sum1,
@@ -136,12 +166,14 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SCALED: tl.constexpr,
+    shard=0,
+    SHARDS: tl.constexpr = 1,
 ):
     """Add the keys at begin … end to the rows' sums of values, greatest scores and totals of weights.
 
     Weights are powers of 2. Unless MASKED, every key exists and every row sees it. With MASKED and CAUSAL, a row sees
     keys up to its position; with WINDOWED, from `first_seen` on, and nothing below `lowest` is read. If SCALED,
-    each key and value has a scale, `scale_block` per block.
+    each key and value has a scale, `scale_block` per block. With SHARDS, key i has the position i · SHARDS + shard.
     """
     for start in range(begin, end, BN):
         i_key = start + tl.arange(0, BN)
@@ -162,10 +194,13 @@ def attend(
         )
         if MASKED:
             m_seen = m_key[None, :]
+            i_at = i_key
+            if SHARDS > 1:
+                i_at = i_key * SHARDS + shard
             if CAUSAL:
-                m_seen &= i_key[None, :] <= i_position[:, None]
+                m_seen &= i_at[None, :] <= i_position[:, None]
             if WINDOWED:
-                m_seen &= i_key[None, :] >= first_seen(i_position, window, WINDOWED)[:, None]
+                m_seen &= i_at[None, :] >= first_seen(i_position, window, WINDOWED)[:, None]
             b_score = tl.where(m_seen, b_score, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_score, 1) * factor)
         b_weight = tl.exp2(b_score * factor - b_new[:, None])
