@@ -64,23 +64,26 @@ def long_request(num_prompt: int, key: int = 1) -> CoreSubmit:
     return CoreSubmit(key, "t", STANDARD, prompt, Sampling(temperature=0.0, num_logprobs=2), 8, 0, [], 8, b"s", 0)
 
 
-@pytest.mark.parametrize(("family", "plain", "divided"), [("deepseek_v3", {"tp": 2}, TWO)], ids=str)
-def test_a_prompt_that_the_cache_of_one_rank_refuses_is_served_by_ranks_that_divide_it(
+LONG = [
+    ("deepseek_v3", {}, TWO),
+    ("deepseek_v3", {"tp": 2}, TWO),
+    thorough("mixtral", {"tp": 4}, OF_FOUR),
+]
+
+
+@pytest.mark.parametrize(("family", "plain", "divided"), LONG, ids=str)
+def test_a_prompt_that_the_cache_of_a_rank_refuses_is_served_by_ranks_that_divide_it(
     processes: RankProcesses, alone: Alone, family: str, plain: dict[str, Any], divided: dict[str, Any]
 ) -> None:
-    folder = alone.folders[family]
+    folder, room = alone.folders[family], NUM_BLOCKS * BLOCK_SIZE
+    config, waves = settings_of(folder, **plain), [[long_request(2 * room - 16)]]
+    refused, *_ = processes.work(*ranks_of(config), waves=waves, some_fail=True)
+    assert f"1 to {room - 1}" in refused["reasons"]["1"] and not refused["token_ids"]["1"]
     one_rank = settings_of(folder)
-    memory = {"kv_memory_bytes": one_rank.kv_memory_bytes}
-    room = NUM_BLOCKS * BLOCK_SIZE
-    waves = [[long_request(2 * room - 16)]]
-    for layout in ({}, plain):
-        config = settings_of(folder, **layout)
-        ours, *_ = processes.work(*ranks_of(msgspec.structs.replace(config, **memory)), waves=waves, some_fail=True)
-        assert f"1 to {room - 1}" in ours["reasons"]["1"] and not ours["token_ids"]["1"]
-    ample = msgspec.structs.replace(one_rank, kv_memory_bytes=4 * one_rank.kv_memory_bytes)
+    ample = msgspec.structs.replace(one_rank, kv_memory_bytes=4 * (one_rank.kv_memory_bytes or 0))
     (expected,) = processes.work((ample, None), waves=waves)
-    config = msgspec.structs.replace(settings_of(folder, **divided), **memory)
-    ours, *_ = processes.work(*ranks_of(config), waves=waves)
+    same = {"kv_memory_bytes": config.kv_memory_bytes}  # of each rank
+    ours, *_ = processes.work(*ranks_of(msgspec.structs.replace(settings_of(folder, **divided), **same)), waves=waves)
     assert_same(expected, ours)
     assert len(ours["token_ids"]["1"]) == 8
 
