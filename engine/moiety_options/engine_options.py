@@ -65,7 +65,10 @@ class ServingOptions(ServedModelOptions):
         86_400.0, "Time after its last use at which a KV block on disk is deleted, in seconds.", min=1
     )
     block_size: int | None = _kv_cache(
-        None, "Number of tokens in a KV block. If not given, 16 on a GPU and 4 on a CPU.", min=1
+        None,
+        "Number of tokens in a KV block. If not given, 16 on a GPU and 4 on a CPU, times --decode-context-parallel, "
+        "which must divide it.",
+        min=1,
     )
     prefix_caching: bool = _kv_cache(True, "Reuse the KV blocks of earlier requests that have the same prefix.")
     image_cache_bytes: int = _images(
