@@ -76,18 +76,13 @@ class RankCollectives:
         dist.all_gather(parts, x_THd, group=self._handle)
         return torch.cat(parts, dim=1)
 
-    def exchange_heads(self, x_TKd: Tensor) -> Tensor:
-        """Send each rank its heads of x, [T, R · H, d], as `gather_heads` orders them.
-
-        Returns what the ranks, in order, have for this rank's heads, [R, T, H, d].
-        """
+    def exchange_parts(self, x_RE: Tensor) -> Tensor:
+        """Send rank r the part x[r], contiguous; return what the ranks, in order, have sent to this one, [R, …]."""
         if self._handle is None:
-            return x_TKd.unsqueeze(0)
-        tokens, heads, width = x_TKd.shape
-        sent = x_TKd.view(tokens, self.size, heads // self.size, width).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._handle)
-        return received
+            return x_RE
+        received_RE = torch.empty_like(x_RE)
+        dist.all_to_all_single(received_RE, x_RE, group=self._handle)
+        return received_RE
 
     def broadcast_first(self, x: Tensor) -> Tensor:
         """Broadcast the first rank's tensor; on the other ranks x, of the same shape, is overwritten."""

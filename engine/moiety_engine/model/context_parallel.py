@@ -4,7 +4,8 @@ Each rank attends to its own keys with the query heads of all ranks that hold th
 results go to the ranks that own the heads, which combine them by the logarithm of their sums of exponentials (LSE).
 With one rank this is plain attention.
 
-T tokens, H query heads of a rank, K those of all ranks that divide the positions, R these ranks, d head width.
+T tokens, H query heads of a rank, K those of all ranks that divide the positions, R these ranks, d head width, e a
+partial result with its LSE.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import torch
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.paged_state_spec import PagedStateSpec
@@ -102,5 +101,9 @@ def _combined(
 ) -> Tensor:
     """Return attention of this rank's heads to all shards, as wide as a value, in the type of the queries."""
     out_TKd, lse_TK = attend(context.gather_heads(q_THd))
-    packed_RTHe = context.exchange_heads(torch.cat((out_TKd, lse_TK.unsqueeze(-1)), dim=-1))
-    return combine_shards(packed_RTHe[..., :-1], packed_RTHe[..., -1], sinks_H).to(q_THd.dtype)
+    tokens, heads, width = out_TKd.shape[0], q_THd.shape[1], out_TKd.shape[2]
+    sent_RTHe = out_TKd.new_empty(context.size, tokens, heads, width + 1)
+    sent_RTHe[..., :width] = out_TKd.view(tokens, context.size, heads, width).transpose(0, 1)
+    sent_RTHe[..., width] = lse_TK.view(tokens, context.size, heads).transpose(0, 1)
+    parts_RTHe = context.exchange_parts(sent_RTHe)
+    return combine_shards(parts_RTHe[..., :width], parts_RTHe[..., width], sinks_H).to(q_THd.dtype)
