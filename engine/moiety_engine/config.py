@@ -134,6 +134,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False  # a request gets the same bits alone and in any batch
     batching: Batching = Batching.CONTINUOUS
     expert_batching: bool = False  # of decodes whose order is open, those that use the same experts share a step
+    expert_profiles: bool = False  # gateways get profiles of the experts that requests and steps use
     policy: PolicyName = PolicyName.MOIETY  # for continuous batching; the other strategies are first come, first served
     fleet_fairness: FleetFairness = FleetFairness.AUTO  # exchange of tenants' service with the model's other replicas
     max_batch_tokens: int | None = None  # token budget of one step

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    from moiety_engine.expert_profiler import ExpertProfiler
     from moiety_engine.moe.load import StepExperts
     from moiety_engine.scheduling.plan import Plan
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class ExpertMeter:
     """Owner of the totals of metered bytes. Used by the step loop's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiler: ExpertProfiler | None = None) -> None:
+        self.profiler = profiler  # None: no profiles are sampled
         self.read_bytes_total = 0  # by all tokens
         self.charged_read_bytes_total = 0  # charged to requests
         self.charged_moved_bytes_total = 0
@@ -45,6 +47,8 @@ class ExpertMeter:
         self.charged_read_bytes_total += charged
         if experts.bits_PLW is not None:
             _predict(plan, experts.bits_PLW)
+            if self.profiler is not None:
+                self.profiler.sample(plan, experts.bits_PLW)
         if experts.moved_P is not None:
             self._charge_moves(plan, experts.moved_P.tolist())
         if self._uncharged_moves and charged:

@@ -8,6 +8,7 @@ from moiety_engine.expert_meter import ExpertMeter
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 
 if TYPE_CHECKING:
+    from moiety_engine.expert_profiler import ExpertProfiler
     from moiety_engine.moe.history import ExpertPace
     from moiety_engine.moe.load import StepExperts
     from moiety_engine.moe.load_watch import CountTransfers, ExpertLoadTracker
@@ -18,10 +19,15 @@ if TYPE_CHECKING:
 class ExpertMonitor:
     """Expert load and rebalancing; does nothing for a model without experts. Used by the step loop's thread only."""
 
-    def __init__(self, watch: ExpertLoadTracker | None, rebalancing: Rebalancing | None) -> None:
+    def __init__(
+        self,
+        watch: ExpertLoadTracker | None,
+        rebalancing: Rebalancing | None,
+        profiler: ExpertProfiler | None = None,
+    ) -> None:
         self._watch = watch
         self.rebalancing = rebalancing
-        self.meter = ExpertMeter()
+        self.meter = ExpertMeter(profiler)
 
     @property
     def pace(self) -> ExpertPace | None:
@@ -46,6 +52,11 @@ class ExpertMonitor:
         """Charge the requests of a step for the experts that it used, before the step is committed."""
         if experts is not None:
             self.meter.charge(plan, experts)
+
+    def active_profile(self, num_running: int) -> bytes:
+        """Return the packed profile of the experts that recent steps used; b"" if none are sampled or none run."""
+        profiler = self.meter.profiler
+        return b"" if profiler is None else profiler.pack_active(num_running)
 
     def load(self, ask: ExpertLoadQuery, now_s: float) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""

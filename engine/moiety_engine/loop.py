@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 import structlog
 import torch
 
@@ -284,7 +285,7 @@ class EngineLoop:
 
     def load(self) -> CoreLoad:
         intake, executor, now_ns = self.intake, self.executor, self._clock_ns()
-        return load_of(
+        load = load_of(
             self.scheduler,
             intake.kv_connector,
             intake.disk,
@@ -303,6 +304,8 @@ class EngineLoop:
             },
             now_ns,
         )
+        active_experts = self.experts.active_profile(load.num_running)
+        return msgspec.structs.replace(load, active_experts=active_experts) if active_experts else load
 
     def _note_first_steps(self, plan: Plan) -> None:
         """Record the requests whose first token this step computes, or a step that still runs."""

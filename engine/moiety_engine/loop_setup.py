@@ -12,6 +12,7 @@ from moiety_engine.cache_setup import require_recurrent_support
 from moiety_engine.disk.tier import DiskTier
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.expert_monitor import ExpertMonitor
+from moiety_engine.expert_profiler import ExpertProfiler
 from moiety_engine.kv_transfer.connector import connector_of
 from moiety_engine.loop import EngineLoop
 from moiety_engine.model.image_settings import image_rules
@@ -69,9 +70,11 @@ def build_loop(
     kv_connector = connector_of(config.transfer, model, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)
     tenants = None if model.experts is None else TenantSlots(rank_weights=config.rank_weights)
-    model.reserve_expert_counts(sizes.max_batch_tokens, keeps_bits=config.expert_batching)
+    model.reserve_expert_counts(sizes.max_batch_tokens, keeps_bits=config.expert_batching or config.expert_profiles)
     if model.experts is None and config.expert_batching:
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-batching")
+    if model.experts is None and config.expert_profiles:
+        raise InvalidConfig(f"{config.name} has no experts: leave out --expert-profiles")
     options = DeviceOptions(
         kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type)
     )
@@ -122,4 +125,5 @@ def _monitor_experts(
     watch = None
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
         watch = ExpertLoadTracker(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
-    return ExpertMonitor(watch, rebalancing_of(model, config, controls, clock_ns() / 1e9))
+    profiler = ExpertProfiler(model.experts) if model.experts is not None and config.expert_profiles else None
+    return ExpertMonitor(watch, rebalancing_of(model, config, controls, clock_ns() / 1e9), profiler)

@@ -166,6 +166,7 @@ class CoreFinish(msgspec.Struct, frozen=True, array_like=True):
     num_speculative_tokens: int = 0
     expert_read_bytes: int = 0
     expert_moved_bytes: int = 0
+    expert_profile: bytes = b""  # as in Finished
 
 
 class CoreScores(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from moiety_engine.messages import CoreEvent, CoreSubmit
 from moiety_engine.structured_outputs.stepping import GrammarHandle
 from moiety_wire.block_hashes import block_hash, image_key, root_hash, tenant_mark
 from moiety_wire.classes import ServiceClass
+from moiety_wire.expert_profile import ExpertProfile
 from moiety_wire.trace_events import EventKind, Reason
 
 MAX_EVENTS = 64
@@ -244,6 +245,7 @@ class ExpertUse(msgspec.Struct, eq=False, gc=False):
     moved_bytes: int = 0
     predicted: int = 0  # experts of its newest token, one bit per expert and layer; 0: unknown, or not kept
     num_passed_over: int = 0  # steps in a row in which it lost its turn for its experts; set by the policy
+    profile: ExpertProfile | None = None  # of its decoded tokens; None: not sampled
 
 
 class PaddedRow(NamedTuple):

@@ -87,6 +87,11 @@ class ModelOptions:
         "Decode requests together that are predicted to use the same experts, when a step takes only a part of the "
         "requests and their deadlines leave the order open.",
     )
+    expert_profiles: bool = _batching(
+        False,
+        "Report a profile of the experts that requests and recent steps use, a few hundred bytes, so that gateways "
+        "with expert_routing_tokens can send a request to a replica whose steps use the same experts.",
+    )
     overlap: Overlap = _batching(
         Overlap.AUTO, "Schedule and launch a step while the previous one runs. auto enables this on a GPU."
     )

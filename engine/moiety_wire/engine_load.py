@@ -141,6 +141,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     remote_service_total: float = 0.0  # service of tenants on these, in the unit of the policy's counters
     tenant_kv_blocks: dict[str, int] = {}  # KV blocks of the largest tenants; shared blocks count per request
     pending_prefill_tokens: int = 0  # tokens that open requests have to compute before they decode
+    active_experts: bytes = b""  # experts that recent decode steps used, a packed ExpertProfile; b"": not sampled
 
 
 class Load(LoadMetrics, frozen=True, kw_only=True, tag="load"):

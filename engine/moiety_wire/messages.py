@@ -381,6 +381,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     num_speculative_tokens: int = 0
     expert_read_bytes: int = 0  # its share of the experts' weights that its steps read; 0 for a model without experts
     expert_moved_bytes: int = 0  # its share of the experts that were loaded or moved to other ranks for these steps
+    expert_profile: bytes = b""  # experts that its decoded tokens used, a packed ExpertProfile; b"": not sampled
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

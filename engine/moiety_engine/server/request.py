@@ -245,6 +245,7 @@ class OpenRequest:
             num_speculative_tokens=finish.num_speculative_tokens,
             expert_read_bytes=finish.expert_read_bytes,
             expert_moved_bytes=finish.expert_moved_bytes,
+            expert_profile=finish.expert_profile,
         )
 
     def fail(self, failure: CoreFailure) -> Failed:

@@ -153,7 +153,10 @@ class LoadView(msgspec.Struct, frozen=True):
         return copy_fields(load, cls, classes=[ClassLoadView.of(one) for one in load.classes])
 
 
-_NOT_SHOWN = {"tenant_service"}  # for the exchange between engines; it changes with every step
+_NOT_SHOWN = {
+    "tenant_service",  # for the exchange between engines; it changes with every step
+    "active_experts",  # for routing
+}
 assert set(LoadView.__struct_fields__) == set(Load.__struct_fields__) - _NOT_SHOWN, "the rest is shown"
 assert set(ClassLoadView.__struct_fields__) == set(ClassLoad.__struct_fields__)
 

@@ -75,4 +75,5 @@ def finish_of(sequence: Sequence, reason: FinishReason, detail: str, embedding: 
         num_speculative_tokens=sequence.kv.num_speculative,
         expert_read_bytes=sequence.experts.read_bytes,
         expert_moved_bytes=sequence.experts.moved_bytes,
+        expert_profile=b"" if (profile := sequence.experts.profile) is None else profile.pack(),
     )
