@@ -42,6 +42,12 @@ class ExpertProfile:
         for place, plane in enumerate(other.planes):
             self._add_plane(place, plane)
 
+    @property
+    def mean_experts(self) -> float:
+        """Number of experts of a sample, on average; 0 without samples."""
+        uses = sum(plane.bit_count() << place for place, plane in enumerate(self.planes))
+        return uses / self.num_samples if self.num_samples else 0.0
+
     def overlap(self, active: ExpertProfile) -> float:
         """Return the expected share of a token's experts that a step of `active` reads anyway, from 0 to 1.
 

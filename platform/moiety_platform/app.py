@@ -96,6 +96,7 @@ PIPELINE_SETTINGS = (
     "clamp_max_tokens",
     "failover_wait_s",
     "prefix_routing",
+    "expert_routing_tokens",
     "sse_keep_alive_s",
     *BODY_SETTINGS,
 )
@@ -174,13 +175,13 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         next_turn_prefill=services.next_turn_prefill,
         quotes=services.quotes,
     )
-    parts.replicas.use(settings.prefix_routing)
+    parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)
     pipeline = RequestPipeline(parts, _limits_of(settings))
 
     def use(settings: GatewaySettings) -> None:
         pipeline.limits, parts.bodies.limits = _limits_of(settings), BodyLimits.of(settings)
         parts.texts.use(settings.inline_tokenize_bytes)
-        parts.replicas.use(settings.prefix_routing)
+        parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)
         parts.gate.limit, parts.streams.limit = settings.max_inflight_per_tenant, settings.max_streams_per_key
 
     if services.live is not None:

@@ -330,6 +330,7 @@ LOOKED_AT_ELSEWHERE = {
     "max_image_links", "image_link_networks", "max_image_link_requests_per_tenant",  # test_image_links.py
     "max_document_links", "document_link_networks",  # test_image_links.py
     "prefix_routing",  # test_prefix_routing.py
+    "expert_routing_tokens",  # test_expert_routing.py
     "document_memory_bytes", "document_cpu_s", "document_wall_s", "document_cache_bytes",
     "max_document_bytes", "max_document_pages", "max_document_characters",
     "max_document_requests_per_tenant",  # test_documents.py

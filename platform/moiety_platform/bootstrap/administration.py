@@ -30,7 +30,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
 from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
-from moiety_platform.tenant_deletion.engine_notice import EngineNotice
+from moiety_platform.tenant_deletion.engine_notice import EngineNotice, TenantDataHolder
 from moiety_platform.webhooks.addresses import AddressPolicy, Network
 from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.sender import AlertSender
@@ -57,13 +57,16 @@ class Administration:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._engine_notice = EngineNotice(self.database, lambda: [*self.replicas.connected(), self.document_texts])
+        self._engine_notice = EngineNotice(self.database, self._holders_of_tenant_data)
         self._reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
             self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
         self._stack = AsyncExitStack()
+
+    def _holders_of_tenant_data(self) -> list[TenantDataHolder]:
+        return [*self.replicas.connected(), self.replicas, self.document_texts]
 
     async def __aenter__(self) -> Self:
         poster = await self._stack.enter_async_context(WebhookClient(self._reach))

@@ -55,6 +55,7 @@ class FakeVerdict:
     events: tuple[Event, ...] = ()
     num_cached_tokens: int = 0
     steps: bytes = b""  # see Finished
+    expert_profile: bytes = b""
 
 
 def admit(submit: Submit) -> FakeVerdict:
@@ -113,6 +114,7 @@ class FakeEngineClient:
         self.expert_loads: dict[str | None, ExpertLoad] = {}  # by tenant, None for all tenants
         self.balance: ExpertBalance | None = None
         self.expert_bytes_per_token = 0  # that its requests are charged for
+        self.active_experts = b""  # as its loads report them
         self.prefix_blocks: PrefixBlocks | None = None
         self.submits: list[Submit] = []
         self._prefilled_ahead: list[list[int]] = []  # speculatively prefilled prompts without a request yet
@@ -337,6 +339,7 @@ class FakeEngineClient:
                 served_class=verdict.served_class,
                 events=list(verdict.events),
                 steps=verdict.steps,
+                expert_profile=verdict.expert_profile,
                 detail=detail,
                 embedding=embedding,
                 prompt_logprobs=_prompt_logprobs(run.submit),
@@ -377,6 +380,7 @@ class FakeEngineClient:
             requests_total=len(self.submits),
             classes=self.class_loads,
             step_costs=self.step_costs,
+            active_experts=self.active_experts,
             sleep=self._sleep,
         )
 

@@ -77,6 +77,11 @@ class Placement:
         """Hash the blocks of a long prompt before `choose`, in slices between which other tasks run."""
         await self._replicas.hash_prefix(self._model, prefix)
 
+    def learn_experts(self, prefix: Prefix, profile: bytes) -> None:
+        """Note the experts that an ended sequence used, for later requests like it, if requests are routed by them."""
+        if (experts := self._replicas.experts) is not None:
+            experts.learn(self._model, *prefix.expert_key(), profile)
+
     def expect(self, partner: Place) -> Callable[[], None]:
         """Announce a sequence to the decode engine. The returned function ends the announcement and is called once."""
         return self._replicas.expect(partner.connection[0])

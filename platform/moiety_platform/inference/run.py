@@ -146,6 +146,8 @@ class InferenceRun:
         record, now_s = self.record, self.clock.monotonic()
         if isinstance(message, Finished):
             self._num_open -= 1
+            if message.expert_profile:
+                self.placement.learn_experts(sequence.prefix, message.expert_profile)
             if message.embedding:  # the only message for a prompt that is embedded
                 sequence.progress.take(1, now_s - record.started_s)
         else:

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
+from moiety_platform.routing.expert_profiles import KEY_TOKENS, ExpertPreference, ExpertProfiles
 from moiety_platform.routing.prefix_cost import block_size_of, cheapest
 from moiety_platform.routing.prefix_names import PrefixNames
 from moiety_wire.classes import ServiceClass
@@ -68,6 +69,7 @@ def choose(
     need: RequestNeed = RequestNeed.ANSWER,
     context_tokens: int = 0,
     kv_aware: random.Random | None = None,
+    experts: ExpertProfiles | None = None,
 ) -> EngineState:
     """Return the healthy engine of the model that the prefix prefers and that is not overloaded against the others.
 
@@ -76,7 +78,8 @@ def choose(
     predicted wait in the class, then the least work, then the first listed.
 
     With `kv_aware`, a source of random choices among equals, and a `Prefix` whose blocks have names, it is the engine
-    at which the request costs least, if all these engines publish the blocks of their prefix caches.
+    at which the request costs least, if all these engines publish the blocks of their prefix caches. With `experts`,
+    it may cost a little more where the steps use the same experts.
 
     Where engines have roles, it is one that may first receive a request with that need; where their contexts differ,
     one whose context holds `context_tokens`.
@@ -89,7 +92,9 @@ def choose(
     if kv_aware is not None and isinstance(prefix, Prefix) and (block_size := block_size_of(able)):
         names = prefix.block_names(block_size)
         if names is not None:
-            return cheapest(able, names, kv_aware)
+            if experts is None:
+                return cheapest(able, names, kv_aware)
+            return cheapest(able, names, kv_aware, ExpertPreference(experts, model, *prefix.expert_key()))
     least = min(able, key=lambda engine: (_wait(engine, service), *_work(engine)))
     for key in prefix:
         preferred = max(able, key=lambda engine: weight(key, engine.address))
@@ -381,6 +386,12 @@ class Prefix:
     def is_of(self, submit: Submit) -> bool:
         """Return whether it is the prefix of that sequence too, of the same request: if both have one list of ids."""
         return self._submit.prompt_ids is submit.prompt_ids
+
+    def expert_key(self) -> tuple[str, int | None]:
+        """Return the tenant, and the name of the block that ends the first KEY_TOKENS tokens, if it is hashed."""
+        names = self._names
+        place = 0 if names is None else max(1, KEY_TOKENS // names.block_size) - 1
+        return self._submit.tenant_id, None if names is None or place >= len(names.names) else names.names[place]
 
     def block_names(self, block_size: int) -> PrefixNames | None:
         """Return the names of the prompt's blocks of so many tokens, as far as they are hashed: at least the first.

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from moiety_platform.engine_client.base import EngineState
+from moiety_platform.routing.expert_profiles import ExpertPreference
 from moiety_platform.routing.prefix_names import PrefixNames
 
 RUNNING_TOKENS = 64  # a running request delays a prompt by about as much as this many prompt tokens
@@ -28,16 +29,25 @@ def block_size_of(engines: Sequence[EngineState]) -> int:
     return size
 
 
-def cheapest(engines: Sequence[EngineState], prefix: PrefixNames, rng: random.Random) -> EngineState:
+def cheapest(
+    engines: Sequence[EngineState],
+    prefix: PrefixNames,
+    rng: random.Random,
+    experts: ExpertPreference | None = None,
+) -> EngineState:
     """Return the engine at which the request costs least; of several, a random one.
 
     All of `engines` publish their blocks (`block_size_of`). A wait weighs as many tokens as the engine computes in that
     time, so a prefix that many prompts share is computed again elsewhere once its engines are loaded. Engines whose
     reports are stale are considered only if all are. The cached prefixes are estimated, and the estimate of the chosen
     engine is verified block by block; if it was too long, the choice is repeated with the exact length.
+
+    With `experts`, an engine whose steps use the request's experts costs less.
     """
     fresh = [engine for engine in engines if engine.load_is_fresh] or engines
     queued = [queued_tokens(engine) for engine in fresh]
+    if experts is not None and (saved := experts.saved_tokens(fresh)) is not None:
+        queued = [tokens - less for tokens, less in zip(queued, saved, strict=True)]
     hits = [0 if one.prefix_blocks is None else one.prefix_blocks.estimate_prefix(prefix.names) for one in fresh]
     costs = [_cost(prefix, num_blocks, tokens) for num_blocks, tokens in zip(hits, queued, strict=True)]
     while True:

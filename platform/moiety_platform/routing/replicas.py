@@ -26,6 +26,7 @@ from moiety_platform.routing.choose import (
     partner_among,
 )
 from moiety_platform.routing.circuit_breaker import ReplicaBreakers
+from moiety_platform.routing.expert_profiles import ExpertProfiles
 from moiety_platform.routing.prefix_cost import block_size_of
 from moiety_platform.routing_settings import PrefixRouting
 from moiety_wire.classes import ServiceClass
@@ -48,6 +49,7 @@ class Replicas:
         self._changed = asyncio.Event()  # replaced by a new event each time that it is set
         self._coming: Counter[str] = Counter()  # requests on their way to an engine, by its address
         self._kv_aware: random.Random | None = None  # None: requests are routed by affinity
+        self.experts: ExpertProfiles | None = None  # None: requests are not routed by their experts
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
@@ -122,9 +124,20 @@ class Replicas:
             states.append(client.state)  # noqa: PERF401
         return states
 
-    def use(self, prefix_routing: PrefixRouting) -> None:
+    def use(self, prefix_routing: PrefixRouting, expert_routing_tokens: int = 0) -> None:
         """Choose engines in this way from now on."""
         self._kv_aware = random.Random() if prefix_routing is PrefixRouting.KV_AWARE else None
+        if not expert_routing_tokens or self._kv_aware is None:
+            self.experts = None
+        elif self.experts is None:
+            self.experts = ExpertProfiles(expert_routing_tokens)
+        else:
+            self.experts.spare_tokens = expert_routing_tokens
+
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
+        """Remove what this process knows of deleted tenants' requests. Never raises."""
+        if self.experts is not None:
+            self.experts.forget_tenants(tenant_ids)
 
     async def hash_prefix(self, model: str, prefix: Prefix) -> None:
         """Hash the blocks of a long prompt for `choose`, up to the first slice that no engine of the model has cached.
@@ -162,13 +175,15 @@ class Replicas:
         allowed_states = self.breakers.allowed_states(states)
         if len(allowed_states) < len(states):
             try:
-                state = choose(allowed_states, model, service, prefix, need, context_tokens, self._kv_aware)
+                state = choose(
+                    allowed_states, model, service, prefix, need, context_tokens, self._kv_aware, self.experts
+                )
             except (NotFound, Unavailable):
                 able = first_engines(capable_engines(states, model, context_tokens), need)
                 able = self.breakers.fallback_states(able, model)
-                state = choose(able, model, service, prefix, need, kv_aware=self._kv_aware)
+                state = choose(able, model, service, prefix, need, kv_aware=self._kv_aware, experts=self.experts)
         else:
-            state = choose(states, model, service, prefix, need, context_tokens, self._kv_aware)
+            state = choose(states, model, service, prefix, need, context_tokens, self._kv_aware, self.experts)
         return self._clients[state.address], state
 
     def choose_partner(
