@@ -11,6 +11,7 @@ import pytest
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
+from moiety_platform.responses_api.transcript import HEAD
 from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
@@ -211,11 +212,32 @@ async def test_a_compacted_conversation_goes_on_with_its_summary(
         assert raw.headers[IGNORED] == "input.compaction.encrypted_content"
 
 
-async def test_a_compaction_without_a_summary_fails(start_gateway: StartGateway, thinking: FakeEngineClient) -> None:
-    thinking.script = lambda submit: [(65, "<think>So.</think> \n")]
+@pytest.mark.parametrize("answer", ["", "<think>So.</think> \n"])
+@pytest.mark.parametrize("how", ["endpoint", "trigger", "stream"])
+async def test_a_compaction_without_a_summary_has_a_transcript(
+    start_gateway: StartGateway, thinking: FakeEngineClient, how: str, answer: str
+) -> None:
+    items: list[dict[str, Any]] = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "gone"}]
+    thinking.script = lambda submit: [(65, answer)] if answer else []
     async with start_gateway([thinking]) as gateway:
-        with pytest.raises(openai.InternalServerError, match="wrote no summary"):
-            await gateway.client.with_options(max_retries=0).responses.compact(model="tiny", input="go")
+        responses = gateway.client.responses
+        asked = BODY | {"input": [*items, {"type": "compaction_trigger"}]}
+        if how == "stream":
+            events = [event async for event in await responses.create(**asked, stream=True)]
+            assert events[-1].type == "response.completed"
+            output = events[-1].response.output
+        else:
+            if how == "endpoint":
+                raw = await responses.with_raw_response.compact(model="tiny", input=items)
+            else:
+                raw = await responses.with_raw_response.create(**asked)
+            assert raw.headers[ADJUSTED] == "summary=transcript"
+            output = raw.parse().output
+        sent = [item.model_dump(exclude_none=True, warnings=False) for item in output]
+        assert [item["type"] for item in sent] == (["message"] if how == "endpoint" else []) + ["compaction"]
+        await responses.create(**BODY | {"input": [sent[-1], {"role": "user", "content": "on"}]})
+        told = f"<|user|>Summary of the conversation so far:\n\n{HEAD}user: go\nassistant: gone\n<|user|>on\n"
+        assert last_prompt(gateway) == told + "<|assistant|>"
 
 
 async def test_input_tokens_are_those_that_a_response_is_billed_for(

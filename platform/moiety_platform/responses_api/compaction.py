@@ -1,4 +1,8 @@
-"""Compaction: the model summarizes a conversation, and the client goes on with the encrypted summary in its place."""
+"""Compaction: the model summarizes a conversation, and the client goes on with the encrypted summary in its place.
+
+A small model may write no summary. The item then has a shortened transcript, since a client whose conversation is too
+long cannot go on after an error.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from moiety_platform.errors import EngineFailed
+import structlog
+
 from moiety_platform.inference.body_fields import Retention
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation, Generation
+from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.responses_api.item_bodies import ItemsBody
 from moiety_platform.responses_api.items import COMPACTION, MESSAGE, with_id
 from moiety_platform.responses_api.output import ItemBegun, ItemEnded, ResponseOutput, Step
+from moiety_platform.responses_api.transcript import shortened_transcript
 from moiety_text.reasoning import AnswerReader
 from moiety_wire.messages import Finished, Sampling, TokenLogprob
 
@@ -23,6 +30,8 @@ REQUEST = (
     "requests and constraints, what has been done and found so far, names of files and exact values that matter, and "
     "what remains to be done. Answer with the summary only."
 )
+
+log = structlog.get_logger(__name__)
 
 
 class CompactBody(ItemsBody):
@@ -60,12 +69,15 @@ def compaction_of(model: str, messages: Sequence[dict[str, Any]], service_tier: 
 
 
 class CompactionOutput(ResponseOutput):
-    """Output of a compaction: one item with the encrypted summary, made at the end."""
+    """Output of a compaction: one item with the encrypted summary, made at the end.
 
-    def __init__(self, response_id: str, reader: AnswerReader | None, encrypt: Callable[[str], str]) -> None:
-        super().__init__(response_id, reader, {})
+    If the model writes none, its place is taken by a transcript of what `record` says that the model was asked.
+    """
+
+    def __init__(self, record: RequestRecord, reader: AnswerReader | None, encrypt: Callable[[str], str]) -> None:
+        super().__init__(record.request_id, reader, {})
         self._summary_cipher = encrypt
-        self._response = response_id
+        self._record = record
 
     def take(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> list[Step]:
         """Add text of the summary. There are no steps before the end."""
@@ -73,12 +85,17 @@ class CompactionOutput(ResponseOutput):
         return []
 
     def end(self, finished: Finished) -> list[Step]:
-        """End the summary, and return the steps of its item. Raises EngineFailed if the model wrote none."""
+        """End the summary, and return the steps of its item."""
         super().end(finished)
         messages = [item for item in self.items if item["type"] == MESSAGE]
         summary = "\n".join(part["text"] for message in messages for part in message["content"]).strip()
+        record = self._record
         if not summary:
-            raise EngineFailed("the model wrote no summary of the conversation; try again, or use another model")
-        item = with_id({"type": COMPACTION, "encrypted_content": self._summary_cipher(summary)}, self._response, 0)
+            assert record.generation is not None and isinstance(record.generation.prompts[0], Conversation), "submitted"
+            asked = record.generation.prompts[0].messages[:-1]  # without the request to summarize
+            summary = shortened_transcript(asked, finished.num_prompt_tokens)
+            record.adjusted_fields["summary"] = "transcript"
+            log.info("compaction_without_summary", request_id=record.request_id, reason=finished.reason.value)
+        item = with_id({"type": COMPACTION, "encrypted_content": self._summary_cipher(summary)}, record.request_id, 0)
         self.items = [item]
         return [ItemBegun(item), ItemEnded(item)]

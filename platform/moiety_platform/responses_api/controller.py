@@ -140,6 +140,7 @@ class ResponseAnswers:
         if not body.wants_stream:
             async for _, message in run:
                 take_message(output, message)
+            reply.headers = record.response_headers()  # again, since the end of a compaction can add one
             return partial(self._send_whole, ended_response(head, output, run, record), body, record, reply)
         log = self.runs.current.events
         events = ResponseEvents(head, output) if log is None else LoggedEvents(head, output, log)
@@ -150,7 +151,7 @@ class ResponseAnswers:
     def _output_of(self, body: ResponsesBody, record: RequestRecord, reader: AnswerReader | None) -> ResponseOutput:
         tenant_id = record.principal.tenant_id
         if body.wants_compaction:
-            return CompactionOutput(record.request_id, reader, self.reader.encrypt_for(tenant_id, COMPACTION))
+            return CompactionOutput(record, reader, self.reader.encrypt_for(tenant_id, COMPACTION))
         encrypt = self.reader.encrypt_for(tenant_id, THOUGHT) if body.wants_encrypted_reasoning else None
         tools = {offered.tool.name: offered for offered in body.offered}
         return ResponseOutput(record.request_id, reader, tools, encrypt)
@@ -225,9 +226,10 @@ class Compactions:
         self, body: CompactBody, run: InferenceRun, record: RequestRecord, reply: HttpResponse
     ) -> SendLast:
         readers, encrypt = run.new_readers(), self.reader.encrypt_for(record.principal.tenant_id, COMPACTION)
-        output = CompactionOutput(record.request_id, None if readers is None else readers[0], encrypt)
+        output = CompactionOutput(record, None if readers is None else readers[0], encrypt)
         async for _, message in run:
             take_message(output, message)
+        reply.headers = record.response_headers()  # again, since the end can add one
         kept = [item for item in body.all_items() if item["type"] == MESSAGE and item["role"] == "user"]
         fields = {
             "id": record.request_id,
