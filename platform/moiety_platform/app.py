@@ -207,8 +207,9 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters = services.replicas, services.adapters
+    quotas = services.recorder.quotas
     messages = MessageServices(
-        services.authenticator, bodies, replicas, texts, services.images, services.documents, adapters
+        services.authenticator, bodies, replicas, texts, services.images, services.documents, quotas, adapters
     )
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
@@ -221,7 +222,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     quotes = quote_service_of(pipeline, reader, settings)
     has_operations = settings.has_operations_on_port
     models = ModelServices(
-        services.authenticator, replicas, texts, bodies, services.images, services.documents, adapters
+        services.authenticator, replicas, texts, bodies, services.images, services.documents, quotas, adapters
     )
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []

@@ -35,6 +35,7 @@ from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.quota_reservation import count_request
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
@@ -43,6 +44,7 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
 from moiety_platform.routing.replicas import Replicas
 
@@ -53,7 +55,7 @@ _COUNTING = describes(
     Described(
         error=AnthropicErrorBody,
         body={JSON: ConversationBody},
-        errors=(404,),
+        errors=(404, 429),
         answer_headers=(MESSAGES_REQUEST_ID,),
     )
 )
@@ -69,6 +71,7 @@ class MessageServices:
     texts: ModelTexts
     images: ImagePreparation
     documents: DocumentPreparation
+    quotas: QuotaEnforcer
     adapters: AdapterCache | None = None
 
 
@@ -158,6 +161,7 @@ class TokenCountController(Controller):
         principal = await messages.authenticator.authenticate(api_key_authorization(fields))
         require_scope(principal, INFERENCE_SCOPE)
         body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
+        await count_request(messages.quotas, principal)
         adapter = None
         if messages.adapters is not None:
             adapter = await messages.adapters.find(principal.tenant_id, body.model)

@@ -16,7 +16,9 @@ from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
+from moiety_platform.inference.quota_reservation import count_request
 from moiety_platform.inference.request_body import BodyReader
+from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import api_key_authorization, fields_of
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
@@ -34,6 +36,7 @@ class ModelServices:
     bodies: BodyReader
     images: ImagePreparation
     documents: DocumentPreparation
+    quotas: QuotaEnforcer
     adapters: AdapterCache | None = None
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
@@ -52,5 +55,10 @@ class ModelServices:
         return found
 
     async def receive(self, schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
-        """Return the request's body. Raises BadRequest or ContentTooLarge."""
-        return await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
+        """Return the request's body, and count the request under the rates of its tenant, project and key.
+
+        Raises BadRequest, ContentTooLarge, and the errors of `count_request`.
+        """
+        body = await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
+        await count_request(self.quotas, principal)
+        return body
