@@ -1,10 +1,16 @@
-"""Logging of the engine's processes: one line of JSON per event, on standard error."""
+"""Logging of the engine's processes: one line of JSON per event, on standard error.
+
+A line that cannot be written, as on a full disk, is lost.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+from moiety_wire.lossy_stream import LossyStream
 
 
 def configure_logs() -> None:
@@ -16,5 +22,5 @@ def configure_logs() -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
     )

@@ -8,13 +8,14 @@ import logging
 import sys
 import threading
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import msgspec
 import structlog
 
 from moiety_platform.printable import printable, printable_lines
 from moiety_platform.redaction import hide_url_passwords
+from moiety_wire.lossy_stream import LossyStream
 
 _LEVELS = {"warn": "warning", "exception": "error"}  # like structlog's own processor
 _encoder = msgspec.json.Encoder(enc_hook=repr)
@@ -93,14 +94,15 @@ def configure_logging(level: str, log_format: str, stream: TextIO = sys.stderr) 
         tail = [_make_printable, structlog.dev.ConsoleRenderer(exception_formatter=_show_traceback), _hide_passwords]
     else:
         tail = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
-    lines = Lines(stream)  # shared by all loggers, so that lines keep their order
+    lossy = cast(TextIO, LossyStream(stream))  # a full disk must not fail a request
+    lines = Lines(lossy)  # shared by all loggers, so that lines keep their order
     structlog.configure(
         processors=[*_SHARED, *tail] if on_terminal else [_as_json],
         wrapper_class=_Logger,
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(lossy)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=_SHARED,

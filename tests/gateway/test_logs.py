@@ -6,12 +6,16 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
+from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 import structlog
 
 from moiety_platform.logs import Lines, configure_logging
+from moiety_wire.lossy_stream import LossyStream
 
 
 class Writes(io.StringIO):
@@ -64,6 +68,34 @@ def test_log_lines_without_a_running_loop_are_written() -> None:
     loop.close()
     lines.info("two")
     assert writes.getvalue() == "one\ntwo\n"
+
+
+def test_a_full_disk_loses_log_lines_and_raises_nothing_and_the_log_says_how_much_is_missing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Path("/dev/full").open("w") as full, log.open("w") as empty:
+        stream = LossyStream(full)
+        lines = Lines(cast(TextIO, stream))
+        lines.warning("lost")
+        lines.warning("lost as well")
+        os.dup2(empty.fileno(), full.fileno())  # there is space again
+        lines.warning("written")
+    lost = len("lost\n") + len("lost as well\n")
+    assert stream.total_lost_bytes == lost
+    told, written = log.read_text().strip().splitlines()
+    event = json.loads(told)
+    assert (event["event"], event["bytes"], event["reason"]) == ("log_output_lost", lost, "No space left on device")
+    assert written == "written"
+
+
+def test_configured_loggers_survive_a_full_disk() -> None:
+    with Path("/dev/full").open("w") as full:
+        configure_logging("info", "json", full)
+        try:
+            structlog.get_logger().error("engine_lost")
+            logging.getLogger("library").error("of a library")
+        finally:
+            structlog.reset_defaults()
+            logging.getLogger().handlers.clear()
 
 
 HOSTILE = "a\x1b[2J\x9b2J\r\nb\u202egnp\u2028"
