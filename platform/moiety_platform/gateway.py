@@ -22,6 +22,7 @@ from moiety_platform.logs import configure_logging
 from moiety_platform.reloading.reloader import watching
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import GatewaySettings
+from moiety_wire.heartbeat import sending_heartbeats
 
 M_ARENA_MAX, ARENAS = -8, 2  # of malloc.h
 GC_THRESHOLDS = (20_000, 50, 100)  # a request leaves few reference cycles, so frequent garbage collections waste time
@@ -73,7 +74,8 @@ async def _serve(
             engines = list(source.first.engines)
             log.info("gateway_listening", host=host, port=port, engines=engines)
             async with serving_operations(gateway.make_operations, operations_listener):
-                await server.serve([listener])
+                with sending_heartbeats(os.environ):
+                    await server.serve([listener])
         log.info("gateway_stopped")
 
 

@@ -73,15 +73,6 @@ def test_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:
         socket.parent.rmdir()
 
 
-def test_a_large_log_is_put_aside(tmp_path: Path) -> None:
-    with DataDir(tmp_path) as opened:
-        path = opened.log_path("engine")
-        with path.open("wb") as file:
-            file.truncate(17 * 1024 * 1024)
-        assert not opened.log_path("engine").exists()
-        assert path.with_name("engine.log.1").exists()
-
-
 def test_files_of_an_earlier_version_are_found_under_their_names(tmp_path: Path) -> None:
     """A file that is renamed loses its contents at an upgrade: keys, tenants, or usage that is not stored yet."""
     data_dir = DataDir(tmp_path)

@@ -20,6 +20,7 @@ from moiety_engine.server.metrics import MetricsServer
 from moiety_engine.server.settings import ServerSettings
 from moiety_engine.server.unacknowledged_usage_log import UnacknowledgedUsageLog
 from moiety_text.folder import TextModel
+from moiety_wire.heartbeat import sending_heartbeats
 from moiety_wire.shared_fields import copy_fields
 
 log = structlog.get_logger()
@@ -87,7 +88,8 @@ async def _serve(
         except BaseException:  # also on cancellation: the core's process must not outlive this one
             await server.close()
             raise
-        return await server.wait()
+        with sending_heartbeats(os.environ):
+            return await server.wait()
     finally:
         stack.close()
         context.term()

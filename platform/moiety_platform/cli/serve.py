@@ -16,6 +16,7 @@ from moiety_platform.cli.serve_options import ServeArguments
 from moiety_platform.supervisor.console import standard_console
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
+from moiety_platform.supervisor.log_file import LogRotation
 from moiety_platform.supervisor.plan import TOKEN_VARIABLE, ServeOptions
 from moiety_platform.supervisor.ports import LOOPBACK, OPERATIONS_PORT, claim_port
 from moiety_platform.supervisor.serve import serve as supervise
@@ -45,6 +46,8 @@ def run_serve(given: ServeArguments) -> None:
             operations_host=given.operations_host,
             operations_port=claim_operations_port(host, given.operations_host, given.operations_port),
             traces_token=os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16),
+            hang_timeout_s=given.hang_timeout_s,
+            log_rotation=LogRotation(given.log_max_bytes, given.log_max_age_h * 3600, given.log_files),
             engine_arguments=(*engine_arguments(given), *(given.more or [])),
         )
         run(options, given.data_dir)
@@ -78,4 +81,8 @@ def run(options: ServeOptions, data_dir: Path) -> None:
     with DataDir(data_dir) as opened:
         if "MOIETY_KEY_PEPPER" not in os.environ:
             opened.check_pepper()
-        asyncio.run(supervise(options, opened, standard_console()))
+        console = standard_console()
+        try:
+            asyncio.run(supervise(options, opened, console))
+        finally:
+            console.close()

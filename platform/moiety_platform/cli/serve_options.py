@@ -48,6 +48,18 @@ class ServeArguments(ServingOptions):
     )
     no_traces: bool = option(False, "Do not start the trace store.", flag="--no-traces")
     drain_s: int = option(30, "Longest time that a stop waits for running requests to finish, in seconds.", min=0)
+    hang_timeout_s: float = option(
+        30.0,
+        "Time after which a process that no longer responds is killed and started again, in seconds; 0: never.",
+        min=0,
+    )
+    log_max_bytes: int = option(
+        16 * 1024 * 1024, "Size at which the log file of a process is rotated, in bytes.", min=4096
+    )
+    log_max_age_h: float = option(
+        0.0, "Age at which the log file of a process is rotated, in hours; 0: it is rotated by size only.", min=0
+    )
+    log_files: int = option(5, "Number of rotated log files of each process that are kept.", min=0, max=1000)
     config: Annotated[
         Path | None,
         typer.Option(

@@ -5,11 +5,12 @@ traces.db      kept traces
 pepper         key of the keys' hashes, 0600   serve.url    the last URL of the gateway
 pepper.previous  the previous pepper, during its rotation
 logs/NAME.log  output of each part             serve.lock   held while a serve runs
-run/           sockets between the parts
+run/           sockets between the parts, counts of the supervisor
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -26,7 +27,6 @@ KEYS_FILE = "keys.json"
 PREVIOUS_PEPPER = "pepper.previous"  # present during a pepper rotation
 URL_FILE = "serve.url"
 MAX_SOCKET_PATH_BYTES = 90  # the kernel's limit is 107, and the name gets a little longer
-MAX_LOG_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ class DataDir:
                 f"{self.path} is in use by another moiety serve (process {holder or 'unknown'}); "
                 "stop that one, or choose another --data-dir"
             ) from exc
-        os.ftruncate(fd, 0)
-        os.write(fd, str(os.getpid()).encode())
         self._lock_fd = fd
+        os.ftruncate(fd, 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock names no process
+            os.write(fd, str(os.getpid()).encode())
 
     @property
     def database_path(self) -> Path:
@@ -115,12 +116,14 @@ class DataDir:
             return inside
         return Path(tempfile.mkdtemp(prefix="moiety-")) / "engine.sock"
 
-    def log_path(self, part: str) -> Path:
-        """Return the path of the part's log, after renaming a log above MAX_LOG_BYTES to NAME.log.1."""
-        path = self.path / "logs" / f"{part}.log"
-        if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-            path.rename(path.with_suffix(".log.1"))
-        return path
+    @property
+    def logs_path(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def status_path(self) -> Path:
+        """Return the path of the supervisor's counts, which the gateway reads."""
+        return self.path / "run" / "supervisor.json"
 
     def write_url(self, url: str) -> None:
         write_private(self.path / URL_FILE, url + "\n")
@@ -148,11 +151,15 @@ def write_first_keys(path: Path, keys: FirstKeys) -> None:
 
 
 def write_private(path: Path, content: str) -> None:
-    """Write a file that only its owner may read; the write is atomic."""
+    """Write a file that only its owner may read; the write is atomic. Raises OSError, and then changes nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
+from moiety_platform.supervisor.log_file import LogRotation
 from moiety_platform.supervisor.ports import reachable_host
 from moiety_platform.supervisor.process import ProcessSpec
 
+DASHBOARD_HEALTH = "/_stcore/health"
 DEMO_QUESTION = "What is 17 + 25?"
 TOKEN_VARIABLE = "MOIETY_TRACES_TOKEN"
 NEUTRAL_QUESTION = "Say hello in one short sentence."
@@ -32,6 +34,8 @@ class ServeOptions:
     traces_token: str = field(default="", repr=False)  # token that the gateway sends to the trace store
     operations_host: str = "127.0.0.1"
     operations_port: int | None = None  # None: /metrics and /schema are on `port`
+    hang_timeout_s: float = 30.0  # 0: a part that does not respond is not restarted
+    log_rotation: LogRotation = field(default_factory=LogRotation)
 
     @property
     def url(self) -> str:
@@ -68,10 +72,10 @@ def gateway_process(options: ServeOptions, data_dir: DataDir, socket: Path) -> P
         arguments += ["--operations-host", options.operations_host, "--operations-port", str(options.operations_port)]
     if options.config is not None:
         arguments += ["--config", str(options.config)]
-    environment = {}
+    environment = {"MOIETY_SUPERVISOR_STATUS": str(data_dir.status_path)}
     if options.traces_port is not None:
         endpoint = f"http://127.0.0.1:{options.traces_port}/otlp"
-        environment = {"MOIETY_TRACES_ENDPOINT": endpoint, TOKEN_VARIABLE: options.traces_token}
+        environment |= {"MOIETY_TRACES_ENDPOINT": endpoint, TOKEN_VARIABLE: options.traces_token}
     return ProcessSpec("gateway", tuple(arguments), environment)
 
 
@@ -89,7 +93,8 @@ def dashboard_process(options: ServeOptions) -> ProcessSpec:
     assert options.dashboard_port is not None
     arguments = ("dashboard", "--host", options.host, "--port", str(options.dashboard_port), "--gateway", options.url)
     environment = {"MOIETY_ADMIN_KEY": ""}  # not even one from our environment
-    return ProcessSpec("dashboard", arguments, environment, serves_requests=False)
+    health = (reachable_host(options.host), options.dashboard_port, DASHBOARD_HEALTH)
+    return ProcessSpec("dashboard", arguments, environment, health, serves_requests=False)
 
 
 def curl_command(options: ServeOptions, tenant_key: str) -> str:

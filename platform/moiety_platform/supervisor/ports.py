@@ -20,6 +20,7 @@ MAX_PROBED_PORTS = 64
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 DEFAULT_FIRST_EPHEMERAL_PORT = 32_768
 MAX_PROBE_BYTES = 65536
+OK = 200
 
 
 def claim_port(host: str, port: int, option: str) -> int:
@@ -78,21 +79,30 @@ class GatewayReadiness:
 
 async def ask_readiness(host: str, port: int) -> GatewayReadiness:
     """Send GET /readyz and return the result. A gateway that does not answer is not ready."""
+    answer = await http_get(host, port, "/readyz", PROBE_TIMEOUT_S)
+    if answer is None:
+        return GatewayReadiness(False, "the gateway does not answer yet")
+    status, body = answer
+    return GatewayReadiness(status == OK, describe(body))
+
+
+async def http_get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, bytes] | None:
+    """Return status and body of a page; None without an HTTP response within the timeout."""
     try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host.strip("[]"), port)
             try:
-                writer.write(f"GET /readyz HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read(MAX_PROBE_BYTES)
                 while len(answer) < MAX_PROBE_BYTES and (more := await reader.read(MAX_PROBE_BYTES)):
                     answer += more
             finally:
                 writer.close()
     except (OSError, TimeoutError):
-        return GatewayReadiness(False, "the gateway does not answer yet")
+        return None
     head, _, body = answer.partition(b"\r\n\r\n")
-    status = head.split(b" ", 2)[1:2]
-    return GatewayReadiness(status == [b"200"], describe(body))
+    fields = head.split(b" ", 2)
+    return (int(fields[1]), body) if len(fields) > 1 and fields[1].isdigit() else None
 
 
 def describe(body: bytes) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from moiety_platform.disk_full import is_disk_full
 from moiety_platform.supervisor.console import Console
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys, read_first_keys
 from moiety_platform.supervisor.errors import SupervisorError
@@ -20,25 +22,39 @@ from moiety_platform.supervisor.plan import (
     gateway_process,
     traces_process,
 )
+from moiety_platform.supervisor.process_logs import ProcessLogs
 from moiety_platform.supervisor.supervisor import Supervisor
+from moiety_platform.supervisor_status import SupervisorStatus
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TERMINAL = "/dev/tty"  # of this process, whichever it is
 
 
 class StopRequest:
     """Counter of the user's stop signals.
 
     The first drains. The second ends everything at once; only the gateway gets a short time to write down usage. The
-    third does not wait for that either.
+    third does not wait for that either. SIGHUP stops only if it says that the terminal was closed; otherwise it opens
+    the logs again, as programs that rotate logs expect.
     """
 
-    def __init__(self, supervisor: Supervisor, console: Console) -> None:
+    def __init__(self, supervisor: Supervisor, console: Console, reopen_logs: Callable[[], None]) -> None:
         self._supervisor = supervisor
         self._console = console
+        self._reopen_logs = reopen_logs
         self._requested = asyncio.Event()
+        self._had_terminal = has_terminal()
         loop = asyncio.get_running_loop()
         for signal_number in STOP_SIGNALS:
             loop.add_signal_handler(signal_number, self._receive)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._had_terminal and not has_terminal():
+            self._receive()
+            return
+        self._reopen_logs()
+        self._console.print_line("the log files are opened again")
 
     def _receive(self) -> None:
         if self._requested.is_set():
@@ -50,13 +66,24 @@ class StopRequest:
         await self._requested.wait()
 
 
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal."""
+    try:
+        os.close(os.open(TERMINAL, os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> None:
     """Run until a signal requests a stop. Raises ComponentFailed when a part cannot start."""
     keys_before = read_first_keys(data_dir.path)
     socket = data_dir.engine_socket()
     socket.unlink(missing_ok=True)
-    supervisor = Supervisor(console, data_dir.log_path, *options.operations_address)
-    stop = StopRequest(supervisor, console)
+    status = SupervisorStatus(data_dir.status_path)
+    logs = ProcessLogs(data_dir.logs_path, options.log_rotation, console, status)
+    supervisor = Supervisor(console, logs, status, options.operations_address, hang_timeout_s=options.hang_timeout_s)
+    stop = StopRequest(supervisor, console, logs.reopen)
     supervisor.start(engine_process(options, data_dir, socket))  # first, since it takes longest
     supervisor.start(gateway_process(options, data_dir, socket))
     console.print_line(f"starting {options.name}; data and logs are in {data_dir.path}")
@@ -71,6 +98,7 @@ async def serve(options: ServeOptions, data_dir: DataDir, console: Console) -> N
     finally:
         await supervisor.stop()
         remove_socket(socket, data_dir)
+        await asyncio.to_thread(logs.close)
     console.print_line("stopped")
 
 
@@ -81,7 +109,11 @@ def announce(
     keys = read_first_keys(data_dir.path)
     if keys is None:
         raise SupervisorError(f"the gateway wrote no keys to {data_dir.keys_path}; read its log in the same folder")
-    data_dir.write_url(options.url)
+    try:
+        data_dir.write_url(options.url)
+    except OSError as exc:
+        advice = "free some space on its disk" if is_disk_full(exc) else "correct that"
+        console.print_line(f"{data_dir.path} cannot be written ({exc.strerror}); {advice}, and commands need --url")
     console.write(announcement(options, keys, keys != keys_before))
     console.print_ready(options.url)
     if options.dashboard_port is not None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from moiety_platform.supervisor.console import Console
 from moiety_platform.supervisor.errors import ComponentFailed
+from moiety_platform.supervisor.hang_watch import HangWatch
 from moiety_platform.supervisor.ports import ask_readiness
 from moiety_platform.supervisor.process import ComponentProcess, ProcessSpec, describe_exit
+from moiety_platform.supervisor.process_logs import ProcessLogs
+from moiety_platform.supervisor_status import EXIT, HANG, SupervisorStatus
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 15.0
@@ -24,6 +25,7 @@ HEALTHY_AFTER_S = 30.0  # a run of this length resets the backoff
 READY_POLL_S = 0.03
 PROGRESS_EVERY_S = 5.0
 KILL_GRACE_S = 2.0
+HEARTBEATS_PER_TIMEOUT = 8
 STOP_TIMEOUT_S = 5.0  # for a part that has nothing to drain
 
 
@@ -39,10 +41,24 @@ class SupervisedProcess:
 class Supervisor:
     """Owner of the parts' processes from `start` to `stop`."""
 
-    def __init__(self, console: Console, log_path: Callable[[str], Path], host: str, port: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        logs: ProcessLogs,
+        status: SupervisorStatus,
+        address: tuple[str, int],
+        *,
+        hang_timeout_s: float = 0.0,
+    ) -> None:
+        """`address` is the gateway's, for its readiness.
+
+        A part that has responded once, and then not for `hang_timeout_s`, is killed and started again; 0: never.
+        """
         self._console = console
-        self._log_path = log_path
-        self._address = (host, port)
+        self._logs = logs
+        self._status = status
+        self._address = address
+        self._hang_timeout_s = hang_timeout_s
         self._kept: dict[str, SupervisedProcess] = {}
         self._stopping = False
         self._was_ready = False
@@ -52,9 +68,14 @@ class Supervisor:
 
     def start(self, part: ProcessSpec) -> None:
         """Start a part and keep it running."""
-        kept = SupervisedProcess(part, ComponentProcess(part, self._log_path(part.name), self._console))
+        kept = SupervisedProcess(part, self._new_run(part))
         kept.task = asyncio.create_task(self._keep(kept), name=f"keep {part.name}")
         self._kept[part.name] = kept
+
+    def _new_run(self, part: ProcessSpec) -> ComponentProcess:
+        heartbeat_s = self._hang_timeout_s / HEARTBEATS_PER_TIMEOUT if part.health is None else 0.0
+        logs = self._logs
+        return ComponentProcess(part, logs.path(part.name), logs.writer(part.name), self._console, heartbeat_s)
 
     async def wait_until_ready(self) -> None:
         """Wait until the gateway reports that it is ready. Raises ComponentFailed if a part ends before that."""
@@ -125,34 +146,49 @@ class Supervisor:
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             started = time.monotonic()
-            status = await kept.run.run()
+            ending, was_hanging = await self._run_once(kept.run)
             if self._stopping:
                 return
             name = kept.part.name
             if not self._was_ready:
-                self._fail(kept.run, status)
+                self._fail(kept.run, ending)
                 return
             if time.monotonic() - started >= HEALTHY_AFTER_S:
                 backoff_s = FIRST_BACKOFF_S
-            self._console.print_line(
-                f"the {name} ended ({describe_exit(status)}); starting it again in {backoff_s:g} s"
-            )
-            kept.run = ComponentProcess(kept.part, self._log_path(name), self._console)
+            self._status.count_restart(name, HANG if was_hanging else EXIT)
+            self._console.print_line(f"the {name} ended ({ending}); starting it again in {backoff_s:g} s")
+            kept.run = self._new_run(kept.part)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
             self._console.print_line(f"starting the {name} again")
             if kept.part.serves_requests:
                 self._watch_return(name)
 
-    def _fail(self, run: ComponentProcess, status: int) -> None:
+    async def _run_once(self, run: ComponentProcess) -> tuple[str, bool]:
+        """Run a part until it ends; return how it ended, and whether it was killed because it hung."""
+        watch = HangWatch(run, self._hang_timeout_s, self._kill_hanging)
+        watching = asyncio.create_task(watch.watch(), name=f"watch {run.part.name}")
+        try:
+            return describe_exit(await run.run()), watch.has_found_hang
+        except OSError as exc:  # such as no memory, or no free descriptor: may pass
+            return f"cannot be started: {exc.strerror or exc}", False
+        finally:
+            watching.cancel()
+
+    def _kill_hanging(self, run: ComponentProcess) -> None:
+        name, log = run.part.name, run.log_path
+        self._console.print_line(
+            f"the {name} has not responded for {self._hang_timeout_s:g} s; killing it (its last output is in {log})"
+        )
+        run.signal_group(signal.SIGKILL)
+
+    def _fail(self, run: ComponentProcess, ending: str) -> None:
         if self._failed.done():
             return
         name = run.part.name
         said = next((line.strip() for line in reversed(run.last_lines) if line.strip()), "it printed nothing")
         self._failed.set_exception(
-            ComponentFailed(
-                f"the {name} ended before it was ready ({describe_exit(status)}): {said}\n  log: {run.log_path}"
-            )
+            ComponentFailed(f"the {name} ended before it was ready ({ending}): {said}\n  log: {run.log_path}")
         )
 
     def _watch_return(self, name: str) -> None:
