@@ -183,11 +183,29 @@ STORE = (
         "{{ $value }} spans per second are lost: {{ $labels.reason }}. Requests are not affected.",
     ),
 )  # fmt: skip
+MACHINES = (
+    Alert(
+        "MoietyDiskFull", PAGE, "moiety_data_dir_free_bytes < 1024 * 1024 * 1024", "1m",
+        "Gateway {{ $labels.instance }}: the disk of the data directory is nearly full",
+        "{{ $value | humanize1024 }}B are free. On a full disk, usage is kept in memory only, and logs lose output.",
+    ),
+    Alert(
+        "MoietyOpenFiles", PAGE, "process_open_fds / process_max_fds > 0.9 or moiety_open_files_used_up == 1", "1m",
+        "{{ $labels.instance }}: nearly all open files that are allowed are in use",
+        "At the limit the process refuses connections.",
+    ),
+    Alert(
+        "MoietyProcessHangs", TICKET,
+        'sum by (instance, process) (increase(moiety_serve_restarts_total{reason="hang"}[1h])) > 0', "0m",
+        "{{ $labels.instance }}: the process {{ $labels.process }} hung",
+        "The supervisor killed the process after it had not responded, and started it again.",
+    ),
+)  # fmt: skip
 
 
 def document() -> dict[str, Any]:
     """Return the rules in Prometheus' form."""
-    alerts = {"moiety-slo": SLOS, "moiety-engines": ENGINES, "moiety-store": STORE}
+    alerts = {"moiety-slo": SLOS, "moiety-engines": ENGINES, "moiety-store": STORE, "moiety-machines": MACHINES}
     groups: list[dict[str, Any]] = [{"name": "moiety-slo-records", "interval": "30s", "rules": list(records())}]
     groups += [{"name": name, "rules": [alert.rule() for alert in of]} for name, of in alerts.items()]
     return {"groups": groups}

@@ -53,6 +53,7 @@ from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
+from moiety_platform.machine_limits import MachineLimits
 from moiety_platform.message_batches.controller import message_batch_routes
 from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelController
@@ -135,6 +136,7 @@ class Services:
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
+    machine: MachineLimits | None = None
     batches: Batches | None = None
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
@@ -224,7 +226,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     models = ModelServices(
         services.authenticator, replicas, texts, bodies, services.images, services.documents, quotas, adapters
     )
-    probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations)
+    probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
         route_handlers=[
@@ -304,7 +306,10 @@ def create_operations_app(
     services: Services, app: Litestar, settings: Callable[[], GatewaySettings], is_stopping: Callable[[], bool]
 ) -> Litestar:
     """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
-    probes = Probes(services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping)
+    probes = Probes(
+        services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping,
+        machine=services.machine,
+    )  # fmt: skip
     documents = ServedDocuments(lambda: ShapeLimits.of(settings()), app)
     return GatewayApp(
         route_handlers=[with_services(ProbeController, probes=probes), *_operations_routes(services, documents)],

@@ -16,6 +16,7 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
 from moiety_platform.db.readiness import ReadinessCheck, StoreReadiness
+from moiety_platform.machine_limits import MachineLimits
 from moiety_platform.metrics import CONTENT_TYPE, Metrics
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
@@ -31,11 +32,15 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Readiness, with the reasons why not; `reason` is `reasons` in one line."""
+    """Readiness, with the reasons why not; `reason` is `reasons` in one line.
+
+    `warnings` are faults with which the gateway still serves, such as a full disk.
+    """
 
     status: Literal["ready", "not ready"]
     reason: NotRequired[str]
     reasons: NotRequired[list[str]]
+    warnings: NotRequired[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Probes:
     objects: ReadinessCheck | None
     with_reasons: bool
     is_stopping: Callable[[], bool] = lambda: False
+    machine: MachineLimits | None = None
 
     async def why_not_ready(self) -> list[str]:
         """Return the reasons why the gateway cannot serve requests; empty if it can."""
@@ -59,6 +65,10 @@ class Probes:
         elif self.objects is not None and (reason := await self.objects.why_not_ready()):
             reasons = [f"object store: {reason}", *reasons]
         return ["the gateway is stopping", *reasons] if self.is_stopping() else reasons
+
+    def warnings(self) -> list[str]:
+        """Return faults of the machine with which the gateway still serves."""
+        return [] if self.machine is None else self.machine.warnings()
 
 
 _READINESS = describes(Described(answers={200: {JSON: Readiness}, 503: {JSON: Readiness}}))
@@ -79,11 +89,14 @@ class ProbeController(Controller):
     async def readyz(self, probes: NamedDependency[SkipValidation[Probes]]) -> Response[Readiness]:
         """Report whether the gateway can serve requests."""
         reasons = await probes.why_not_ready()
+        fields = Readiness(status="not ready" if reasons else "ready")
+        if probes.with_reasons:
+            if reasons:
+                fields |= {"reason": "; ".join(reasons), "reasons": reasons}
+            if warnings := probes.warnings():
+                fields["warnings"] = warnings
         if not reasons:
-            return Response(Readiness(status="ready"))
-        if not probes.with_reasons:
-            return Response(Readiness(status="not ready"), status_code=503, headers=RETRY_SOON)
-        fields: Readiness = {"status": "not ready", "reason": "; ".join(reasons), "reasons": reasons}
+            return Response(fields)
         return Response(fields, status_code=503, headers=RETRY_SOON)
 
     @get("/health", opt=_BARE_READINESS)

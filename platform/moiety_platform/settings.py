@@ -16,6 +16,7 @@ from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
 from moiety_platform.config_file import read_config_section
 from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
+from moiety_platform.log_settings import LogSettings
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
 from moiety_platform.quote_settings import QuoteSettings
@@ -43,7 +44,7 @@ def _also(name: str, variable: str) -> AliasChoices:
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
-class GatewaySettings(DocumentSettings, QuoteSettings, RoutingSettings):
+class GatewaySettings(LogSettings, DocumentSettings, QuoteSettings, RoutingSettings):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
@@ -311,10 +312,6 @@ class GatewaySettings(DocumentSettings, QuoteSettings, RoutingSettings):
     )
     metrics_tenants: int = live(
         20, "Number of tenants with metrics of their own. The metrics of the others are summed.", ge=0, le=1000
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = live("info", "Lowest level of log events.")
-    log_format: Literal["auto", "json", "console"] = fixed(
-        "auto", "Format of the log. auto writes columns on a terminal, otherwise JSON."
     )
 
     @field_validator("engines", "cors_allowed_origins", *NETWORKS, mode="before")

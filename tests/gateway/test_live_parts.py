@@ -298,6 +298,28 @@ async def test_reload_applies_log_and_metric_settings(
         assert await gateway.metric('moiety_tenant_requests_total{tenant="other') > 0
 
 
+async def test_successful_requests_are_logged_at_the_rate_of_the_settings(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], logged: io.StringIO, tmp_path: Path
+) -> None:
+    async with engine(tmp_path, "a") as address, whole(engines=[address], access_log_rate=0.0) as gateway:
+        set_log_level("info")
+        await gateway.hello()
+        another = HELLO | {"model": "another"}
+        refused = await gateway.http.post("/v1/chat/completions", json=another, headers=gateway.tenant)
+        await asyncio.sleep(0)
+        told = {line["status"] for line in request_lines(logged)}
+        assert refused.status_code in told and 200 not in told
+        await gateway.change(access_log_rate=1.0)
+        await gateway.hello()
+        await asyncio.sleep(0)
+        assert request_lines(logged)[-1]["status"] == 200
+
+
+def request_lines(logged: io.StringIO) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in logged.getvalue().splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == "request"]
+
+
 async def test_a_trace_store_goes_by_its_file_as_well(tmp_path: Path) -> None:
     given: dict[str, Any] = {"data_dir": tmp_path, "traces_token": TOKEN}
     live = LiveSettings(TraceSettings(**given))
@@ -321,6 +343,7 @@ LOOKED_AT_HERE = {
     "external_engine_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant",
     "keep_requests_days",
     "keep_limit_windows_days", "keep_batches_days", "retention_interval_s", "log_level", "metrics_tenants",
+    "access_log_rate",
 }  # fmt: skip
 LOOKED_AT_ELSEWHERE = {
     "engines",  # test_reload.py

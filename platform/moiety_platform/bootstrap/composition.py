@@ -47,6 +47,7 @@ from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
+from moiety_platform.machine_limits import MachineCollector, MachineLimits
 from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.object_storage.store import ObjectStore
@@ -176,7 +177,10 @@ async def _open_services(
     idempotency = await _start_idempotency(stack, settings, database, overrides)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
     recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
+    recorder.use(settings)
+    live.follow(["access_log_rate"], recorder.use)
     stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
+    machine = await _start_machine_limits(stack, settings, metrics)
     meter = await _start_meter(stack, database, stored_usage)
     metrics.registry.register(StoreCollector(clock, store, stored_usage, quotas, meter, recorder))
     contents = AdapterContents(database, objects)
@@ -238,6 +242,7 @@ async def _open_services(
         admin_routes=[admin],
         store=store,
         objects=objects_ready,
+        machine=machine,
         batches=batches,
         adapters=adapters,
         live=live,
@@ -258,6 +263,15 @@ async def _start_idempotency(
     await keys.start()
     stack.push_async_callback(keys.stop)
     return keys
+
+
+async def _start_machine_limits(stack: AsyncExitStack, settings: GatewaySettings, metrics: Metrics) -> MachineLimits:
+    """Start the watch over disk space and open files, until the stack is closed."""
+    metrics.registry.register(MachineCollector(settings.data_dir, settings.supervisor_status))
+    machine = MachineLimits(settings.data_dir)
+    await machine.start()
+    stack.push_async_callback(machine.stop)
+    return machine
 
 
 async def _start_meter(stack: AsyncExitStack, database: Database, stored_usage: UsageRecorder) -> MeterReader:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import exc as sa
 
+from moiety_platform.disk_full import is_database_full
 from moiety_platform.errors import Unavailable
 
 RETRY_AFTER_S = 1.0
@@ -68,6 +69,12 @@ def unavailable_if_unreachable() -> Iterator[None]:
             raise Unavailable(
                 "The database lacks tables that this release needs; the operator must run: moiety migrate upgrade",
                 code=UNMIGRATED,
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+        if is_database_full(error):
+            raise Unavailable(
+                "The disk of the database is full; the operator must free some space on it.",
+                code="store_unavailable",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         raise Unavailable(

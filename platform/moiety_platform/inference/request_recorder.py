@@ -6,6 +6,7 @@ Usage row, metrics, span and log line are written in one place when the request'
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,12 +28,14 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quotes.promise import PromiseOutcome
+from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.traces.tracing import Phase, Tracing
 from moiety_platform.usage.billing_context import BillingContext
 from moiety_platform.usage.row import KILLED, UsageRow
 
 STOPPING = Unavailable("the server is shutting down; send the request again", code="server_stopping", retry_after_s=1)
+FIRST_ERROR_STATUS = 400
 
 log = structlog.get_logger(__name__)
 
@@ -56,9 +59,14 @@ class RequestRecorder:
     clock: Clock
 
     def __post_init__(self) -> None:
+        self.access_log_rate = 1.0  # fraction of the successful requests that are logged
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def use(self, settings: GatewaySettings) -> None:
+        """Log requests as these settings say."""
+        self.access_log_rate = settings.access_log_rate
 
     @property
     def num_open(self) -> int:
@@ -120,7 +128,7 @@ class RequestRecorder:
         self._idle.clear()
 
     def end(self, record: RequestRecord) -> None:
-        """Close a record and write its usage row, metrics, spans and log line."""
+        """Close a record and write its usage row, metrics, spans and, if it is sampled, its log line."""
         try:
             self._store_usage(record)
         finally:
@@ -149,6 +157,9 @@ class RequestRecorder:
         if record.admission_outcome and record.chosen is not None:
             self.metrics.observe_admission(record.chosen.name, record.admission_outcome, record.admission_reason)
         self._end_trace(record, row)
+        rate = self.access_log_rate
+        if rate < 1 and row.http_status < FIRST_ERROR_STATUS and random.random() >= rate:
+            return
         log.info(
             "request",
             request_id=row.request_id,

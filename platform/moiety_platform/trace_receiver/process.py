@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -23,6 +24,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
+from moiety_platform.machine_limits import MachineLimits
 from moiety_platform.metrics import RetentionMetrics, new_registry
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
@@ -32,6 +34,7 @@ from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_receiver.writer import TraceWriter
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.store import Now, purge_of
+from moiety_wire.heartbeat import sending_heartbeats
 
 DAY_MS = 24 * 3600 * 1000
 LIMITS = ConnectionLimits(
@@ -57,6 +60,18 @@ def run_trace_store(source: SettingsSource[TraceSettings]) -> None:
 async def _serve(source: SettingsSource[TraceSettings], listener: socket.socket) -> None:
     live = LiveSettings(source.first)
     live.follow(["log_level"], lambda settings: set_log_level(settings.log_level))
+    machine = MachineLimits(source.first.data_dir)
+    await machine.start()
+    try:
+        await _serve_live(source, live, listener)
+    finally:
+        await machine.stop()
+    log.info("traces_stopped")
+
+
+async def _serve_live(
+    source: SettingsSource[TraceSettings], live: LiveSettings[TraceSettings], listener: socket.socket
+) -> None:
     async with build_app(source.first, live=live) as app:
         assert not live.unfollowed, live.unfollowed
         told = ReloadMetrics(app.registry)
@@ -68,8 +83,8 @@ async def _serve(source: SettingsSource[TraceSettings], listener: socket.socket)
         host, port = listener.getsockname()[:2]
         log.info("traces_listening", host=host, port=port)
         async with watching(reloader):
-            await server.serve([listener])
-    log.info("traces_stopped")
+            with sending_heartbeats(os.environ):
+                await server.serve([listener])
 
 
 class TraceServer(uvicorn.Server):
