@@ -236,6 +236,20 @@ def test_usage_is_summed_and_exported_by_end_user_and_tag(moiety: Callable[..., 
     assert moiety("usage", "--tag", "feature").returncode != 0
 
 
+def test_the_doctor_finds_the_trace_store_of_a_serve(moiety: Callable[..., Any]) -> None:
+    wait_for(lambda: "which is ready" in moiety("doctor", "--only", "traces").stdout, "the trace store")
+    assert "the running gateway sends traces to http://127.0.0.1:" in moiety("doctor", "--only", "traces").stdout
+
+
+def test_a_serve_that_reads_no_file_takes_no_change_of_one(moiety: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "moiety.toml"
+    file.write_text("[gateway]\nmax_choices = 3\n")
+    told = moiety("config", "check", str(file), "--against", "running").stdout
+    assert "max_choices: 16 becomes 3 never: the gateway reads no configuration file" in told
+    shown = moiety("config", "show").stdout
+    assert "the gateway reads no configuration file" in shown
+
+
 def test_the_load_generator_reports_its_figures_in_one_object(serve: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(

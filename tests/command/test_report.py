@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_platform.bench.load import BenchAnswer
+from moiety_platform.bench.load import BenchAnswer, BenchTarget
 from moiety_platform.bench.report import SLO_TARGETS, percentile, spread_ms, summarise, time_per_token_s
 from moiety_workload.request import TraceRequest
 
@@ -65,3 +65,25 @@ def test_goodput_counts_only_what_came_in_time_and_errors_are_counted_by_code() 
     assert figures["goodput_tokens_per_s"] == pytest.approx(2.2)
     assert figures["classes"]["standard"]["attainment"] == pytest.approx(1 / 3, abs=1e-6)
     assert figures["classes"]["flex"]["attainment"] == 1
+
+
+def requests_of(*tenants: str) -> list[TraceRequest]:
+    return [TraceRequest(float(index), tenant, 1, 1, "standard") for index, tenant in enumerate(tenants)]
+
+
+@pytest.mark.parametrize(
+    ("named", "shared", "tenants", "used"),
+    [
+        ({}, "abc", ["one"] * 4, "abca"),  # no trace: one tenant, whose requests use all keys in turn
+        ({}, "abc", ["one", "two", "one", "one", "two"], "abcab"),
+        ({}, "a", ["one", "two"], "aa"),
+        ({}, "ab", ["one", "two", "three", "one"], "abaa"),
+        ({"one": "x"}, "ab", ["one", "two", "two", "one"], "xabx"),
+        ({"one": "x", "two": "y"}, "xy", ["two", "one"], "yx"),
+    ],
+)
+def test_every_key_is_used_and_a_tenant_of_the_trace_keeps_its_own(
+    named: dict[str, str], shared: str, tenants: list[str], used: str
+) -> None:
+    target = BenchTarget("http://gateway", named, list(shared), "model", (1,), 1.0)
+    assert "".join(target.assign_keys(requests_of(*tenants))) == used

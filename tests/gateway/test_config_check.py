@@ -13,6 +13,7 @@ from subprocess import DEVNULL, PIPE
 
 import pytest
 
+from moiety_platform.cli.config import differences_from, other_file_of
 from moiety_platform.cli.main import main
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.settings import GatewaySettings
@@ -103,6 +104,14 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(
 
         told = json.loads(await run("check", str(file), "--against", "running"))
         found = {one["name"]: (one["now"], one["then"], one["taken"]) for one in told["differences"]}
+        reads_none = "never: the gateway reads no configuration file; start it with --config"
+        assert found == {
+            "max_choices": (16, 3, reads_none),
+            "max_tools": (9, 5, "never: the gateway's option overrides the file"),
+            "port": (8000, 1, reads_none),
+        }
+        rows = json.loads(await run("show"))["data"]
+        found = {one.name: (one.now, one.then, one.taken) for one in differences_from(file, rows, reads_file=True)}
         assert found == {
             "max_choices": (16, 3, "at once"),
             "max_tools": (9, 5, "never: the gateway's option overrides the file"),
@@ -110,6 +119,12 @@ async def test_a_file_is_compared_with_the_gateway_that_runs(
         }
         shown = json.loads(await run("show"))
         assert {one["name"]: one["value"] for one in shown["data"]}["max_tools"] == 9
+
+
+def test_a_file_that_the_gateway_does_not_read_is_told_from_the_one_that_it_reads(tmp_path: Path) -> None:
+    assert other_file_of(tmp_path / "one", str(tmp_path / "two")) == str(tmp_path / "two")
+    assert other_file_of(tmp_path / "one", str(tmp_path / "one")) is None
+    assert other_file_of(tmp_path / "one", None) is None
 
 
 def test_config_check_accepts_exactly_what_the_gateway_accepts(check: Callable[..., str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 
 import httpx
@@ -27,7 +28,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A running gateway. `keys` belong to tenants of the trace; the other tenants use `shared_keys` in turn."""
+    """A running gateway. `keys` belong to tenants of the trace; the other tenants share `shared_keys`."""
 
     url: str
     keys: Mapping[str, str]
@@ -36,10 +37,15 @@ class BenchTarget:
     token_ids: tuple[int, ...]  # of ordinary text, to make prompts from
     timeout_s: float
 
-    def key_of(self, tenant: str, tenants: Mapping[str, int]) -> str:
-        if tenant in self.keys:
-            return self.keys[tenant]
-        return self.shared_keys[tenants[tenant] % len(self.shared_keys)]
+    def assign_keys(self, requests: Sequence[TraceRequest]) -> list[str]:
+        """Return the key of each request. Every shared key is used if there are as many requests without own keys.
+
+        With more tenants than shared keys, tenants share a key. With fewer, a tenant has several and uses them in turn.
+        """
+        others = dict.fromkeys(request.tenant for request in requests if request.tenant not in self.keys)
+        step = min(len(others), len(self.shared_keys))
+        turns = {tenant: cycle(self.shared_keys[index % step :: step]) for index, tenant in enumerate(others)}
+        return [self.keys.get(request.tenant) or next(turns[request.tenant]) for request in requests]
 
 
 @dataclass(slots=True)
@@ -91,19 +97,18 @@ async def run_load(
     target: BenchTarget, requests: list[TraceRequest], rng: Random, on_end: Callable[[], None]
 ) -> list[BenchAnswer]:
     """Send every request at its time and wait for all answers; return them in arrival order."""
-    tenants = {tenant: index for index, tenant in enumerate(dict.fromkeys(request.tenant for request in requests))}
+    keys = target.assign_keys(requests)
     bodies = [make_body(target, request, rng) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(target.timeout_s, connect=10)
     async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout) as client:
         start = time.perf_counter()
         tasks = []
-        for request, body in zip(requests, bodies, strict=True):
+        for request, body, key in zip(requests, bodies, keys, strict=True):
             due = start + request.arrival_s
             delay = due - time.perf_counter()
             if delay > 0:
                 await asyncio.sleep(delay)
-            key = target.key_of(request.tenant, tenants)
             task = asyncio.create_task(send(client, request, body, key, due))
             task.add_done_callback(lambda _: on_end())
             tasks.append(task)

@@ -35,7 +35,8 @@ def serve(
         list[str],
         typer.Option(
             envvar="MOIETY_KEY",
-            help="API key of a tenant, or TENANT=KEY for a tenant of the trace. May be given several times.",
+            help="API key of a tenant, or TENANT=KEY for a tenant of the trace. May be given several times: all keys "
+            "are used, in turn where there are more keys than tenants.",
         ),
     ],
     url: Annotated[str, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = "http://127.0.0.1:8000",
@@ -85,7 +86,11 @@ def serve(
     except TargetError as exc:
         raise NotReachable(str(exc)) from exc
     figures = summarise(answers)
-    report = {"environment": describe_environment(), "settings": {**settings, "model": target.model}, **figures}
+    keys_used = len(set(target.assign_keys(requests)))
+    if keys_used < len(set(key)):
+        typer.echo(f"{keys_used} of {len(set(key))} keys are used: the trace has no requests for the others", err=True)
+    settings |= {"model": target.model, "keys_used": keys_used}
+    report = {"environment": describe_environment(), "settings": settings, **figures}
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:

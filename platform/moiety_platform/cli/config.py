@@ -36,6 +36,8 @@ BY_OPTIONS = (SERVE, "engine", "dashboard")  # these have options and no setting
 NOT_IN_FILES = ("config", "help", "version")
 PLACEHOLDER = "x" * 16  # stands for a setting without a default that comes from the environment
 WAITS = "no, the file has a change that waits for a restart"
+NO_FILE = "no, the gateway reads no file"
+READS_NO_FILE = "never: the gateway reads no configuration file; start it with --config"
 HOT_RELOAD = {AT_ONCE: "yes", AT_RESTART: "no"}
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, and show the settings of a gateway.")
@@ -98,18 +100,27 @@ def check(
         raise CommandError(str(exc)) from exc
     wrong = [one for one in problems if not one.is_warning]
     differences: list[SettingDifference] = []
+    other_file = None
     if against is not None and not wrong:
         with contextlib.closing(AdminClient.connect(url, admin_key, data_dir).http) as http:
-            differences = list(differences_from(file, AdminClient(http).get("/settings")["data"]))
+            running = AdminClient(http).get("/settings")
+        differences = list(differences_from(file, running["data"], reads_file=running["file"] is not None))
+        other_file = other_file_of(file, running["file"])
     if as_json:
         rows = [{"line": p.line, "name": p.name, "message": p.message, "warning": p.is_warning} for p in problems]
         report = {"file": str(file), "works": not wrong, "problems": rows}
-        show_json(report if against is None else report | {"differences": list(map(asdict, differences))})
+        show_json(
+            report
+            if against is None
+            else report | {"differences": list(map(asdict, differences)), "other_file": other_file}
+        )
     else:
         for one in problems:
             print_line(f"{file}:{one.line}: {'warning: ' if one.is_warning else ''}{one.name}: {one.message}")
         for other in differences:
             print_line(f"{file}: {other.name}: {other.now!r} becomes {other.then!r} {other.taken}")
+        if other_file is not None and differences:
+            print_line(f"the running gateway reads {other_file}: the changes apply when they are in that file")
         print_line(f"{file}: {len(wrong)} wrong, {len(problems) - len(wrong)} warnings")
     if wrong:
         raise typer.Exit(1)
@@ -141,22 +152,32 @@ def show(admin: Admin) -> None:
     if admin.as_json:
         show_json(told)
         return
+    reload = HOT_RELOAD if told["file"] is not None else dict.fromkeys(HOT_RELOAD, NO_FILE)
     rows = [
-        {**one, "value": in_digits(one["value"]), "reload": WAITS if one["waits"] else HOT_RELOAD[one["reload"]]}
+        {**one, "value": in_digits(one["value"]), "reload": WAITS if one["waits"] else reload[one["reload"]]}
         for one in told["data"]
     ]
     columns = {"name": "name", "value": "value", "origin": "from", "reload": "hot reload"}
     admin.show_rows(rows, columns, prose=("value", "reload"))
     if told["file"] is not None:
         print_line(f"{told['file']}, loaded {told['taken_at']}")
+    else:
+        print_line("the gateway reads no configuration file; start it with --config for hot reload")
     if told["problem"]:
         raise CommandError(f"the current file was not loaded: {told['problem']}")
 
 
-def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterator[SettingDifference]:
+def other_file_of(file: Path, read: str | None) -> str | None:
+    """Return the file that the running gateway reads, if it is another one; None also if it reads none."""
+    return read if read is not None and Path(read).absolute() != file.absolute() else None
+
+
+def differences_from(
+    file: Path, running: Sequence[Mapping[str, Any]], *, reads_file: bool
+) -> Iterator[SettingDifference]:
     """Yield the settings that this file would change at the running gateway. Secrets are not compared.
 
-    Raises ConfigFileError.
+    A gateway that reads no file takes no change. Raises ConfigFileError.
     """
     table = read_config_section(file, SECTION)
     wanted = GatewaySettings.model_validate(table)
@@ -169,7 +190,7 @@ def differences_from(file: Path, running: Sequence[Mapping[str, Any]]) -> Iterat
             if name in table:
                 yield SettingDifference(name, now, then, f"never: the gateway's {one['origin']} overrides the file")
         elif name in table or one["origin"] == SettingOrigin.FILE:
-            yield SettingDifference(name, now, then, one["reload"])
+            yield SettingDifference(name, now, then, one["reload"] if reads_file else READS_NO_FILE)
 
 
 def problems_of(file: Path) -> Iterator[Problem]:

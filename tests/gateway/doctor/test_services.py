@@ -21,6 +21,7 @@ from cryptography.x509.oid import NameOID
 from pydantic import SecretStr
 from tests.conftest import free_port
 
+from moiety_platform.cli.doctor.command import run_doctor
 from moiety_platform.clock import SystemClock
 
 from .conftest import TOKEN, Fault, Heals, complaints, each_fault, run_trace_store
@@ -59,6 +60,36 @@ async def trace_store_with_another_token(world: Any) -> AsyncIterator[Any]:
     endpoint = await world.stack.enter_async_context(run_trace_store(folder))
     yield world.changed(traces_endpoint=endpoint, traces_token=SecretStr("another token of gateways"))
     yield world.changed(traces_endpoint=endpoint, traces_token=SecretStr(TOKEN))
+
+
+async def trace_store_of_a_running_gateway_that_is_not_there(world: Any) -> AsyncIterator[Any]:
+    """The trace store of `moiety serve` is in the settings of its gateway only."""
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}/otlp"
+    async with settings_page({"traces_endpoint": endpoint}) as url:
+        patient = replace(world.patient, url=url)
+        yield patient
+        await world.stack.enter_async_context(run_trace_store(world.patient.settings.data_dir, port=port))
+        yield patient
+
+
+@asynccontextmanager
+async def settings_page(values: dict[str, str]) -> AsyncIterator[str]:
+    """Serve the settings of a gateway that has these values."""
+    rows = [{"name": name, "value": value, "origin": "environment"} for name, value in values.items()]
+    body = json.dumps({"file": None, "data": rows}).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    async with serving(f"{head}Connection: close\r\n\r\n".encode() + body) as url:
+        yield url
+
+
+async def test_what_the_running_gateway_has_is_not_called_unconfigured(world: Any) -> None:
+    endpoint = await world.stack.enter_async_context(run_trace_store(world.patient.settings.data_dir))
+    async with settings_page({"traces_endpoint": endpoint, "oidc_issuer": "http://127.0.0.1:1/issuer"}) as url:
+        found = await run_doctor(replace(world.patient, url=url, only=frozenset({"traces", "login"})), world.clock)
+    told = {one.area: one for one in found}
+    assert told["traces"].found == f"the running gateway sends traces to {endpoint}, which is ready"
+    assert told["login"].code == "issuer_away"
 
 
 async def port_that_another_program_has(world: Any) -> AsyncIterator[Any]:

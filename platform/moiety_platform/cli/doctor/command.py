@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from moiety_platform.cli.doctor.engines import Settings as EngineSettings
 from moiety_platform.cli.doctor.engines import check_engines, local_engine
 from moiety_platform.cli.doctor.finding import Finding, Severity
 from moiety_platform.cli.doctor.machine import check_machine, versions
+from moiety_platform.cli.doctor.running import read_running_settings, with_running_issuer
 from moiety_platform.cli.doctor.services import check_dashboard, check_gateway, check_issuer, check_traces
 from moiety_platform.cli.doctor.store import check_store
 from moiety_platform.cli.errors import CommandError
@@ -143,10 +144,21 @@ CHECKS: dict[str, Check] = {
     "store": lambda context, clock: check_store(context.settings, context.admin_key, clock),
     "engines": _in_a_thread(lambda context, _: check_engines(engines_of(context.settings))),
     "gateway": _in_a_thread(lambda context, now: check_gateway(context.url, context.admin_key, now)),
-    "login": lambda context, _: check_issuer(context.settings),
-    "traces": _in_a_thread(lambda context, _: check_traces(context.settings)),
+    "login": lambda context, _: check_login(context),
+    "traces": _in_a_thread(lambda context, _: check_traces(context.settings, running_settings(context))),
     "dashboard": _in_a_thread(lambda context, _: check_dashboard(context.dashboard)),
 }
+
+
+async def check_login(context: DoctorContext) -> AsyncIterator[Finding]:
+    running = await asyncio.to_thread(running_settings, context)
+    async for finding in check_issuer(with_running_issuer(context.settings, running)):
+        yield finding
+
+
+def running_settings(context: DoctorContext) -> Mapping[str, Any]:
+    """Return settings of the running gateway that this deployment's own settings may lack."""
+    return read_running_settings(context.url, context.admin_key)
 
 
 def engines_of(settings: GatewaySettings) -> EngineSettings:

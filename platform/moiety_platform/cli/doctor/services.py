@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import httpx
 
@@ -74,7 +75,11 @@ async def check_issuer(settings: GatewaySettings) -> AsyncIterator[Finding]:
     """Check that the OIDC issuer's keys can be read, as a gateway reads them."""
     issuer = settings.oidc_issuer
     if issuer is None:
-        yield ok(LOGIN, "issuer", "administrators sign in with keys; no token issuer is configured")
+        yield ok(
+            LOGIN,
+            "issuer",
+            "no token issuer is configured here or at the running gateway; administrators sign in with keys",
+        )
         return
     try:
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as http:
@@ -107,10 +112,17 @@ def _unreadable(issuer: str, failure: Exception) -> Finding:
     return fail(LOGIN, "issuer_away", f"{issuer} does not return its keys: {text}", advice)
 
 
-def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
-    """Check that the trace store accepts an empty request with the gateways' token."""
+def check_traces(settings: GatewaySettings, running: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that the trace store accepts an empty request with the gateways' token.
+
+    `running` are settings of the running gateway. Its trace store is asked for its readiness, since its token is
+    unknown here.
+    """
     if settings.traces_endpoint is None or settings.traces_token is None:
-        yield ok(TRACES, "traces", "no trace store is configured")
+        if "traces_endpoint" in running:
+            yield _check_running_traces(str(running["traces_endpoint"]))
+        else:
+            yield ok(TRACES, "traces", "no trace store is configured here, and no running gateway names one")
         return
     headers = {
         "Authorization": f"Bearer {settings.traces_token.get_secret_value()}",
@@ -131,6 +143,19 @@ def check_traces(settings: GatewaySettings) -> Iterator[Finding]:
         yield fail(TRACES, "traces_refuse", f"{url} answers {answer.status_code}", advice)
     else:
         yield ok(TRACES, "traces", f"{settings.traces_endpoint} takes spans")
+
+
+def _check_running_traces(endpoint: str) -> Finding:
+    url = f"{endpoint.rstrip('/').removesuffix('/otlp')}/readyz"
+    told = f"the running gateway sends traces to {endpoint}"
+    advice = "see the log of the trace store (`moiety serve`: logs/traces.log in the data directory)"
+    try:
+        answer = httpx.get(url, timeout=TIMEOUT_S)
+    except httpx.HTTPError as exc:
+        return fail(TRACES, "traces_away", f"{told}, which does not answer ({type(exc).__name__})", advice)
+    if answer.is_error:
+        return fail(TRACES, "traces_refuse", f"{told}, which is not ready ({answer.status_code})", advice)
+    return ok(TRACES, "traces", f"{told}, which is ready")
 
 
 def check_dashboard(url: str | None) -> Iterator[Finding]:
