@@ -22,7 +22,21 @@ KINDS = {
     "money_per_day": "dollars per day",
     "money_per_month": "dollars per month",
 }
-COLUMNS = ("scope", "limit", "cap", "used", "reserved", "share", "lasts", "resets", "quota_id", "use", "of", "level")
+COLUMNS = (
+    "scope",
+    "limit",
+    "cap",
+    "used",
+    "reserved",
+    "share",
+    "lasts",
+    "resets",
+    "quota_id",
+    "use",
+    "of",
+    "level",
+    "exhausted",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +61,22 @@ class UsageRate:
             self.nanodollars + other.nanodollars,
         )
 
+    def per_request(self, kind: str) -> float:
+        """Return the mean amount of a request, in the unit of a limit of that kind; the least amount without usage."""
+        if not kind.startswith(("tokens", "money")) or self.requests <= 0:
+            return 1.0
+        return max(1.0, (self.nanodollars if is_money(kind) else self.tokens) / self.requests)
+
     def per_second(self, kind: str) -> float:
         """Return the usage per second, in the unit of a limit of that kind."""
         if is_money(kind):
             return self.nanodollars / self.seconds
         return (self.requests if kind.startswith("requests") else self.tokens) / self.seconds
+
+
+def num_rejected(groups: Rows) -> int:
+    """Return the number of rejected requests of all groups of the usage."""
+    return sum(one["totals"]["rejected"] for one in groups)
 
 
 def usage_rates(groups: Rows, seconds: float) -> dict[str, UsageRate]:
@@ -83,13 +108,22 @@ def amount(kind: str, number: float | None) -> str:
     return dollars(number) if is_money(kind) else short(number)
 
 
+def is_exhausted(quota: Mapping[str, Any], pace: UsageRate | None, cap: float | None = None) -> bool:
+    """Return whether less is left than a mean request needs, so that such requests are rejected.
+
+    A quota is seldom used up to the last token: requests are rejected from where the next one does not fit.
+    """
+    left = (quota["cap"] if cap is None else cap) - quota["used"]
+    return bool(left < (1.0 if pace is None else pace.per_request(quota["kind"])))
+
+
 def lasts_s(quota: Mapping[str, Any], pace: UsageRate | None, cap: float | None = None) -> float | None:
     """Return the seconds until a quota's cap is used up at that pace; None if it will not be."""
     if not is_stock(quota["kind"]) or pace is None:
         return None
     speed = pace.per_second(quota["kind"])
     left = (quota["cap"] if cap is None else cap) - quota["used"]
-    if left <= 0:
+    if is_exhausted(quota, pace, cap):
         return 0.0
     return left / speed if speed > 0 else None
 
@@ -102,7 +136,8 @@ def quotas_frame(
     for quota in quotas:
         kind = quota["kind"]
         resets = moment(quota["resets_at"])
-        seconds = lasts_s(quota, by_scope.get(quota["scope_id"]))
+        pace = by_scope.get(quota["scope_id"])
+        seconds = lasts_s(quota, pace)
         rows.append(
             {
                 "scope": f"{quota['level']} {names.get(quota['scope_id'], quota['scope_id'])}",
@@ -117,10 +152,11 @@ def quotas_frame(
                 "use": quota["used"],
                 "of": quota["cap"],
                 "level": quota["level"],
+                "exhausted": is_exhausted(quota, pace),
             }
         )
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    return frame.sort_values(["share", "scope"], ascending=[False, True], ignore_index=True)
+    return frame.sort_values(["exhausted", "share", "scope"], ascending=[False, False, True], ignore_index=True)
 
 
 def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datetime) -> str:
@@ -171,9 +207,12 @@ def _preview_stock(
     resets = moment(current["resets_at"]) if current else None
     if current:
         effects.append(f"Used in this window: {amount(kind, used)}, {percent(used / cap)} of the cap.")
-    if used >= cap:
+    if is_exhausted({"kind": kind, "cap": cap, "used": used}, pace):
         until = "" if resets is None else f" until {resets:%Y-%m-%d %H:%M} UTC"
-        return [*effects, f"**The quota is already exhausted**: all requests are rejected with 429{until}."]
+        return [
+            *effects,
+            f"**The quota is already exhausted**: requests of the usual size are rejected with 429{until}.",
+        ]
     speed = 0.0 if pace is None else pace.per_second(kind)
     if speed <= 0:
         return [*effects, "No usage in the last one to two hours, so the quota is not exhausted."]

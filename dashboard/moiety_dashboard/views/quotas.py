@@ -37,7 +37,8 @@ def draw_live(client: AdminClient) -> None:
     usage, by_scope = read_usage_rates(client)
     names = names_of(client)
     frame = limits.quotas_frame(quotas.data, names, by_scope, datetime.now(UTC))
-    panels.tiles(tiles(frame, live.data, lost.data), [quotas, live, lost])
+    rejected = limits.num_rejected(usage.data["data"])
+    panels.tiles(tiles(frame, live.data, lost.data, rejected), [quotas, live, lost, usage])
     with panels.panel(
         "Quotas", "now; usage rate of the last one to two hours", [quotas, usage], key="limits", frame=frame
     ):
@@ -52,14 +53,17 @@ def draw_live(client: AdminClient) -> None:
         panels.table(quarantined, lease_columns(), "No lease is in quarantine.")
 
 
-def tiles(frame: pd.DataFrame, live: Mapping[str, Any], lost: Mapping[str, Any]) -> list[Tile]:
-    exhausted = int((frame["share"] >= 1).sum())
-    near = int(((frame["share"] >= 0.8) & (frame["share"] < 1)).sum())
+def tiles(frame: pd.DataFrame, live: Mapping[str, Any], lost: Mapping[str, Any], num_rejected: int) -> list[Tile]:
+    """Return the figures of the page. `num_rejected` are the requests rejected in the last one to two hours."""
+    is_exhausted = frame["exhausted"].astype(bool)
+    exhausted = int(is_exhausted.sum())
+    near = int(((frame["share"] >= 0.8) & ~is_exhausted).sum())
     more = "+" if live["truncated"] else ""
     gateways = len({lease["replica_id"] for lease in live["data"]})
     return [
         Tile("Quotas", f"{len(frame)}", "on tenants, projects and keys"),
-        Tile("Exhausted, now", f"{exhausted}", "requests get 429"),
+        Tile("Exhausted, now", f"{exhausted}", "a usual request gets 429"),
+        Tile("Rejected, 1–2 h", f"{num_rejected}", "requests, for any reason"),
         Tile("Over 80 %, now", f"{near}", "of the cap"),
         Tile("Leases, now", f"{len(live['data'])}{more}", f"held by {gateways} gateway{'s'[: gateways != 1]}"),
         Tile("Quarantined, now", f"{len(lost['data'])}", "leases of crashed gateways"),
