@@ -19,6 +19,7 @@ from urllib.parse import quote
 import httpx
 
 from moiety_dashboard.escaping import show_unseen_in
+from moiety_dashboard.gateway_state import Drawing
 from moiety_dashboard.settings import without_password
 
 CONNECT_TIMEOUT_S = 5.0
@@ -68,7 +69,9 @@ class Answer:
 class AdminClient:
     """The admin API at a URL, under one credential; all clients share `http`."""
 
-    def __init__(self, url: str, credential: str, http: httpx.Client) -> None:
+    def __init__(self, url: str, credential: str, http: httpx.Client, drawing: Drawing | None = None) -> None:
+        """With a `drawing`, answers are stored, and returned again while the gateway does not respond."""
+        self._drawing = drawing
         self._headers = {"Authorization": f"Bearer {credential}"}
         self._http = http
         self.url = url
@@ -77,7 +80,21 @@ class AdminClient:
     def get(self, path: str, **parameters: Any) -> Answer:
         """Return the decoded answer of one GET; parameters that are None are omitted. Raises ApiError."""
         given = {name: value for name, value in parameters.items() if value is not None}
-        response = self._send("GET", path, params=given)
+        if self._drawing is None:
+            return self._get(path, given)
+        key, part = self._drawing.key_of(path, given), self._drawing.part
+        try:
+            answer = self._get(path, given)
+        except GatewayUnreachable:
+            stored: Answer | None = self._drawing.stored.get(part, key)
+            if stored is None:
+                raise
+            return stored
+        self._drawing.stored.put(part, key, answer)
+        return answer
+
+    def _get(self, path: str, given: Mapping[str, Any]) -> Answer:
+        response = self._send("GET", path, params=dict(given))
         return Answer(self._decode(response, path), self._command(path, given), response.headers.get("etag"))
 
     def list(self, path: str, **parameters: Any) -> Answer:
@@ -109,9 +126,13 @@ class AdminClient:
 
     def _send(self, method: str, path: str, headers: Mapping[str, str] | None = None, **options: Any) -> httpx.Response:
         given = {**self._headers, **(headers or {})}
+        if self._drawing is not None and self._drawing.is_away:
+            raise GatewayUnreachable(f"The gateway at {self._shown_url} does not respond")
         try:
             response = self._http.request(method, f"{self.url}{ADMIN}{path}", headers=given, **options)
         except httpx.HTTPError as exc:
+            if self._drawing is not None:
+                self._drawing.is_away = True  # further requests of the drawing would wait as long
             raise GatewayUnreachable(
                 f"The gateway at {self._shown_url} does not respond ({type(exc).__name__})"
             ) from exc

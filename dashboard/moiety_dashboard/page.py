@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
-from moiety_dashboard import session
+from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, ApiRefused, GatewayUnreachable, KeyRefused, RoleRefused
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.session import client_of
@@ -28,10 +28,19 @@ class Page:
     others: dict[str, StreamlitPage] = field(default_factory=dict)  # pages visible to the user, by path
 
     @contextmanager
-    def asking(self) -> Iterator[AdminClient]:
-        """Yield a client; an exception of the client ends the block and is shown on the page."""
+    def asking(self, part: str = "") -> Iterator[AdminClient]:
+        """Yield a client; an exception of the client ends the block and is shown on the page.
+
+        While the gateway does not respond, the client returns the last answers to the same requests of the `part`.
+        """
+        session.probe_gateway(self.settings)
+        state = session.gateway_state()
+        drawing = state.begin_drawing(part)
         try:
-            yield client_of(self.settings, self.credential)
+            yield client_of(self.settings, self.credential, drawing)
+            if drawing.is_away and not state.is_away:  # it stopped within the drawing
+                state.note_silence()
+                panels.draw_stale_badge()
         except GatewayUnreachable as exc:
             st.error(f"{as_text(exc)}. This page retries automatically.", icon=":material/cloud_off:")
         except KeyRefused as exc:
@@ -47,7 +56,7 @@ class Page:
 
         @functools.wraps(draw)  # Streamlit identifies parts by this name
         def guarded() -> None:
-            with self.asking() as client:
+            with self.asking(f"{draw.__module__}.{draw.__qualname__}") as client:
                 draw(client)
 
         st.fragment(guarded, run_every=self.settings.refresh_s * slower)()

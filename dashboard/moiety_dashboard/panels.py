@@ -31,8 +31,32 @@ STYLE = """
   h3 { padding: 0.6rem 0 0 !important; font-size: 1.1rem !important; }
   /* parts that refresh every few seconds must not fade while they do */
   [data-stale="true"] { opacity: 1 !important; transition: none !important; }
-  [data-testid="stStatusWidget"] { visibility: hidden; }
+  /* the sign of a running script is shown once it has run for a second: refreshes are shorter */
+  [data-testid="stStatusWidget"] { visibility: hidden; animation: shown-late 0s linear 1s forwards; }
+  @keyframes shown-late { to { visibility: visible; } }
+  [data-testid="stDataFrame"][data-hidden-columns="true"] {
+    position: relative; margin-bottom: 1.4rem; overflow: visible;
+  }
+  [data-testid="stDataFrame"][data-hidden-columns="true"]::after {
+    content: "Some columns are hidden: scroll sideways"; position: absolute; right: 0; bottom: -1.3rem;
+    font-size: 0.75rem; opacity: 0.8;
+  }
 </style>
+"""
+# a table scrolls inside, and only the browser knows its width
+MARK_HIDDEN_COLUMNS = """
+<script>
+  if (!window.marksHiddenColumns) {
+    window.marksHiddenColumns = true;
+    setInterval(() => {
+      for (const table of document.querySelectorAll('[data-testid="stDataFrame"]')) {
+        const inside = table.querySelector(".dvn-scroller");
+        const hides = String(inside !== null && inside.scrollWidth > inside.clientWidth + 1);
+        if (table.dataset.hiddenColumns !== hides) table.dataset.hiddenColumns = hides;
+      }
+    }, 400);
+  }
+</script>
 """
 
 
@@ -52,7 +76,19 @@ def head(title: str, purpose: str) -> None:
     left, right = st.columns([5, 1], vertical_alignment="bottom")
     left.title(as_text(title), anchor=False)
     left.caption(as_text(purpose))
-    right.caption(f"as of {datetime.now(session.zone()):%H:%M:%S %Z}", text_alignment="right")
+    state = session.gateway_state()
+    if state.is_away:
+        draw_stale_badge()
+    if not state.is_away or state.last_response is not None:
+        at = datetime.now(UTC) if not state.is_away or state.last_response is None else state.last_response
+        right.caption(f"as of {at.astimezone(session.zone()):%H:%M:%S %Z}", text_alignment="right")
+
+
+def draw_stale_badge() -> None:
+    """Say that the gateway does not respond, and since when what is shown is stale."""
+    last = session.gateway_state().last_response
+    since = "" if last is None else f" since {last.astimezone(session.zone()):%H:%M:%S %Z}"
+    st.badge(f"Stale: the gateway does not respond{since}", icon=":material/cloud_off:", color="red")
 
 
 def tiles(figures: Sequence[Tile], answers: Sequence[Answer] = (), *, key: str = "figures") -> None:

@@ -1,4 +1,4 @@
-"""The user's session: the browser's credential and the gateway's answer about it, kept only in session memory."""
+"""The user's session: the browser's credential and the gateway's answer about it, kept only in the server's memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from zoneinfo import ZoneInfo
 import httpx
 import streamlit as st
 
+from moiety_dashboard.browser_sessions import COOKIE, PATH, TICKET, browser_sessions
 from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayUnreachable
 from moiety_dashboard.escaping import as_text
+from moiety_dashboard.gateway_state import Drawing, GatewayState
 from moiety_dashboard.settings import DashboardSettings, without_password
 
 CREDENTIAL = "credential"
 CALLER = "caller"
 NOTICE = "notice"
+PENDING_TICKET = "ticket"
+SESSION_ID = "session id"
+STATE = "gateway state"
 
 
 @st.cache_resource
@@ -24,13 +29,31 @@ def connections() -> httpx.Client:
     return httpx.Client(timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S))
 
 
-def client_of(settings: DashboardSettings, credential: str) -> AdminClient:
-    return AdminClient(settings.gateway_url, credential, connections())
+def client_of(settings: DashboardSettings, credential: str, drawing: Drawing | None = None) -> AdminClient:
+    return AdminClient(settings.gateway_url, credential, connections(), drawing)
+
+
+def gateway_state() -> GatewayState:
+    """Return what this session knows of the gateway."""
+    state: GatewayState = st.session_state.setdefault(STATE, GatewayState())
+    return state
+
+
+def probe_gateway(settings: DashboardSettings) -> bool:
+    """Return whether the gateway responds; takes two seconds at most."""
+    return gateway_state().probe(connections(), settings.gateway_url)
 
 
 def credential() -> str | None:
-    """Return the entered key, or the token from the identity provider; None for a signed-out user."""
+    """Return the entered key, or the token from the identity provider; None for a signed-out user.
+
+    A reloaded page has a new session, which gets the key by the browser's cookie.
+    """
     entered: str | None = st.session_state.get(CREDENTIAL)
+    if entered is None and (session_id := st.context.cookies.get(COOKIE)) is not None:
+        entered = browser_sessions().credential_of(session_id)
+        if entered is not None:
+            st.session_state[CREDENTIAL], st.session_state[SESSION_ID] = entered, session_id
     if entered is not None or not has_provider() or not st.user.is_logged_in:
         return entered
     tokens: Mapping[str, Any] = getattr(st.user, "tokens", {})
@@ -62,6 +85,8 @@ def is_of_one_tenant() -> bool:
 def sign_out() -> None:
     """Delete all data of this session, including what it showed."""
     with_provider = CREDENTIAL not in st.session_state
+    if SESSION_ID in st.session_state:
+        browser_sessions().end(st.session_state[SESSION_ID])
     st.session_state.clear()
     if with_provider:
         st.logout()
@@ -81,7 +106,7 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
             entered = st.text_input("Administrator key", type="password", autocomplete="off", placeholder="mty_…")
             st.caption(
                 "`moiety serve` prints a key at its first start and stores it in `.moiety/keys.json`. The key is sent "
-                "to the gateway with every request, and kept only in this browser session."
+                "to the gateway with every request, and kept only in the dashboard's memory, for 12 hours at most."
             )
             if st.form_submit_button("Sign in", type="primary", width="stretch") and entered:
                 _try(settings, entered.strip())
@@ -96,7 +121,20 @@ def _try(settings: DashboardSettings, entered: str) -> None:
         st.error(f"The gateway rejected the key: {as_text(exc)}", icon=":material/key_off:")
     else:
         st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
+        st.session_state[SESSION_ID], st.session_state[PENDING_TICKET] = browser_sessions().start(entered)
         st.rerun()
+
+
+def draw_ticket() -> None:
+    """Let the browser redeem the ticket of a new sign-in, for the cookie with which a reload stays signed in."""
+    place = st.empty()  # also without a ticket, so that the following elements keep their positions
+    ticket: str | None = st.session_state.get(PENDING_TICKET)
+    if ticket is None:
+        return
+    if browser_sessions().is_unredeemed(ticket):
+        place.html(f'<img src=".{PATH}?{TICKET}={ticket}" alt="" width="0" height="0">')
+    else:
+        del st.session_state[PENDING_TICKET]
 
 
 def notify(text: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from moiety_dashboard.browser_sessions import PATH, set_cookie
+
 SECURITY_HEADERS: dict[str, str] = {
     "content-security-policy": (
         "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -51,6 +53,7 @@ class SecurityHeaders:
 def create_web_app(script: Path) -> Any:
     """Return the application for Streamlit's runner."""
     from starlette.middleware import Middleware  # noqa: PLC0415  heavy, and only for those who run it
+    from starlette.routing import Route  # noqa: PLC0415
     from streamlit.starlette import App  # noqa: PLC0415
 
-    return App(str(script), middleware=[Middleware(SecurityHeaders)])
+    return App(str(script), routes=[Route(PATH, set_cookie)], middleware=[Middleware(SecurityHeaders)])
