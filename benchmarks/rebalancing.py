@@ -1,6 +1,6 @@
-"""Expert rebalancing between ranks during serving: whether answers stay the same, and the gain in balancedness.
+"""Expert rebalancing between ranks during serving: whether answers stay the same, its delays, and the gain.
 
-    python benchmarks/rebalancing.py [--rebalances 50] [--intervals 200]
+    python benchmarks/rebalancing.py [--rebalances 50] [--intervals 200] [--rounds 3]
 
 The first part runs the engine on real ranks over gloo, on random checkpoints in the shapes of Qwen3-MoE and
 DeepSeek-V3, in float32. Greedy and seeded requests arrive all the time, while experts move from one random placement to
@@ -9,7 +9,11 @@ rank. The order of sums differs then, so the first token of an answer that diffe
 were within 0.0001 of each other, else `other`: these include seeded draws that lie as near to the border between two
 tokens, which no logit shows.
 
-The second part runs the engine's own policy on drifting loads in the shape of DeepSeek-V3 (58 layers of 256 experts,
+The second part measures the delays of a rebalancing: the longest step and the time between tokens, in blocking and in
+asynchronous mode. The load of the experts is a skewed one that changes after each rebalancing, so that the engine plans
+and moves without a pause. The modes alternate in several rounds; each figure is the median over the rounds.
+
+The third part runs the engine's own policy on drifting loads in the shape of DeepSeek-V3 (58 layers of 256 experts,
 288 slots): it moves a few weights at a time between steps of 50 ms. Balancedness is that of the interval after the
 planned one, and counts during the moves too.
 """
@@ -42,6 +46,7 @@ from moiety_kernels.environment import describe_environment
 from moiety_placement.matching import keep_in_place, moves
 from moiety_placement.placement_table import Ints, balancedness
 from moiety_wire.classes import BATCH
+from moiety_wire.engine_choices import RebalanceMode
 from moiety_wire.messages import Sampling
 
 SHAPE: dict[str, Any] = {
@@ -67,6 +72,9 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"dp_attention": 2, "ep": 2},
     {"dp_attention": 2, "tp": 2, "ep": 4},
 )
+DELAY_SHAPE = {"hidden_size": 512, "moe_intermediate_size": 512}  # 3.1 MB an expert
+DELAY_LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2})
+DELAY_REBALANCES = 5
 NEAR = 1e-4
 WAVES, NUM_REQUESTS, OUTPUT_TOKENS = 8, 24, 24
 DRIFTS = ((32, 0.8, 1000), (32, 0.8, 300), (144, 0.2, 1000))  # ranks, Zipf's exponent, intervals to forget
@@ -78,14 +86,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rebalances", type=int, default=50)
     parser.add_argument("--intervals", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3, help="Rounds of the delays.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "rebalancing.json")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": "python benchmarks/rebalancing.py",
-        "settings": {"rebalances": options.rebalances, "intervals": options.intervals},
+        "settings": {"rebalances": options.rebalances, "intervals": options.intervals, "rounds": options.rounds},
         "environment": describe_environment("numpy", "torch"),
         "answers": [],
+        "delays": [],
         "drifting": [],
     }
     with tempfile.TemporaryDirectory() as work:
@@ -97,6 +107,9 @@ def main() -> None:
                 still, found = answers(config, 0)["answers"], answers(config, options.rebalances)
                 compared = {"at_rest": compare(still, found), "one_rank": compare(alone, found)}
                 tell(report["answers"], {"family": family} | layout | found["told"] | compared)
+        folder = make_checkpoint(Path(work) / "delays", "qwen3_moe", DELAY_SHAPE)
+        for layout in DELAY_LAYOUTS:
+            tell(report["delays"], layout | compare_modes(folder, layout, options.rounds))
     for ranks, exponent, forget in DRIFTS:
         tell(report["drifting"], follow(ranks, exponent, forget, options.intervals))
     options.output.write_text(json.dumps(report, indent=1) + "\n")
@@ -110,11 +123,11 @@ def tell(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 # ── answers ──
 
 
-def make_checkpoint(folder: Path, family: str) -> Path:
+def make_checkpoint(folder: Path, family: str, more: dict[str, Any] | None = None) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(family))
-    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))
+    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family] | (more or {})))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -206,6 +219,83 @@ def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict
     return {"answers": len(found["answers"]), "tokens": num_tokens, "near": near, "other": other}
 
 
+# ── delays ──
+
+
+def compare_modes(folder: Path, layout: dict[str, int], num_rounds: int) -> dict[str, Any]:
+    """Return the delays of each mode, and without any moves: medians over the rounds."""
+    found: dict[str, list[dict[str, float]]] = {"still": [], "blocking": [], "async": []}
+    for _ in range(num_rounds):
+        for name, rounds in found.items():
+            rounds.append(delays(folder, layout, RebalanceMode.ASYNC if name == "still" else RebalanceMode(name), name))
+    return {
+        name: {figure: round(statistics.median(one[figure] for one in rounds), 2) for figure in rounds[0]}
+        for name, rounds in found.items()
+    }
+
+
+def delays(folder: Path, layout: dict[str, int], mode: RebalanceMode, name: str) -> dict[str, float]:
+    """Return the delays of steps and tokens while experts move, in ms, or at all times where none move."""
+    is_still = name == "still"
+    every_s = 1e9 if is_still else 0.05
+    config = settings_of(folder, **layout, redundant_experts=4, rebalance_every_s=every_s, rebalance_mode=mode)
+    with load_loop(config) as loop:
+        loop.warm_up()
+        run_all(loop, requests(0))
+        assert loop.experts.rebalancing is not None
+        skew = Skew(loop.experts.rebalancing.balancer, is_still=is_still)
+        token_ms: list[float] = []
+        for wave in range(WAVES) if is_still else cycle(range(WAVES)):
+            skew.begin()
+            for result in run_all(loop, requests(wave), on_step=skew).values():
+                token_ms += [
+                    1e3 * (after_s - before_s)
+                    for before_s, after_s in pairwise(result.token_times_s)
+                    if is_still or skew.was_moving(before_s, after_s)
+                ]
+            if not is_still and loop.load().rebalances_total >= DELAY_REBALANCES:
+                break
+        load = loop.load()
+    return {
+        "rebalances": load.rebalances_total,
+        "moved_mb": load.moved_expert_bytes_total / 1e6,
+        "moving_s": sum(after_s - before_s for before_s, after_s in skew.moving),
+        "step_ms_p50": statistics.median(skew.step_ms),
+        "longest_step_ms": max(skew.step_ms),
+        "between_tokens_ms_p50": statistics.median(token_ms),
+        "between_tokens_ms_p99": float(np.quantile(token_ms, 0.99)),
+    }
+
+
+class Skew:
+    """Hook called after each step: it lets the experts have a new skewed load once they have moved to the last one."""
+
+    def __init__(self, balancer: Balancer, *, is_still: bool) -> None:
+        self._balancer, self._is_still, self._rng = balancer, is_still, np.random.default_rng(0)
+        self.step_ms: list[float] = []  # of steps while experts move, or of all
+        self.moving: list[tuple[float, float]] = []  # times of these steps
+        self._ended_s, self._counted = 0.0, 0
+
+    def begin(self) -> None:
+        """Begin a wave."""
+        self._ended_s = time.perf_counter()
+
+    def __call__(self, _: int) -> None:
+        now_s, balancer = time.perf_counter(), self._balancer
+        if self._is_still or balancer.is_moving or balancer.rebalances_total > self._counted:
+            self.step_ms.append(1e3 * (now_s - self._ended_s))
+            self.moving.append((self._ended_s, now_s))
+        if not balancer.is_moving and not self._is_still:
+            shape = balancer.placement
+            popularity_E = (1e5 * np.arange(1, shape.num_experts + 1) ** -1.2).astype(np.int64)
+            balancer.count(np.stack([self._rng.permutation(popularity_E) for _ in range(shape.num_layers)]))
+        self._counted, self._ended_s = balancer.rebalances_total, time.perf_counter()
+
+    def was_moving(self, before_s: float, after_s: float) -> bool:
+        """Return whether experts moved in a part of this time."""
+        return any(begin_s < after_s and before_s < end_s for begin_s, end_s in self.moving)
+
+
 # ── drifting loads ──
 
 
@@ -256,7 +346,9 @@ def carry_out(online: Balancer, load_LE: Ints) -> tuple[float, int, int]:
     while online.is_moving:
         move = online.next_move()
         steps += 1
-        writes += 0 if move is None else len(move[1])
+        if move is not None:
+            writes += len(move[1])
+            online.complete_move()
     after = balancedness(online.placement, load_LE)
     moving = min(1.0, steps * STEP_S / EVERY_S)
     return (before + after) / 2 * moving + after * (1 - moving), steps, writes

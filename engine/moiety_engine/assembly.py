@@ -244,6 +244,7 @@ def _join(
         note=None if losses is None else losses.note,
         has_ordered_sums=config.batch_invariant,
         steps_in_flight=config.steps_in_flight,
+        moves_experts=config.rebalanced_every_s > 0,
     )
 
 

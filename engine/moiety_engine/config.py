@@ -23,6 +23,7 @@ from moiety_wire.engine_choices import (
     PolicyName,
     PoolingChoice,
     Quantization,
+    RebalanceMode,
     Speculate,
     TwoBatchOverlap,
 )
@@ -172,6 +173,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int = 32  # and none has fewer tokens of the group that has the most
     redundant_experts: int = 0  # slots of a layer beyond its experts, for second replicas of hot ones
     rebalance_every_s: float | None = None  # 0: experts stay where they are; None: so, unless some are redundant
+    rebalance_mode: RebalanceMode = RebalanceMode.ASYNC
     expert_rank_weights: str = ""  # weights of service ranks in the load that experts are placed by; "": all alike
     join_timeout_s: float = 60.0  # how long ranks wait for each other at the start
     allow_unauthenticated_ranks: bool = False  # ranks of several hosts talk over links without keys

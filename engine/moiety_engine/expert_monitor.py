@@ -48,6 +48,16 @@ class ExpertMonitor:
             self.rebalancing.update(now_s, self._watch.take_picks(), worked=worked)
             self.meter.add_moves(self.rebalancing.moved_bytes_total - before)
 
+    def finish_move(self) -> None:
+        """Wait for the move of experts under way, if there is one. Call it between steps, before weights change."""
+        if self.rebalancing is not None:
+            self.rebalancing.finish_move()
+
+    def close(self) -> None:
+        """End the move of experts under way, and what moves experts."""
+        if self.rebalancing is not None:
+            self.rebalancing.close()
+
     def charge(self, plan: Plan, experts: StepExperts | None) -> None:
         """Charge the requests of a step for the experts that it used, before the step is committed."""
         if experts is not None:

@@ -216,6 +216,7 @@ class EngineLoop:
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
         device_state = self.executor.awake()
         self._drain(device_state)
+        self.experts.finish_move()
         if self.experts.is_active:
             self.experts.finish(self._clock_ns() / 1e9, device_state.runner.staging)
         freed = self.executor.offload_weights(on_progress)
@@ -273,6 +274,7 @@ class EngineLoop:
         if disk is not None:
             disk.close(None if executor.device_state is None else executor.device_state.move)
         self.intake.close()
+        self.experts.close()
         executor.model.close()
         executor.controls.close()
 

@@ -23,6 +23,7 @@ from moiety_wire.engine_choices import (
     Overlap,
     PoolingChoice,
     Quantization,
+    RebalanceMode,
     Speculate,
     TwoBatchOverlap,
 )
@@ -207,6 +208,11 @@ class ModelOptions:
         "Interval at which experts may move between ranks to balance their load, in seconds; 0 disables it. If not "
         "given, 60 with --redundant-experts, otherwise 0.",
         min=0,
+    )
+    rebalance_mode: RebalanceMode = _distributed(
+        RebalanceMode.ASYNC,
+        "Whether experts move to other ranks in the background while steps run (async), or between two steps "
+        "(blocking).",
     )
 
     expert_rank_weights: str = _distributed(

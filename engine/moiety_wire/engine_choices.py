@@ -42,6 +42,13 @@ class KvDtype(StrEnum):
     INT8 = "int8"
 
 
+class RebalanceMode(StrEnum):
+    """When experts are moved to other ranks."""
+
+    ASYNC = "async"  # beside the steps
+    BLOCKING = "blocking"  # between two steps
+
+
 class Batching(StrEnum):
     """Batching strategy; see `moiety_engine.scheduling.admission.batching_strategies`."""
 

@@ -111,6 +111,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     charged_expert_moved_bytes_total: int = 0  # of loaded and moved bytes, those that requests were charged for
     rebalances_total: int = 0  # expert rebalances across ranks
     moved_expert_bytes_total: int = 0  # moved between ranks
+    failed_expert_moves_total: int = 0  # moves that failed; the experts stayed where they were
     rank_balancedness: float = 1.0  # balancedness at the last evaluation of the load …
     rank_balancedness_planned: float = 1.0  # … and with the placement planned then
     excluded_ranks: int = 0  # excluded ranks; the others have their parts of the model
@@ -231,6 +232,7 @@ COUNTERS = (
     ("charged_expert_moved_bytes", "Bytes of expert weights loaded or moved that requests were charged for."),
     ("rebalances", "Expert rebalances across ranks (EPLB)."),
     ("moved_expert_bytes", "Bytes of expert weights moved between ranks."),
+    ("failed_expert_moves", "Moves of experts between ranks that failed, after which the old placement stayed."),
     ("grammar_compile_seconds", "CPU seconds spent compiling grammars, rejected ones included."),
     ("grammar_worker_restarts", "Restarts of the grammar worker processes."),
     ("decoded_images", "Images that were decoded."),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,9 @@ from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.disk import folder
+from moiety_engine.distribution import rank_group
 from moiety_engine.distribution import rank_heartbeat as heartbeat
+from moiety_engine.distribution.collectives import TransferGroup
 from moiety_engine.distribution.layout import Layout, layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
@@ -35,6 +38,7 @@ from moiety_engine.messages import CoreFinish, CoreLoad, CoreSubmit
 from moiety_engine.model import adapter_modules, weight_offload
 from moiety_engine.model import remote_experts as apart
 from moiety_engine.model.adapter_stacks import AdapterStacks
+from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.runner import adapter_loading
@@ -53,11 +57,11 @@ class Work(msgspec.Struct):
     counts: bool = False  # experts' picks
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
+    until_failed: bool = False  # with `again`: until a move of experts has failed
     fails: str = ""  # rank 0 raises this error
-    lacks: str = (
-        ""  # the memory that is missing: on rank 1 `weights`, `host`, `device`, `slots`, `parts`; on all ranks `cache`,
-    )
-    # `disk`; or `itself`: a rank other than the first ends when it allocates slots of adapters
+    lacks: str = ""  # what is missing, on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory for
+    # experts that move), `links` (their connections); on all ranks `cache`, `disk`; or `itself`: a rank other than the
+    # first ends when it allocates slots of adapters
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
@@ -156,11 +160,18 @@ def lacking(what: str) -> Iterator[None]:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def no_room(*_: Any) -> None:
+        raise RuntimeError("there is no room")
+
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "disk":
             stack.enter_context(patch.object(folder, "write_file", full))
+        if what == "moves":
+            stack.enter_context(patch.object(SlotWeights, "prepare", no_room))
+        if what == "links":
+            stack.enter_context(patch.object(TransferGroup, "exchange", no_room))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "parts":
@@ -332,6 +343,8 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.served:
             Path(work.served).touch()
+        if work.until_failed and loop.load().failed_expert_moves_total:
+            break
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
     if work.turns:
@@ -354,6 +367,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     answer.moves = {
         "rebalances": load.rebalances_total,
         "bytes": load.moved_expert_bytes_total,
+        "failed": load.failed_expert_moves_total,
         "planned": load.rank_balancedness_planned,
     }
     if work.counts:
@@ -368,6 +382,8 @@ def answer_by(work: Work) -> Answer:
     with contextlib.ExitStack() as stack:
         if work.turns:
             stack.enter_context(turns.kept(rank))
+        if work.lacks == "links":
+            stack.enter_context(patch.object(rank_group, "LONGEST_TRANSFER", timedelta(seconds=3)))
         if work.exact:
             stack.enter_context(patch.object(tiles, "usable", lambda: False))
             stack.enter_context(patch.object(dots, "usable", lambda _: False))

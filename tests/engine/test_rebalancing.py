@@ -43,6 +43,7 @@ def follow(balancer: Balancer) -> int:
     while (move := balancer.next_move()) is not None or balancer.is_moving:
         if move is not None:
             num_writes += len(move[1])
+            balancer.complete_move()
             assert balancer.placement.counts_LE.min() >= 1
     return num_writes
 
@@ -123,6 +124,7 @@ def test_layers_move_one_after_the_other_the_most_uneven_first_and_a_few_weights
     while (move := balancer.next_move()) is not None:
         assert len(move[1]) <= 4  # two, or experts that change places in a ring
         layers.append(move[0])
+        balancer.complete_move()
     assert 4 in layers[: layers.index(5)]
     changes = [before != after for before, after in pairwise(layers)]
     assert sum(changes) == len(set(layers)) - 1

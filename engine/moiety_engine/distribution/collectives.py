@@ -341,15 +341,33 @@ class ExpertExchange:
     num_attention: int
 
 
-def exchange_tensors(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-    """Send tensors to other ranks, and receive theirs into tensors of the same size. Returns when all have arrived.
+class TransferGroup:
+    """Group of all ranks for transfers beside the steps.
 
-    Each tensor is paired with the number of the other rank. Two ranks must list their common tensors in the same order.
+    One thread of each rank uses it, so that its operations neither delay nor reorder those of the steps. All ranks
+    begin the same transfers in the same order.
     """
-    operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
-    operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+
+    def __init__(self, handle: dist.ProcessGroup) -> None:
+        self._handle = handle
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors to other ranks, and receive theirs into tensors of the same size.
+
+        Returns when all have arrived; on a GPU, when this is queued on the thread's stream. Each tensor is paired with
+        the number of the other rank. Two ranks must list their common tensors in the same order. Raises RuntimeError if
+        another rank does not take part within the timeout of the group.
+        """
+        operations = [dist.P2POp(dist.isend, tensor, rank, self._handle) for rank, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, rank, self._handle) for rank, tensor in receives]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def all_succeeded(self, succeeded: bool) -> bool:
+        """Return whether all ranks have succeeded; waits for all of them. Raises RuntimeError as `exchange`."""
+        num_failed = torch.tensor([int(not succeeded)])  # on the CPU network
+        dist.all_reduce(num_failed, group=self._handle)
+        return not num_failed.item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +387,7 @@ class Ranks:
     ] = ()  # with expert ranks: that of its stage; on expert ranks, those of all stages
     waited: Waited = field(default_factory=Waited)  # for the ranks at the other end of `crossings`
     context: RankCollectives = field(default_factory=RankCollectives)  # ranks that divide the positions of a sequence
+    transfers: TransferGroup | None = None  # where experts move between ranks
 
 
 SINGLE_RANK_GROUPS = Ranks()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from moiety_engine.distribution.collectives import (
     RankCollectives,
     Ranks,
     RowExchange,
+    TransferGroup,
 )
 from moiety_engine.distribution.layout import Layout, RankPosition, without
 from moiety_engine.distribution.rank_heartbeat import explaining
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rendezvous_address import Rendezvous
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # control messages use the CPU network in both cases
+LONGEST_TRANSFER = timedelta(minutes=2)  # of the weights of one move, after which the experts stay where they are
 
 
 @dataclass(slots=True)
@@ -101,14 +104,15 @@ def join(
     note: Callable[[int], None] | None = None,
     has_ordered_sums: bool = False,
     steps_in_flight: int = 1,
+    moves_experts: bool = False,
 ) -> RankGroup:
     """Meet the other ranks and create the groups.
 
     `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
     ranks that have not joined, if it can; the other ranks are then renumbered. See `connect_ranks` for `gone` and
-    `note`, and RankCollectives for `has_ordered_sums`. With several
-    `steps_in_flight` no rank waits for a later stage. A rank lost while the groups are created ends the process. Raises
-    RanksError.
+    `note`, and RankCollectives for `has_ordered_sums`. With several `steps_in_flight` no rank waits for a later stage.
+    `moves_experts` creates the group by which experts move. A rank lost while the groups are created ends the process.
+    Raises RanksError.
     """
     if rendezvous.is_local:
         keep_collectives_on_loopback()
@@ -126,6 +130,7 @@ def join(
             device_type,
             has_ordered_sums=has_ordered_sums,
             steps_in_flight=steps_in_flight,
+            moves_experts=moves_experts,
         )
 
 
@@ -138,6 +143,7 @@ def _rank_group_of(
     *,
     has_ordered_sums: bool,
     steps_in_flight: int,
+    moves_experts: bool,
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
@@ -164,8 +170,9 @@ def _rank_group_of(
     channel = Channel(everyone) if steps_in_flight == 1 else DirectChannel(everyone)
     rank_position = RankPosition(layout, rank)
     crossings = _crossings(rank_position)
+    transfers = TransferGroup(dist.new_group(timeout=LONGEST_TRANSFER)) if moves_experts and layout.ep > 1 else None
     if rank_position.expert_rank is not None:
-        ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings)
+        ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings, transfers=transfers)
         heartbeat.report_waited(ranks.waited)
         return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
     tensor = RankCollectives()
@@ -176,15 +183,17 @@ def _rank_group_of(
     returning = mesh.get_group("pp") if layout.pp > 1 else None
     pipeline = Pipeline(column, rank_position.pp_rank, returning, most_pending=steps_in_flight)
     exchange = _exchange(layout, device_type)
+    across = _across(rank_position)
     ranks = Ranks(
         rank_position,
         tensor,
         pipeline,
         RankCollectives(everyone),
-        _across(rank_position),
+        across,
         exchange,
         crossings,
         context=context,
+        transfers=transfers,
     )
     return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
 

@@ -188,6 +188,7 @@ class AdapterStacks:
         own, first_layer = own_spec(spec, rank_position), rank_position.layers_of(len(spec.layers)).start
         self.layers = [LayerFactors() for _ in own.layers]
         self.num_slots = self.rank = 0
+        self.num_changes = 0  # of the content of slots; the same on all ranks between two steps
         self.keys: frozenset[Key] = frozenset()
         self.dtype = dtype  # of all factors
         self._spec, self._rank_position, self._device = spec, rank_position, device
@@ -208,6 +209,7 @@ class AdapterStacks:
         for layer, of in zip(self.layers, self._relaid(keys, num_slots, rank, moves), strict=True):
             layer.of = of
         self.keys, self.num_slots, self.rank = keys, num_slots, rank
+        self.num_changes += 1
 
     @torch.inference_mode()
     def prepare(self, keys: frozenset[Key], num_slots: int, rank: int, moves: Mapping[int, int]) -> PreparedSlots:
@@ -222,10 +224,12 @@ class AdapterStacks:
         for layer, of in zip(self.layers, prepared.layers, strict=True):
             layer.of = of
         self.keys, self.num_slots, self.rank = prepared.keys, prepared.num_slots, prepared.rank
+        self.num_changes += 1
 
     @torch.inference_mode()
     def fill(self, slot: int, weights: AdapterWeights) -> None:
         """Write an adapter into a slot; the layout must be large enough."""
+        self.num_changes += 1
         for place, layer in enumerate(self.layers):
             for product, factors in layer.of.items():
                 down_EPRD, up_ERN = _slot_of(factors, slot)

@@ -5,15 +5,16 @@ B bytes of a slot over all of a layer's tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from moiety_engine.distribution.collectives import exchange_tensors
 from moiety_engine.model.weight_offload import named_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -22,47 +23,78 @@ if TYPE_CHECKING:
     from moiety_placement.transition import Write
 
 
-class SlotWeights:
-    """Weights of a layer's slots on this rank. Used between steps only."""
+@dataclass(frozen=True, slots=True)
+class SlotTransfer:
+    """Part of one rank in a move. `rows_B`: spare buffers of the slots that it writes, by slot, uint8.
 
-    def __init__(self, weights: MoeWeights, num_held: int, adapters: Sequence[Tensor] = ()) -> None:
+    `sends` and `receives` are tensors with the numbers of the other ranks. The tensors that are received are rows of
+    `rows_B`; the other rows are complete.
+    """
+
+    rows_B: dict[int, Tensor]
+    sends: list[tuple[int, Tensor]]
+    receives: list[tuple[int, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank sends and receives."""
+        return sum(row_B.nbytes for _, row_B in (*self.sends, *self.receives))
+
+
+NO_TRANSFER = SlotTransfer({}, [], [])
+
+
+class SlotWeights:
+    """Weights of a layer's slots on this rank, with the adapters' factors of these experts."""
+
+    def __init__(
+        self, weights: MoeWeights, num_held: int, rank_position: RankPosition, adapters: Sequence[Tensor] = ()
+    ) -> None:
         """Create the view. `adapters`: the experts' factors of adapters, with one expert per row."""
         held = weights.gate_up_E2FD, weights.down_EDF, weights.gate_up_bias_E2F, weights.down_bias_ED
         tensors = [tensor for _, tensor in named_tensors(tuple(one for one in held if one is not None))]
         self._tensors = sorted((*tensors, *adapters), key=lambda one: -one.itemsize)  # each part of a row is aligned
-        self._num_held = num_held
+        self._num_held, self._rank_position = num_held, rank_position
 
-    def write(self, writes: Sequence[Write], rank_position: RankPosition) -> int:
-        """Copy all source slots, on any rank, to the target slots on this rank.
+    @torch.inference_mode()
+    def prepare(self, writes: Sequence[Write]) -> SlotTransfer:
+        """Copy the source slots of this rank, and allocate a buffer for each slot of this rank that is written.
 
-        All ranks of the stage call it together. Returns the bytes that this rank has sent and received.
+        The slots themselves stay as they are, so steps may run at the same time. The sources must not be written until
+        this returns. Raises RuntimeError where memory is missing.
         """
-        own = rank_position.ep_rank
-        sends, receives, rows_B = [], [], {}
+        own = self._rank_position.ep_rank
+        transfer = SlotTransfer({}, [], [])
         for write in writes:
             (source, place), (target, _) = divmod(write.source, self._num_held), divmod(write.slot, self._num_held)
             if source == own:
                 row_B = self._read(place)
                 if target == own:
-                    rows_B[write.slot] = row_B
+                    transfer.rows_B[write.slot] = row_B
                 else:
-                    sends.append((rank_position.peer(target), row_B))
+                    transfer.sends.append((self._rank_position.peer(target), row_B))
             elif target == own:
-                rows_B[write.slot] = self._empty()
-                receives.append((rank_position.peer(source), rows_B[write.slot]))
-        exchange_tensors(sends, receives)
+                transfer.rows_B[write.slot] = self._empty()
+                transfer.receives.append((self._rank_position.peer(source), transfer.rows_B[write.slot]))
+        return transfer
+
+    @torch.inference_mode()
+    def fill(self, rows_B: Mapping[int, Tensor]) -> None:
+        """Copy the buffers of a complete transfer into the slots. Call it between steps."""
         for slot, row_B in rows_B.items():
-            self._fill(slot % self._num_held, row_B)
-        return sum(row_B.nbytes for _, row_B in (*sends, *receives))
+            if row_B.is_cuda:
+                row_B.record_stream(torch.cuda.current_stream(row_B.device))
+            place = slot % self._num_held
+            parts = torch.split(row_B, [tensor[place].nbytes for tensor in self._tensors])
+            for tensor, part in zip(self._tensors, parts, strict=True):
+                tensor[place].copy_(part.view(tensor.dtype).view(tensor[place].shape))
 
     def _read(self, place: int) -> Tensor:
-        return torch.cat([tensor[place].contiguous().view(torch.uint8).flatten() for tensor in self._tensors])
+        parts = [tensor[place].contiguous().view(torch.uint8).flatten() for tensor in self._tensors]
+        if parts[0].is_cuda:
+            return torch.cat(parts)
+        return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))  # one core; torch would take all
 
     def _empty(self) -> Tensor:
         num_bytes = sum(tensor[0].nbytes for tensor in self._tensors)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._tensors[0].device)
-
-    def _fill(self, place: int, row_B: Tensor) -> None:
-        parts = torch.split(row_B, [tensor[place].nbytes for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor[place].copy_(part.view(tensor.dtype).view(tensor[place].shape))

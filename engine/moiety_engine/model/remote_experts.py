@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
     from moiety_engine.offload.cache import ExpertCache
-    from moiety_placement.transition import Write
 
 Result = TypeVar("Result")
 
@@ -170,13 +169,11 @@ class ExpertServer:
         for one in given:
             one.wait()
 
-    @torch.inference_mode()
-    def move_experts(self, layer: int, writes: Sequence[Write]) -> None:
-        """Write other experts into some slots of a layer; all ranks call this between the same two steps."""
+    def slot_weights(self, layer: int) -> SlotWeights:
+        """Return the weights in this rank's expert slots of a layer."""
         weights, slots = self._movable[layer]
         of_experts = self.adapters.layers[layer].of_held_experts(slots.num_held)
-        SlotWeights(weights, slots.num_held, of_experts).write(writes, self.ranks.rank_position)
-        slots.write(writes)
+        return SlotWeights(weights, slots.num_held, self.ranks.rank_position, of_experts)
 
     def slots_of(self, layer: int) -> ExpertSlots | None:
         """Return the expert slots of a layer; None for a layer without experts."""

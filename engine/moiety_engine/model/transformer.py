@@ -37,13 +37,12 @@ from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.tenants import NUM_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import Decodes, Replayed
     from moiety_engine.model.layers import RecurrentLayer
     from moiety_engine.moe.expert_slots import ExpertSlots
-    from moiety_placement.transition import Write
 
 _PLAIN = TransformerOptions()
 
@@ -184,22 +183,18 @@ class Transformer:
         place = layer - self._first_layer
         return self._layers.slots[place] if 0 <= place < len(self._layers.slots) else None
 
-    @torch.inference_mode()
-    def move_experts(self, layer: int, writes: Sequence[Write]) -> int:
-        """Write other experts into some slots of a layer; return the bytes that this rank has sent and received.
+    def slot_weights(self, layer: int) -> SlotWeights | None:
+        """Return the weights in this rank's expert slots of a layer, an index over all pipeline stages.
 
-        All ranks that use the slots call this together, between the same two steps.
+        Returns None if other ranks have them, and where `slots_of` returns None.
         """
         slots = self.slots_of(layer)
-        if slots is None:
-            return 0
-        weights, num_bytes = self._weights.layers[layer - self._first_layer].ffn, 0
+        if slots is None or self.ranks.crossings:
+            return None
+        weights = self._weights.layers[layer - self._first_layer].ffn
         assert isinstance(weights, MoeWeights)
-        if not self.ranks.crossings:  # otherwise other ranks have the weights
-            of_experts = self.adapters.layers[layer - self._first_layer].of_held_experts(slots.num_held)
-            num_bytes = SlotWeights(weights, slots.num_held, of_experts).write(writes, self.ranks.rank_position)
-        slots.write(writes)
-        return num_bytes
+        of_experts = self.adapters.layers[layer - self._first_layer].of_held_experts(slots.num_held)
+        return SlotWeights(weights, slots.num_held, self.ranks.rank_position, of_experts)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Store the batch's tokens in the cache and return logits_LV, float32, of the wanted rows."""

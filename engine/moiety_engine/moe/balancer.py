@@ -1,6 +1,7 @@
 """Expert load balancer: decides from the expert load since the last decision when and where experts move between ranks.
 
-It handles no tensors and knows ranks as numbers only; the caller that takes a move executes it.
+It handles no tensors and knows ranks as numbers only; the caller that takes a move executes it, and reports when the
+move is complete.
 
 L layers with experts, E experts, R slots of a layer.
 """
@@ -11,9 +12,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 
+from moiety_engine.moe.placement_planner import InlinePlanner, PlacementPlanner, PlanFailed, PlanRequest
 from moiety_placement.placement_table import Placement, balancedness, rank_loads
-from moiety_placement.rebalancing import rebalance
 from moiety_placement.transition import transition
 
 if TYPE_CHECKING:
@@ -22,18 +24,28 @@ if TYPE_CHECKING:
     from moiety_placement.transition import Write
 
 MIN_PICKS = 64  # mean picks per expert that a decision needs: with few tokens, load is uneven by chance alone
-_LAYERS_AT_ONCE = 4  # layers planned between two steps, which takes some milliseconds
+_LAYERS_AT_ONCE = 4  # layers of a plan, so that the first ones move before the last ones are planned
+
+log = structlog.get_logger()
 
 
 class Balancer:
-    """Owner of the expert placement, as of the moves taken so far, and of the moves that remain.
+    """Owner of the expert placement, as of the moves completed so far, and of the moves that remain.
 
     Every `every_s` seconds it evaluates the picks since the last evaluation, if there are enough, and moves the layers
     to the placement that `rebalance` computes from them, the most uneven layers first. `most_writes`: approximate
-    number of slots that one move writes.
+    number of slots that one move writes. `planner`: None plans in the thread of the caller.
     """
 
-    def __init__(self, placement: Placement, *, every_s: float, most_writes: int, now_s: float) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        every_s: float,
+        most_writes: int,
+        now_s: float,
+        planner: PlacementPlanner | None = None,
+    ) -> None:
         self._of_shape = placement
         self._slots_LR = placement.physical_to_logical_LR.copy()
         self._every_s, self._most_writes, self._due_s = every_s, most_writes, now_s + every_s
@@ -41,7 +53,10 @@ class Balancer:
         self._load_LE = self._picks_LE.copy()  # picks times the weights of their classes
         self._evaluated_LE = self._load_LE  # load that the current plan is based on
         self._waiting: list[int] = []  # layers to be planned
+        self._planned: list[int] = []  # layers that the planner plans
+        self._planner = InlinePlanner() if planner is None else planner
         self._moves: deque[tuple[int, list[Write]]] = deque()
+        self._taken: tuple[int, list[Write]] | None = None  # the move that is being executed
         self._move_cost = 0.0
         self._has_moved = False  # since the last completed rebalancing
         self.rebalances_total = 0
@@ -53,7 +68,7 @@ class Balancer:
 
     @property
     def is_moving(self) -> bool:
-        return bool(self._moves or self._waiting)
+        return bool(self._moves or self._waiting or self._planned or self._taken)
 
     def count(self, picks_LE: np.ndarray, load_LE: np.ndarray | None = None) -> None:
         """Add the picks of the experts, [L, E], to the load of the current interval.
@@ -97,27 +112,53 @@ class Balancer:
     def next_move(self) -> tuple[int, list[Write]] | None:
         """Return the next layer, an index as in `aim`, and the writes to apply to it together.
 
-        Returns None if no move is ready.
+        Returns None if no move is ready. Each move must be completed or cancelled before the next one is taken.
         """
-        if not self._moves and self._waiting:
+        assert self._taken is None, "a move is taken while another one is executed"
+        if not self._moves and (self._waiting or self._planned):
             self._plan()
-        move = self._moves.popleft() if self._moves else None
-        if move is not None:
-            layer, writes = move
-            self._slots_LR[layer, [one.slot for one in writes]] = [one.expert for one in writes]
-            self._has_moved = True
+        self._taken = self._moves.popleft() if self._moves else None
+        self._end_rebalancing()
+        return self._taken
+
+    def complete_move(self) -> None:
+        """Count the move taken last as done: the slots hold the experts."""
+        assert self._taken is not None, "no move is executed"
+        layer, writes = self._taken
+        self._slots_LR[layer, [one.slot for one in writes]] = [one.expert for one in writes]
+        self._taken, self._has_moved = None, True
+        self._end_rebalancing()
+
+    def cancel_moves(self) -> None:
+        """Discard the move taken last and those that remain: the slots hold what they held before."""
+        self._taken, self._waiting = None, []
+        self._moves.clear()
+        self._end_rebalancing()
+
+    def close(self) -> None:
+        """Release the planner."""
+        self._planner.close()
+
+    def _end_rebalancing(self) -> None:
         if self._has_moved and not self.is_moving:
             self._has_moved = False
             self.rebalances_total += 1
             self.balancedness_planned = balancedness(self.placement, self._evaluated_LE)
-        return move
 
     def _plan(self) -> None:
-        """Plan the moves of the next few waiting layers."""
-        layers, self._waiting = self._waiting[:_LAYERS_AT_ONCE], self._waiting[_LAYERS_AT_ONCE:]
-        done = rebalance(self._placement_of(layers), self._evaluated_LE[layers], move_cost=self._move_cost)
-        for place in done.order:
-            self.aim(layers[place], done.placement.physical_to_logical_LR[place])
+        """Begin to plan the next few waiting layers, or take the moves that are planned."""
+        if not self._planned:
+            self._planned, self._waiting = self._waiting[:_LAYERS_AT_ONCE], self._waiting[_LAYERS_AT_ONCE:]
+            old, load_LE = self._placement_of(self._planned), self._evaluated_LE[self._planned]
+            self._planner.begin(PlanRequest.of(old, load_LE, self._move_cost, self._most_writes))
+        try:
+            moves = self._planner.take()
+        except PlanFailed as exc:
+            log.warning("expert_plan_failed", reason=str(exc), advice="experts stay where they are until the next plan")
+            moves, self._waiting = [], []
+        if moves is not None:
+            self._moves.extend((self._planned[one.layer], one.writes) for one in moves)
+            self._planned = []
 
     def _placement_of(self, layers: Sequence[int]) -> Placement:
         shape = self._of_shape

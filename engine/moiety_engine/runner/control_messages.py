@@ -253,11 +253,17 @@ class MoveStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
     copies: list[tuple[int, int]]
 
 
-class MoveExperts(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write other experts into slots of a layer."""
+class BeginExpertMove(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Transfer the weights of other experts for slots of a layer into spare buffers, while steps run."""
 
     layer: int
     writes: list[Write]
+
+
+class EndExpertMove(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Write the transferred experts into the slots and switch the table; without `commits`, discard them."""
+
+    commits: bool
 
 
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -303,7 +309,8 @@ ControlMessage = (
     | RunDraftPass
     | Swap
     | MoveStates
-    | MoveExperts
+    | BeginExpertMove
+    | EndExpertMove
     | EncodeImage
     | ForgetImages
     | AdapterMessage

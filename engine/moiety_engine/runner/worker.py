@@ -28,12 +28,13 @@ from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots,
 from moiety_engine.runner.adapter_messages import AdapterMessage, DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter
 from moiety_engine.runner.control_messages import (
     Allocate,
+    BeginExpertMove,
     ControlMessage,
     CopyDiskRows,
     EncodeImage,
+    EndExpertMove,
     EndStep,
     ForgetImages,
-    MoveExperts,
     MoveStates,
     OffloadWeights,
     OpenDiskRows,
@@ -46,6 +47,7 @@ from moiety_engine.runner.control_messages import (
 )
 from moiety_engine.runner.device_state import free_cached_memory
 from moiety_engine.runner.draft_passes import DraftPasses
+from moiety_engine.runner.expert_transfers import ExpertTransfers
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import cut
@@ -85,6 +87,8 @@ class WorkerBase:
         """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop."""
         self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
         self._arranger = AdapterArranger(share)
+        group = rank_group.ranks.transfers
+        self._expert_transfers = None if group is None else ExpertTransfers(share, group)
         self._decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
     def run(self) -> None:
@@ -98,6 +102,8 @@ class WorkerBase:
     def close(self) -> None:
         """Close the files and threads of this rank; nothing may be computed afterwards."""
         self._arranger.close()
+        if self._expert_transfers is not None:
+            self._expert_transfers.close()
         for share in self._shares():
             share.close()
 
@@ -113,7 +119,7 @@ class WorkerBase:
                 self._swap(message)
             case MoveStates():
                 self._move_states(message)
-            case MoveExperts():
+            case BeginExpertMove() | EndExpertMove():
                 self._move_experts(message)
             case EncodeImage() | ForgetImages():
                 self._change_images(message)
@@ -148,7 +154,13 @@ class WorkerBase:
     def _draft(self, message: RunDraftPass) -> None: ...
     def _swap(self, swap: Swap) -> None: ...
     def _move_states(self, message: MoveStates) -> None: ...
-    def _move_experts(self, message: MoveExperts) -> None: ...
+    def _move_experts(self, message: BeginExpertMove | EndExpertMove) -> None:
+        assert self._expert_transfers is not None, "experts move without a group for transfers"
+        if isinstance(message, BeginExpertMove):
+            self._expert_transfers.begin(message.layer, message.writes)
+        else:
+            self._expert_transfers.end(commits=message.commits)
+
     def _change_images(self, message: EncodeImage | ForgetImages) -> None: ...
     def _allocate(self, message: Allocate) -> None: ...
     def _release(self) -> None: ...
@@ -283,9 +295,6 @@ class Worker(WorkerBase):
         self._state_copier.replay(self._group, message.replays)
         self._state_copier.run(self._group, message.copies)
 
-    def _move_experts(self, message: MoveExperts) -> None:
-        self._model.move_experts(message.layer, message.writes)
-
     def _change_images(self, message: EncodeImage | ForgetImages) -> None:
         if isinstance(message, EncodeImage):
             assert self._features is not None, "an image is encoded without an encoder"
@@ -369,6 +378,3 @@ class ExpertWorker(WorkerBase):
     def _step(self, step: RunStep) -> None:
         self._experts.answer(step.num_micro_batches, has_adapters=step.has_adapters)
         self._receive_tokens(step)
-
-    def _move_experts(self, message: MoveExperts) -> None:
-        self._experts.move_experts(message.layer, message.writes)

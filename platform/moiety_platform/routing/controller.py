@@ -116,6 +116,7 @@ class LoadView(msgspec.Struct, frozen=True):
     charged_expert_moved_bytes_total: int
     rebalances_total: int
     moved_expert_bytes_total: int
+    failed_expert_moves_total: int
     rank_balancedness: float
     rank_balancedness_planned: float
     excluded_ranks: int
