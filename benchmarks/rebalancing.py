@@ -72,7 +72,7 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"dp_attention": 2, "ep": 2},
     {"dp_attention": 2, "tp": 2, "ep": 4},
 )
-DELAY_SHAPE = {"hidden_size": 512, "moe_intermediate_size": 512}  # 3.1 MB an expert
+DELAY_SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2}  # 12.6 MB an expert
 DELAY_LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2})
 DELAY_REBALANCES = 5
 NEAR = 1e-4

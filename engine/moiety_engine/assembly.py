@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,16 @@ from moiety_engine.cache_setup import why_windows_are_kept
 from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import Speculate
 from moiety_engine.disk.rank_disk import RankDiskCache
-from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
-from moiety_engine.distribution.layout import Layout, layout_of, leaving
+from moiety_engine.distribution.broadcast_channel import Channel
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS, Ranks
+from moiety_engine.distribution.layout import Layout, RankPosition, layout_of, leaving, with_expert_ranks
+from moiety_engine.distribution.rank_additions import RankAdditions
 from moiety_engine.distribution.rank_failure_log import RankFailureLog
-from moiety_engine.distribution.rank_group import join
+from moiety_engine.distribution.rank_group import RankGroup, join, keys_of_group
 from moiety_engine.distribution.rank_heartbeat import Loaded, explaining
 from moiety_engine.distribution.rank_processes import RankProcesses
-from moiety_engine.distribution.rendezvous import open_store
+from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation, ranks_of
+from moiety_engine.distribution.rendezvous import connect_ranks, open_store
 from moiety_engine.distribution.rendezvous_address import (
     Rendezvous,
     require_hosts_apart,
@@ -37,10 +41,12 @@ from moiety_engine.distribution.rendezvous_address import (
 )
 from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, OutOfMemory, RanksError
 from moiety_engine.kv_transfer.connector import rank_transfers_of
+from moiety_engine.loopback import keep_collectives_on_loopback
 from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.mtp_and_draft_model.loading import load_drafter
+from moiety_engine.runner.expert_worker import ExpertWorker
 from moiety_engine.runner.overlap import steps_overlap
-from moiety_engine.runner.worker import ExpertWorker, Worker, WorkerBase
+from moiety_engine.runner.worker import Worker, WorkerBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +54,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from moiety_engine.config import EngineConfig
-    from moiety_engine.distribution.collectives import Ranks
-    from moiety_engine.distribution.rank_group import RankGroup
     from moiety_engine.model.transformer import Transformer
 
 # settings that may differ between ranks
@@ -115,13 +119,16 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
 
     Raises EngineError, which the other ranks receive.
     """
+    if rendezvous.generation:
+        _follow_running_group(config, rendezvous)
+        return
     rank_group = _join(config, rendezvous)
     rank_group.heartbeat.guard()
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then all ranks end
         signal.signal(number, signal.SIG_IGN)
     with abandon_on_error(rank_group):
         share = _load(config, rendezvous, rank_group.ranks, None)
-        follower = _follower(share, rank_group, config)
+        follower = _follower(share, rank_group, config, rendezvous)
         rank_group.heartbeat.send(Loaded())
         if share.options.expert_cache is not None:
             rank_group.heartbeat.report_figures(share.options.expert_cache.figures)
@@ -130,10 +137,54 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
     rank_group.close()
 
 
-def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig) -> WorkerBase:
+def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
+    """Join a running group as an expert rank, and run until the group ends or removes this rank."""
+    if rendezvous.is_local:
+        keep_collectives_on_loopback()
+    base = open_store(rendezvous, config.join_timeout_s)
+    position = RankPosition(with_expert_ranks(layout_of(config), rendezvous.num_expert_ranks), rendezvous.rank)
+    settings = settings_of(config, torch.device("cpu"))
+    connected = connect_ranks(
+        rendezvous, base, settings, fingerprint(Path(config.model)), timeout_s=config.join_timeout_s
+    )
+    heartbeat = connected.heartbeat
+    heartbeat.guard()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    shares: list[WeightShard] = []
+    store = keys_of_group(rendezvous, base)
+    preparation = ScalingPreparation(
+        store,
+        position.layout,
+        position.rank,
+        rendezvous.generation,
+        lambda: shares.append(_load(config, rendezvous, Ranks(position), None)),
+    )
+    try:
+        groups = preparation.result()
+    except ScalingFailed as exc:
+        heartbeat.fail(str(exc))
+        raise
+    ranks = ranks_of(groups, position.rank, moves_experts=config.rebalanced_every_s > 0)
+    heartbeat.report_waited(ranks.waited)
+    rank_group = RankGroup(ranks, Channel(groups.everyone), heartbeat, store)
+    with abandon_on_error(rank_group):
+        follower = _follower(shares[0], rank_group, config, rendezvous)
+        with contextlib.closing(follower), explaining():
+            follower.run()
+    rank_group.close()
+
+
+def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, ranks: Ranks) -> WeightShard:
+    """Load the part of a position on a rank that serves, without changing its number of threads."""
+    return _load(config, replace(rendezvous, local_num_ranks=1), ranks, None)
+
+
+def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
     if rank_group.ranks.rank_position.expert_rank is not None:
-        experts = share.experts()
-        return ExpertWorker(experts, rank_group, overlaps=steps_overlap(experts, config))
+        experts = share.experts(rank_group.ranks)
+        load = partial(_load_beside_steps, config, rendezvous)
+        return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
     drafter = load_drafter(config, model)
@@ -200,6 +251,8 @@ def _spawn(config: EngineConfig) -> tuple[RankGroup, Rendezvous]:
         children.kill()
         raise
     rank_group.children = children
+    device, checkpoint = torch.device(_device(config, own)), fingerprint(Path(config.model))
+    rank_group.additions = RankAdditions(config, own, store, children, settings_of(config, device), checkpoint)
     return rank_group, own
 
 
@@ -220,21 +273,13 @@ def _join(
     require_ranks(layout, rendezvous)
     require_hosts_apart(config.exclude_rank_after_s, rendezvous)
     require_private_ranks(rendezvous, allowed=config.allow_unauthenticated_ranks)
-    named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _SINGLE_RANK_FEATURES}
     device = torch.device(_device(config, rendezvous))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    versions = {"torch": str(torch.__version__), "numpy": np.__version__}
-    if config.draft_model:
-        versions["draft_model"] = fingerprint(Path(config.draft_model))
-    if device.type == "cpu":
-        from moiety_kernels.cpu.gemm import arithmetic  # noqa: PLC0415  # a GPU's engine never loads the compiler
-
-        versions["products"] = arithmetic()
     return join(
         layout,
         rendezvous,
-        settings=named | versions,
+        settings=settings_of(config, device),
         checkpoint=fingerprint(Path(config.model)),
         device_type=device.type,
         timeout_s=config.join_timeout_s,
@@ -246,6 +291,19 @@ def _join(
         steps_in_flight=config.steps_in_flight,
         moves_experts=config.rebalanced_every_s > 0,
     )
+
+
+def settings_of(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    """Return the settings and versions that must be equal on all ranks."""
+    named = {name: str(getattr(config, name)) for name in config.__struct_fields__ if name not in _SINGLE_RANK_FEATURES}
+    versions = {"torch": str(torch.__version__), "numpy": np.__version__}
+    if config.draft_model:
+        versions["draft_model"] = fingerprint(Path(config.draft_model))
+    if device.type == "cpu":
+        from moiety_kernels.cpu.gemm import arithmetic  # noqa: PLC0415  # a GPU's engine never loads the compiler
+
+        versions["products"] = arithmetic()
+    return named | versions
 
 
 def losses_of(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moiety_engine.moe.history import ExpertPace
     from moiety_engine.moe.load import StepExperts
     from moiety_engine.moe.load_watch import CountTransfers, ExpertLoadTracker
+    from moiety_engine.runner.expert_scaling import ExpertScaling
     from moiety_engine.runner.rebalancing import Rebalancing
     from moiety_engine.scheduling.plan import Plan
 
@@ -23,10 +24,11 @@ class ExpertMonitor:
         self,
         watch: ExpertLoadTracker | None,
         rebalancing: Rebalancing | None,
+        scaling: ExpertScaling,
         profiler: ExpertProfiler | None = None,
     ) -> None:
         self._watch = watch
-        self.rebalancing = rebalancing
+        self.rebalancing, self.scaling = rebalancing, scaling
         self.meter = ExpertMeter(profiler)
 
     @property
@@ -47,14 +49,18 @@ class ExpertMonitor:
             before = self.rebalancing.moved_bytes_total
             self.rebalancing.update(now_s, self._watch.take_picks(), worked=worked)
             self.meter.add_moves(self.rebalancing.moved_bytes_total - before)
+        if self.scaling.is_under_way and self.scaling.update() and self.rebalancing is not None:
+            self.rebalancing.restart(now_s)
 
-    def finish_move(self) -> None:
-        """Wait for the move of experts under way, if there is one. Call it between steps, before weights change."""
+    def prepare_sleep(self) -> None:
+        """End what is under way in the background. Call it between steps, before weights are offloaded."""
+        self.scaling.cancel("the engine went to sleep in the meantime")
         if self.rebalancing is not None:
             self.rebalancing.finish_move()
 
     def close(self) -> None:
-        """End the move of experts under way, and what moves experts."""
+        """End what is under way in the background, and what moves experts."""
+        self.scaling.cancel("the engine ended in the meantime")
         if self.rebalancing is not None:
             self.rebalancing.close()
 

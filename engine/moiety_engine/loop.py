@@ -153,6 +153,10 @@ class EngineLoop:
         """Return the load of the experts, a few seconds old at most."""
         return self.experts.load(ask, self._clock_ns() / 1e9)
 
+    def scale_expert_ranks(self, num_ranks: int) -> None:
+        """Begin to change the number of expert ranks; the load reports the progress, and the reason of a refusal."""
+        self.experts.scaling.begin(num_ranks)
+
     def take_expert_balance(self) -> ExpertBalance | None:
         """Return the balance of expert load, a few times a minute; None if there is nothing new."""
         return self.experts.take_balance(self._clock_ns() / 1e9) if self.experts.is_active else None
@@ -216,7 +220,7 @@ class EngineLoop:
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
         device_state = self.executor.awake()
         self._drain(device_state)
-        self.experts.finish_move()
+        self.experts.prepare_sleep()
         if self.experts.is_active:
             self.experts.finish(self._clock_ns() / 1e9, device_state.runner.staging)
         freed = self.executor.offload_weights(on_progress)
@@ -303,6 +307,7 @@ class EngineLoop:
                 **executor.image_metrics(),
                 **intake.image_metrics(),
                 **(self.experts.meter.metrics() if self.experts.is_active else {}),
+                **self.experts.scaling.metrics(),
             },
             now_ns,
         )

@@ -24,6 +24,7 @@ from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.adapter_loading import AdapterLoader
 from moiety_engine.runner.control_messages import ControlSender
+from moiety_engine.runner.expert_scaling import ExpertScaling
 from moiety_engine.runner.micro_batches import cutting_of
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.rebalancing import rebalancing_of
@@ -125,5 +126,7 @@ def _monitor_experts(
     watch = None
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
         watch = ExpertLoadTracker(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
+    rebalancing = rebalancing_of(model, config, controls, clock_ns() / 1e9)
+    finish_move = (lambda: None) if rebalancing is None else rebalancing.finish_move
     profiler = ExpertProfiler(model.experts) if model.experts is not None and config.expert_profiles else None
-    return ExpertMonitor(watch, rebalancing_of(model, config, controls, clock_ns() / 1e9), profiler)
+    return ExpertMonitor(watch, rebalancing, ExpertScaling(model, controls, config, finish_move), profiler)

@@ -115,6 +115,11 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     rank_balancedness: float = 1.0  # balancedness at the last evaluation of the load …
     rank_balancedness_planned: float = 1.0  # … and with the placement planned then
     excluded_ranks: int = 0  # excluded ranks; the others have their parts of the model
+    expert_ranks: int = 0  # ranks that hold experts and nothing else
+    requested_expert_ranks: int = 0  # differs from `expert_ranks` while their number is changed
+    expert_ranks_problem: str = ""  # why the last request to change their number failed
+    expert_rank_changes_total: int = 0
+    failed_expert_rank_changes_total: int = 0
     prefill_seconds_total: float = 0.0  # seconds of steps with prompt tokens, with or without decodes
     decode_seconds_total: float = 0.0  # seconds of all other steps
     grammars_waiting: int = 0
@@ -189,6 +194,7 @@ GAUGES = (
         "Other replicas of the model whose tenants' service is counted here; 0 without the exchange between replicas.",
     ),
     ("excluded_ranks", "Ranks excluded at the last start; the other ranks hold their parts of the model."),
+    ("expert_ranks", "Ranks that hold experts and nothing else (--ffn-ranks)."),
 )
 COUNTERS = (
     ("steps", "Steps that the engine has run."),
@@ -232,6 +238,8 @@ COUNTERS = (
     ("charged_expert_moved_bytes", "Bytes of expert weights loaded or moved that requests were charged for."),
     ("rebalances", "Expert rebalances across ranks (EPLB)."),
     ("moved_expert_bytes", "Bytes of expert weights moved between ranks."),
+    ("expert_rank_changes", "Changes of the number of expert ranks while the engine served."),
+    ("failed_expert_rank_changes", "Changes of the number of expert ranks that failed; the ranks of before went on."),
     ("failed_expert_moves", "Moves of experts between ranks that failed, after which the old placement stayed."),
     ("grammar_compile_seconds", "CPU seconds spent compiling grammars, rejected ones included."),
     ("grammar_worker_restarts", "Restarts of the grammar worker processes."),

@@ -26,7 +26,6 @@ from moiety_engine import memory
 from moiety_engine.assembly import follow
 from moiety_engine.config import EngineConfig
 from moiety_engine.disk import folder
-from moiety_engine.distribution import rank_group
 from moiety_engine.distribution import rank_heartbeat as heartbeat
 from moiety_engine.distribution.collectives import TransferGroup
 from moiety_engine.distribution.layout import Layout, layout_of
@@ -46,6 +45,8 @@ from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import ExpertLoadQuery, unpack_counts
 
+WORKER = "moiety_engine.distribution.rank_processes.MODULE"  # of ranks that rank 0 starts
+
 
 class Work(msgspec.Struct):
     config: EngineConfig
@@ -57,11 +58,12 @@ class Work(msgspec.Struct):
     counts: bool = False  # experts' picks
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
-    until_failed: bool = False  # with `again`: until a move of experts has failed
+    scales: list[int] = []  # numbers of expert ranks, one after the other; with `again`, until all were tried
     fails: str = ""  # rank 0 raises this error
-    lacks: str = ""  # what is missing, on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory for
-    # experts that move), `links` (their connections); on all ranks `cache`, `disk`; or `itself`: a rank other than the
-    # first ends when it allocates slots of adapters
+    lacks: str = (
+        ""  # on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory of moves), `links` (their
+    )
+    # connections); on all `cache`, `disk`; `new ranks`; `itself`: another rank ends when it allocates adapter slots
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
@@ -91,6 +93,8 @@ class Answer(msgspec.Struct):
     waited_s: list[float] = []  # of attention and of experts, each for the other
     moves: dict[str, float] = {}  # of experts between ranks, what the engine tells of them
     num_excluded: int = 0  # ranks
+    expert_ranks: list[int] = []  # after each change that was asked for
+    scaling_problems: list[str] = []
     most_in_flight: int = 0  # steps
     num_aborted: int = 0
     num_used_blocks: int = 0  # at the end
@@ -160,18 +164,16 @@ def lacking(what: str) -> Iterator[None]:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def no_room(*_: Any) -> None:
-        raise RuntimeError("there is no room")
-
+    full_memory = RuntimeError("there is no room")
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "disk":
             stack.enter_context(patch.object(folder, "write_file", full))
         if what == "moves":
-            stack.enter_context(patch.object(SlotWeights, "prepare", no_room))
+            stack.enter_context(patch.object(SlotWeights, "prepare", side_effect=full_memory))
         if what == "links":
-            stack.enter_context(patch.object(TransferGroup, "exchange", no_room))
+            stack.enter_context(patch.object(TransferGroup, "exchange", side_effect=full_memory))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "parts":
@@ -251,6 +253,22 @@ def shuffler(loop: EngineLoop) -> Callable[[int], None]:
     return shuffle
 
 
+def scaler(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None]:
+    """Return a function that asks for the next number of expert ranks once the last one is there or was refused."""
+    left, scaling = list(work.scales), loop.experts.scaling
+
+    def scale(_: int) -> None:
+        if not scaling.is_under_way and len(answer.expert_ranks) < len(work.scales):
+            if len(left) < len(work.scales):
+                answer.expert_ranks.append(loop.load().expert_ranks)
+                answer.scaling_problems.append(scaling.problem)
+            with patch(WORKER, "none") if work.lacks == "new ranks" else contextlib.nullcontext():
+                if left:
+                    loop.scale_expert_ranks(left.pop(0))
+
+    return scale
+
+
 def watcher(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None]:
     """Return a function that counts the steps in flight, and aborts requests that one of them decodes."""
     left = set(work.aborts)
@@ -327,6 +345,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     on_step = shuffler(loop) if work.shuffles else watcher(loop, work, answer)
+    on_step = scaler(loop, work, answer) if work.scales else on_step
     for wave in work.waves if work.some_fail else ():
         step_through(loop, wave, answer)
     if work.some_fail:
@@ -343,7 +362,9 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
                 answer.vectors[key] = list(memoryview(result.finish.embedding).cast("f"))
         if work.served:
             Path(work.served).touch()
-        if work.until_failed and loop.load().failed_expert_moves_total:
+        has_failed = work.lacks == "links" and loop.load().failed_expert_moves_total
+        has_scaled = work.scales and len(answer.expert_ranks) == len(work.scales)
+        if has_failed or (has_scaled and len(answer.token_ids) == sum(map(len, work.waves))):
             break
         if work.naps:
             answer.refusals.append(nap(loop, work.lacks))
@@ -383,7 +404,7 @@ def answer_by(work: Work) -> Answer:
         if work.turns:
             stack.enter_context(turns.kept(rank))
         if work.lacks == "links":
-            stack.enter_context(patch.object(rank_group, "LONGEST_TRANSFER", timedelta(seconds=3)))
+            stack.enter_context(patch("moiety_engine.distribution.rank_group.LONGEST_TRANSFER", timedelta(seconds=3)))
         if work.exact:
             stack.enter_context(patch.object(tiles, "usable", lambda: False))
             stack.enter_context(patch.object(dots, "usable", lambda _: False))

@@ -270,7 +270,7 @@ def test_experts_stay_where_they_are_if_the_connections_for_transfers_break(
     processes: RankProcesses, alone: Alone
 ) -> None:
     config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, redundant_experts=2)
-    work = {"waves": requests(), "again": True, "shuffles": True, "until_failed": True}
+    work = {"waves": requests(), "again": True, "shuffles": True}
     ours, other = processes.work(*ranks_of(config), **work, lacks="links")
     assert not ours["error"] and not other["error"]
     assert_same(alone.says("qwen3_moe"), ours)

@@ -30,6 +30,10 @@ class ControlChannel(Protocol):
         """Wait until the other ranks have received all messages."""
         ...
 
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on. All of its ranks must call this after the same message."""
+        ...
+
 
 class Channel:
     """One end of a channel by broadcasts, which wait until the other ranks take part."""
@@ -58,6 +62,10 @@ class Channel:
         rest = torch.empty(end - HEAD_BYTES, dtype=torch.uint8)
         dist.broadcast(rest, group=self._handle, group_src=0)
         return head[_LENGTH.size :] + rest.numpy().tobytes()
+
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on. All of its ranks must call this after the same message."""
+        self._handle = handle
 
     def flush(self) -> None:
         """Return at once: the other ranks have taken part in all broadcasts."""
@@ -90,6 +98,10 @@ class DirectChannel:
     def flush(self) -> None:
         """Wait until the other ranks have received all messages."""
         self._wait_for_all_but(0)
+
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on; all messages must have been received."""
+        self._handle, self._receivers = handle, range(1, handle.size())
 
     def receive(self) -> bytes:
         """Wait for the next message and return it. Only on the other ranks."""

@@ -44,6 +44,10 @@ class RankCollectives:
         self.size = 1 if handle is None else handle.size()
         self.rank = 0 if handle is None else handle.rank()
 
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on. All of its ranks must call this at the same point."""
+        self._handle, self.size, self.rank = handle, handle.size(), handle.rank()
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, bitwise the same on each of them; x may be overwritten."""
         if self._handle is None or not x.numel():
@@ -269,6 +273,10 @@ class RowExchange:
         """The process group of the ranks."""
         return self._handle
 
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on; no rows may be in transfer."""
+        self._handle, self.size, self.rank = handle, handle.size(), handle.rank()
+
     def exchange_counts(self, num_sent_R: Tensor) -> tuple[list[int], list[int]]:
         """Exchange the numbers of rows: return how many rows go to each rank, and how many come from each.
 
@@ -358,10 +366,19 @@ class TransferGroup:
         the number of the other rank. Two ranks must list their common tensors in the same order. Raises RuntimeError if
         another rank does not take part within the timeout of the group.
         """
-        operations = [dist.P2POp(dist.isend, tensor, rank, self._handle) for rank, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, rank, self._handle) for rank, tensor in receives]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        if any(tensor.is_cuda for _, tensor in (*sends, *receives)):  # NCCL needs all operations of a rank together
+            operations = [dist.P2POp(dist.isend, tensor, rank, self._handle) for rank, tensor in sends]
+            operations += [dist.P2POp(dist.irecv, tensor, rank, self._handle) for rank, tensor in receives]
+            works = dist.batch_isend_irecv(operations)
+        else:  # also on groups that are not registered with torch.distributed
+            works = [self._handle.send([tensor], rank, 0) for rank, tensor in sends]
+            works += [self._handle.recv([tensor], rank, 0) for rank, tensor in receives]
+        for work in works:
             work.wait()
+
+    def replace_group(self, handle: dist.ProcessGroup) -> None:
+        """Use another group from now on; nothing may be in transfer."""
+        self._handle = handle
 
     def all_succeeded(self, succeeded: bool) -> bool:
         """Return whether all ranks have succeeded; waits for all of them. Raises RuntimeError as `exchange`."""
@@ -370,9 +387,12 @@ class TransferGroup:
         return not num_failed.item()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ranks:
-    """A rank's position on the mesh, and the groups that it computes with."""
+    """A rank's position on the mesh, and the groups that it computes with.
+
+    The position and the groups with expert ranks change when expert ranks are added or removed.
+    """
 
     rank_position: RankPosition = SINGLE_RANK
     tensor: RankCollectives = field(

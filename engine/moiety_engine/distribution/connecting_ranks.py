@@ -40,10 +40,10 @@ class ConnectingRanks:
     """Connections of ranks, owned until `take`. Used by one thread."""
 
     def __init__(
-        self, listener: socket.socket, own: RankHello, num_ranks: int, note: Callable[[int], None] | None
+        self, listener: socket.socket, own: RankHello, expected: range, note: Callable[[int], None] | None
     ) -> None:
-        """Listen for ranks. `note` is called with each rank that connected and disconnected again."""
-        self._listener, self._own, self._num_ranks, self._note = listener, own, num_ranks, note
+        """Listen for the expected ranks. `note` is called with each rank that connected and disconnected again."""
+        self._listener, self._own, self._expected, self._note = listener, own, expected, note
         self._peers: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -53,7 +53,7 @@ class ConnectingRanks:
     def missing(self) -> list[int]:
         """Ranks that are not connected, or held back."""
         there = {peer.hello.rank for peer in self._peers if peer.hello and not peer.held_back}
-        return [rank for rank in range(1, self._num_ranks) if rank not in there]
+        return [rank for rank in self._expected if rank not in there]
 
     @property
     def held_back(self) -> set[int]:
@@ -130,9 +130,9 @@ class ConnectingRanks:
             return
         known = any(other.hello and other.hello.rank == hello.rank for other in self._peers)
         peer.hello, peer.held_back = hello, hello.rank in hold_back
-        if known or not 0 < hello.rank < self._num_ranks:
+        if known or hello.rank not in self._expected:
             raise RanksError(
-                f"a rank {hello.rank} of {self._num_ranks} connected twice or has an invalid number: check "
+                f"a rank {hello.rank} of {self._expected.stop} connected twice or has an invalid number: check "
                 "the launcher that started it"
             )
         _compare(self._own, hello)

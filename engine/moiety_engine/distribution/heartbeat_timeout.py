@@ -28,6 +28,10 @@ class HeartbeatTimeout:
     def record(self, rank: int) -> None:
         self._last_s[rank] = self._counted_s
 
+    def forget(self, rank: int) -> None:
+        """Do not expect messages of the rank any more."""
+        self._last_s.pop(rank, None)
+
     def too_long(self) -> list[int]:
         """Return the ranks that are silent beyond the limit. Call it after all received messages were processed."""
         return self.longer_than(self.limit_s)

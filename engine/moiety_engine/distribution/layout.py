@@ -34,6 +34,7 @@ class Layout:
     ffn_ranks: int = 0
     excluded: tuple[int, ...] = ()  # numbers among all ranks with experts; the others hold their experts
     dcp: int = 1  # ranks of a group that divide the positions of a sequence's cache
+    is_scaled: bool = False  # the number of expert ranks was changed, so they may have unequal shares of the experts
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.ep, self.pp) < 1:
@@ -55,7 +56,7 @@ class Layout:
                 f"--ep {self.ep} does not divide the {self.stage_size} ranks of --dp-attention {self.dp} "
                 f"× --tp {self.tp}, which hold the experts: choose a divisor"
             )
-        if self.redundant_experts % self.ep and not self.excluded:
+        if self.redundant_experts % self.ep and not (self.excluded or self.is_scaled):
             most = -(-self.redundant_experts // self.ep) * self.ep
             raise InvalidConfig(
                 f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: use {most}"
@@ -92,9 +93,10 @@ class Layout:
         """Return the expert that each slot of a layer initially holds, the parts' slots one after the other.
 
         A part's slots hold its share of all experts, in order, then the first experts of the next part. With excluded
-        ranks, `start_without` decides. Raises InvalidConfig if the experts cannot be divided evenly.
+        ranks or another number of expert ranks, `start_without` decides. Raises InvalidConfig if the experts cannot be
+        divided evenly.
         """
-        if self.excluded:
+        if self.excluded or self.is_scaled:
             return self._slots_without(num_experts)
         each, spare = divide(num_experts, self.ep, "experts", "--ep"), self.redundant_experts // self.ep
         if spare > num_experts - each:
@@ -306,6 +308,26 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
     excluded = tuple(with_experts if layout.ffn_ranks else with_attention)
     ep = (ffn_ranks or dp * layout.tp) if excluded else layout.ep
     return replace(layout, dp=dp, ep=ep, ffn_ranks=ffn_ranks, excluded=excluded)
+
+
+def with_expert_ranks(layout: Layout, num_ranks: int) -> Layout:
+    """Return the layout with this number of expert ranks, each with whole experts.
+
+    Raises InvalidConfig if the layout has no expert ranks, or divides experts among them.
+    """
+    if not layout.ffn_ranks:
+        raise InvalidConfig(
+            "ranks can be added and removed only where experts have ranks of their own, since other ranks hold the KV "
+            "cache of their requests: use --ffn-ranks, or restart the engine with other options"
+        )
+    if layout.ep != layout.ffn_ranks:
+        raise InvalidConfig(
+            f"--ep {layout.ep} divides each expert among several of the {layout.ffn_ranks} expert ranks, whose number "
+            f"is therefore fixed: start the engine with --ep {layout.ffn_ranks}"
+        )
+    if num_ranks < 1:
+        raise InvalidConfig(f"at least one expert rank must be left, but {num_ranks} were requested")
+    return replace(layout, ffn_ranks=num_ranks, ep=num_ranks, excluded=(), is_scaled=True)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

@@ -33,6 +33,7 @@ from moiety_engine.loopback import keep_collectives_on_loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from moiety_engine.distribution.rank_additions import RankAdditions
     from moiety_engine.distribution.rank_heartbeat import RankHeartbeat
     from moiety_engine.distribution.rank_processes import RankProcesses
     from moiety_engine.distribution.rendezvous_address import Rendezvous
@@ -51,12 +52,13 @@ class RankGroup:
     store: Store  # rank 0's store serves the others; its keys are those of this attempt
     excluded: tuple[int, ...] = ()  # excluded ranks, by their original numbers
     children: RankProcesses | None = field(default=None)
+    additions: RankAdditions | None = field(default=None)  # on rank 0, if it has started the others
 
     def close(self) -> None:
         """End the group normally; on rank 0, call it after the stop message was sent."""
         self.channel.flush()
         self.heartbeat.close()
-        dist.destroy_process_group()
+        _destroy_groups()
         if self.children is not None:
             self.children.wait()
 
@@ -69,7 +71,7 @@ class RankGroup:
 
         Only valid on rank 0. The values of the expert ranks are up to half a second old.
         """
-        of_experts = sum(self.heartbeat.waited_s.values())  # the other ranks report 0
+        of_experts = self.heartbeat.waited_before_s + sum(self.heartbeat.waited_s.values())  # the others report 0
         return self.ranks.waited.seconds, of_experts / max(1, self.ranks.rank_position.layout.ffn_ranks)
 
     def sum_figures(self, own: dict[str, int]) -> dict[str, int]:
@@ -85,7 +87,7 @@ class RankGroup:
         `own`: the others may continue without it.
         """
         self.heartbeat.fail(reason, own=own)
-        dist.destroy_process_group()
+        _destroy_groups()
         if self.children is not None:
             self.children.wait()
 
@@ -147,7 +149,7 @@ def _rank_group_of(
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
-    own_keys = PrefixStore(f"ranks/{rendezvous.attempt}", store)
+    own_keys = keys_of_group(rendezvous, store)
     layout, rank = without(layout, excluded), rendezvous.rank - sum(one < rendezvous.rank for one in excluded)
     dist.init_process_group(
         BACKENDS[device_type],
@@ -170,7 +172,8 @@ def _rank_group_of(
     channel = Channel(everyone) if steps_in_flight == 1 else DirectChannel(everyone)
     rank_position = RankPosition(layout, rank)
     crossings = _crossings(rank_position)
-    transfers = TransferGroup(dist.new_group(timeout=LONGEST_TRANSFER)) if moves_experts and layout.ep > 1 else None
+    may_move = layout.ep > 1 or layout.ffn_ranks > 0  # expert ranks may be added
+    transfers = TransferGroup(dist.new_group(timeout=LONGEST_TRANSFER)) if moves_experts and may_move else None
     if rank_position.expert_rank is not None:
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings, transfers=transfers)
         heartbeat.report_waited(ranks.waited)
@@ -196,6 +199,16 @@ def _rank_group_of(
         transfers=transfers,
     )
     return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
+
+
+def keys_of_group(rendezvous: Rendezvous, store: Store) -> PrefixStore:
+    """Return the part of the store that the ranks of this start use while they run."""
+    return PrefixStore(f"ranks/{rendezvous.attempt}", store)
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():  # not on a rank that has joined a running group
+        dist.destroy_process_group()
 
 
 def _across(rank_position: RankPosition) -> DataParallelGroup:

@@ -164,6 +164,9 @@ class RankHeartbeat:
         self._note = note
         self._changed = threading.Condition()
         self._guards = self._over = False
+        self._dispensable: set[int] = set()  # ranks that join or leave while the group runs
+        self._joining: dict[int, RankConnection] = {}  # not watched yet
+        self.waited_before_s = 0.0  # of ranks that have left
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -185,6 +188,29 @@ class RankHeartbeat:
     def report_figures(self, read: Callable[[], dict[str, int]]) -> None:
         """Report these load figures to the others from now on. `read` is called in the heartbeat's thread."""
         self._own_figures = read
+
+    def watch_candidates(self, lines: Mapping[int, RankConnection]) -> None:
+        """Exchange heartbeats with these ranks too, whose loss is not that of the group until they are admitted."""
+        with self._changed:
+            self._dispensable |= lines.keys()
+            self._joining |= lines
+
+    def lost_candidates(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of these ranks that are not connected any more."""
+        with self._changed:
+            return [rank for rank in ranks if rank not in self._lines and rank not in self._joining]
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        """Count the loss of these candidates as a loss of the group from now on."""
+        with self._changed:
+            self._dispensable -= set(ranks)
+        for rank in self.lost_candidates(ranks):
+            self._report_loss(f"rank {rank} is lost: its process ended", [rank])
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        """Let these ranks end from now on without a loss of the group."""
+        with self._changed:
+            self._dispensable |= set(ranks)
 
     def wait_loaded(self) -> None:
         """Wait until all other ranks have loaded their shares. Raises RanksError."""
@@ -233,14 +259,19 @@ class RankHeartbeat:
             interval_s = BEAT_INTERVAL_S / 2
             silence = HeartbeatTimeout(self._lines, limit_s=SILENCE_S, interval_s=interval_s, now_s=time.monotonic())
             while not self._over:
+                self._watch_joining(selector, silence)
                 found = selector.select(interval_s)
                 silence.begin_interval(now_s := time.monotonic())
                 for key, _ in found:
-                    self._receive_messages(key.data)
-                    silence.record(key.data)
+                    if self._receive_messages(key.data):
+                        silence.record(key.data)
+                    else:
+                        self._forget_rank(key.data, selector, silence)
                 if now_s - beat_at_s >= BEAT_INTERVAL_S:
                     beat_at_s = now_s
                     self.send(Beat(self._waited.seconds, self._own_figures()))
+                for rank in self._dispensable.intersection(silence.too_long()):
+                    self._forget_rank(rank, selector, silence)
                 if silent := silence.too_long():
                     reason = (
                         f"rank {silent[0]} sent no heartbeat for {SILENCE_S:g} s: its process hangs, or its "
@@ -248,15 +279,41 @@ class RankHeartbeat:
                     )
                     self._report_loss(reason, silence.longer_than(SILENCE_S / 2))
 
-    def _receive_messages(self, rank: int) -> None:
+    def _watch_joining(self, selector: selectors.BaseSelector, silence: HeartbeatTimeout) -> None:
+        with self._changed:
+            joining, self._joining = self._joining, {}
+            self._lines = self._lines | joining
+        for rank, line in joining.items():
+            line.socket.settimeout(SILENCE_S)
+            selector.register(line.socket, selectors.EVENT_READ, rank)
+            silence.record(rank)
+
+    def _forget_rank(self, rank: int, selector: selectors.BaseSelector, silence: HeartbeatTimeout) -> None:
+        """Close the connection of a rank whose loss is not that of the group."""
+        with self._changed:
+            line = self._lines[rank]
+            self._lines = {other: one for other, one in self._lines.items() if other != rank}
+            self._dispensable.discard(rank)
+        self.waited_before_s += self.waited_s.pop(rank, 0.0)
+        self.figures.pop(rank, None)
+        selector.unregister(line.socket)
+        silence.forget(rank)
+        line.close()
+
+    def _receive_messages(self, rank: int) -> bool:
+        """Process the messages of a rank. Return False if it has ended and its loss is not that of the group."""
         try:
             words: Iterable[RankMessage] = self._lines[rank].receive()
         except (OSError, EOFError, msgspec.DecodeError):
+            if rank in self._dispensable:
+                return False
             self._report_loss(
                 f"rank {rank} is lost: its process ended, or the connection to its host is closed", [rank]
             )
-            return
+            return True
         for word in words:
+            if rank in self._dispensable and isinstance(word, RankFailed | RankGroupEnd):
+                return False
             if isinstance(word, Beat):
                 self.waited_s[rank], self.figures[rank] = word.waited_s, word.figures
             elif isinstance(word, Loaded):
@@ -269,6 +326,7 @@ class RankHeartbeat:
                 )
             elif isinstance(word, RankGroupEnd):
                 self._over = True
+        return True
 
     def _report_loss(self, reason: str, ranks: list[int]) -> None:
         if self._over:

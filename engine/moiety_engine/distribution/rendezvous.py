@@ -99,7 +99,7 @@ def connect_ranks(
     join, with the reasons. On rank 0, `note` is called with each lost rank, from now on until the heartbeat ends.
     Raises RanksError, on each rank for the same reason.
     """
-    store = PrefixStore(f"moiety/{rendezvous.attempt}", store)
+    store = _keys(rendezvous, store)
     if rendezvous.rank:
         line, excluded = _join_rank_0(rendezvous, store, settings, checkpoint, timeout_s)
         return ConnectedRanks(RankHeartbeat(rendezvous.rank, {0: line}), excluded)
@@ -108,7 +108,7 @@ def connect_ranks(
         where = [rendezvous.own_host, listener.getsockname()[1], secret]
         store.set(_ADDRESS, msgspec.json.encode(where).decode())
         own = RankHello(0, secret, settings, checkpoint)
-        with contextlib.closing(ConnectingRanks(listener, own, rendezvous.num_ranks, note)) as arrivals:
+        with contextlib.closing(ConnectingRanks(listener, own, range(1, rendezvous.num_ranks), note)) as arrivals:
             try:
                 excluded = _receive_all(arrivals, rendezvous.num_ranks, timeout_s, exclusion, gone)
             except RanksError as exc:
@@ -121,6 +121,50 @@ def connect_ranks(
         with contextlib.suppress(OSError):  # the heartbeat reports the loss
             line.send(Welcome(excluded))
     return ConnectedRanks(RankHeartbeat(0, lines, note), excluded)
+
+
+def admit_ranks(
+    rendezvous: Rendezvous,
+    store: Store,
+    ranks: range,
+    settings: dict[str, str],
+    checkpoint: str,
+    *,
+    timeout_s: float,
+    gone: Callable[[], Mapping[int, str]],
+) -> dict[int, RankConnection]:
+    """Wait on rank 0 for ranks that join the running group, and return their connections.
+
+    `rendezvous` is that of the new ranks, but for the rank; see `connect_ranks` for the other arguments. Raises
+    RanksError.
+    """
+    store = _keys(rendezvous, store)
+    with _listener(rendezvous) as listener:
+        secret = secrets.token_hex()
+        store.set(_ADDRESS, msgspec.json.encode([rendezvous.own_host, listener.getsockname()[1], secret]).decode())
+        own = RankHello(0, secret, settings, checkpoint)
+        with contextlib.closing(ConnectingRanks(listener, own, ranks, None)) as arrivals:
+            until_s = time.monotonic() + timeout_s
+            while arrivals.missing:
+                arrivals.poll(())
+                ended = [why for rank, why in gone().items() if rank in arrivals.missing]
+                if ended or time.monotonic() > until_s:
+                    late = ", ".join(map(str, arrivals.missing))
+                    reason = f"these new ranks did not join within {timeout_s:g} s (--join-timeout-s): {late}"
+                    reason = ended[0] if ended else reason
+                    arrivals.reject_all(reason)
+                    raise RanksError(reason)
+            lines = arrivals.take()
+    for line in lines.values():
+        with contextlib.suppress(OSError):  # the heartbeat reports the loss
+            line.send(Welcome())
+    return lines
+
+
+def _keys(rendezvous: Rendezvous, store: Store) -> PrefixStore:
+    """Return the part of the store for one rendezvous."""
+    further = f"/{rendezvous.generation}" if rendezvous.generation else ""
+    return PrefixStore(f"moiety/{rendezvous.attempt}{further}", store)
 
 
 def _listener(rendezvous: Rendezvous) -> socket.socket:

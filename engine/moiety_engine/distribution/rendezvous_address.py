@@ -30,6 +30,8 @@ class Rendezvous:
     port: int = 0
     store_runs: bool = False
     attempt: int = 0  # number of restarts by the launcher
+    generation: int = 0  # with expert ranks that join a running group: which change of their number; 0: at the start
+    num_expert_ranks: int = 0  # of this generation
 
     @property
     def is_local(self) -> bool:

@@ -194,6 +194,12 @@ class AdapterStacks:
         self._spec, self._rank_position, self._device = spec, rank_position, device
         self._forms, self._first_layer = RankForms(own, first_layer), first_layer
 
+    def move_to(self, rank_position: RankPosition) -> None:
+        """Use another layout of expert ranks for the sizes of slots to come. There must be no slots."""
+        assert not self.num_slots, "slots are laid out for the expert ranks of before"
+        self._rank_position = rank_position
+        self.__dict__.pop("_all_forms", None)
+
     def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:
         """Return the memory of `num_slots` slots, in bytes, on the rank that needs most."""
         wanted = tuple(keys)

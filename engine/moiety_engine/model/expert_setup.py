@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def expert_slots(spec: DenseSpec | MoeSpec | None, ranks: Ranks, device: torch.device) -> ExpertSlots | None:
     """Return the expert slots of a layer; None if the layer has no experts or all of them are on this rank."""
     layout = ranks.rank_position.layout
-    if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None):
+    may_be_scaled = layout.ffn_ranks == layout.ep  # another number of expert ranks may follow
+    if not isinstance(spec, MoeSpec) or (layout.ep == 1 and ranks.experts is None and not may_be_scaled):
         return None
     num_experts = spec.num_experts
     slots, counts = layout.slots(num_experts), False if ranks.crossings else None  # remote: no device sync

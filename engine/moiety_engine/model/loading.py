@@ -88,11 +88,15 @@ class WeightShard:
         """Return the Transformer of a rank with layers. `vocabulary`: another model's, for a model without one."""
         return Transformer(self.spec, self.weights, self.options, vocabulary)
 
-    def experts(self) -> ExpertServer:
-        """Return the server of a rank with experts only."""
+    def experts(self, ranks: Ranks | None = None) -> ExpertServer:
+        """Return the server of a rank with experts only. `ranks`: its groups, unless they were known while loading."""
         given = self.options
         return ExpertServer(
-            self.spec, self.weights, arithmetic=given.arithmetic, ranks=given.ranks, expert_cache=given.expert_cache
+            self.spec,
+            self.weights,
+            arithmetic=given.arithmetic,
+            ranks=given.ranks if ranks is None else ranks,
+            expert_cache=given.expert_cache,
         )
 
 

@@ -51,11 +51,10 @@ class RemoteExperts(MixtureOfExperts):
     def __init__(self, spec: MoeSpec, weights: MoeWeights, context: MoeContext, ranks: Ranks) -> None:
         """Create the layer. The context's slots are None if each expert rank has a shard of every expert."""
         super().__init__(spec, weights, context)
-        slots = context.slots
         (self._crossing,) = ranks.crossings
         self._waited = ranks.waited
-        self._rank_position = ranks.rank_position
-        self._num_held = spec.routing.num_experts if slots is None else slots.num_held
+        self._ranks = ranks
+        self._num_experts = spec.routing.num_experts
 
     @property
     def is_remote(self) -> bool:
@@ -79,11 +78,12 @@ class RemoteExperts(MixtureOfExperts):
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
         input_TD, weight_TK = self._weighed(x_TD, weight_TK)
-        share, crossing = share_of(self._rank_position, len(x_TD)), self._crossing
+        rank_position, crossing = self._ranks.rank_position, self._crossing
+        share, num_held = share_of(rank_position, len(x_TD)), self._num_experts
         x_SD, weight_SK, slot_SK = input_TD[share], weight_TK[share], expert_TK[share]
         if self._slots is not None:
-            slot_SK = self._slots.of(slot_SK, num_ranks=crossing.num_attention)
-        goes_RS = destinations(self._rank_position, self._num_held, slot_SK)
+            slot_SK, num_held = self._slots.of(slot_SK, num_ranks=crossing.num_attention), self._slots.num_held
+        goes_RS = destinations(rank_position, num_held, slot_SK)
         num_sent, row_N = goes_RS.sum(1).tolist(), goes_RS.nonzero()[:, 1]
         packed_NB = ExpertRows(x_SD, weight_SK, slot_SK, *adapter_columns(rows, share)).pack().index_select(0, row_N)
         none = [0] * crossing.there.size

@@ -39,6 +39,7 @@ from moiety_engine.moe.tenants import NUM_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from moiety_engine.distribution.layout import RankPosition
     from moiety_engine.model.adapter_stacks import Key
     from moiety_engine.model.decode_programs import Decodes, Replayed
     from moiety_engine.model.layers import RecurrentLayer
@@ -182,6 +183,15 @@ class Transformer:
         """
         place = layer - self._first_layer
         return self._layers.slots[place] if 0 <= place < len(self._layers.slots) else None
+
+    def use_expert_ranks(self, rank_position: RankPosition) -> None:
+        """Send rows to the expert ranks of this layout from now on; call it between steps, on all ranks."""
+        self.adapters.move_to(rank_position)
+        for table in self._layers.slots:
+            if table is not None:
+                num_experts = table.placement.num_experts
+                slots, parts = rank_position.layout.slots(num_experts), rank_position.layout.ep
+                table.replace_parts(slots, num_experts, num_parts=parts, own_part=rank_position.ep_rank)
 
     def slot_weights(self, layer: int) -> SlotWeights | None:
         """Return the weights in this rank's expert slots of a layer, an index over all pipeline stages.

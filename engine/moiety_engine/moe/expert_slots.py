@@ -60,10 +60,15 @@ class ExpertSlots:
         `slots`: the expert in each slot, part by part. `counts`: whether the choice counts tokens, which waits for the
         device; None means yes on a CPU and no on a GPU.
         """
-        self.num_held = len(slots) // num_parts  # slots of a part
-        self._first, self._device = own_part * self.num_held, device
+        self._device = device
         self._ridge_rows = _RIDGE_ROWS[device.type]
         self._counts = device.type == "cpu" if counts is None else counts
+        self.replace_parts(slots, num_experts, num_parts=num_parts, own_part=own_part)
+
+    def replace_parts(self, slots: Sequence[int], num_experts: int, *, num_parts: int, own_part: int) -> None:
+        """Switch to another number of parts. All ranks call it between the same two steps."""
+        self.num_held = len(slots) // num_parts  # slots of a part
+        self._first = own_part * self.num_held
         self._switch(Placement.of([slots], num_experts=num_experts, num_ranks=num_parts))
 
     @property

@@ -23,10 +23,10 @@ from moiety_engine.model.batch import Spread
 from moiety_engine.moe.tenants import NO_TENANT
 from moiety_engine.runner.adapter_messages import AdapterMessage, LayOutAdapters, LoadAdapter
 from moiety_engine.runner.block_tables import HostTable
+from moiety_engine.runner.expert_messages import ExpertMessage
 from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.runner.state_rows import HostStates
-from moiety_placement.transition import Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -253,19 +253,6 @@ class MoveStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
     copies: list[tuple[int, int]]
 
 
-class BeginExpertMove(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Transfer the weights of other experts for slots of a layer into spare buffers, while steps run."""
-
-    layer: int
-    writes: list[Write]
-
-
-class EndExpertMove(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Write the transferred experts into the slots and switch the table; without `commits`, discard them."""
-
-    commits: bool
-
-
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Offload the weights to host memory, unless they are there already."""
 
@@ -309,8 +296,7 @@ ControlMessage = (
     | RunDraftPass
     | Swap
     | MoveStates
-    | BeginExpertMove
-    | EndExpertMove
+    | ExpertMessage
     | EncodeImage
     | ForgetImages
     | AdapterMessage

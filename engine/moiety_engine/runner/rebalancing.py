@@ -14,7 +14,7 @@ import structlog
 
 from moiety_engine.moe.balancer import Balancer
 from moiety_engine.moe.planner_process import PlannerProcess
-from moiety_engine.runner.control_messages import BeginExpertMove, EndExpertMove
+from moiety_engine.runner.expert_messages import BeginExpertMove, EndExpertMove
 from moiety_engine.runner.expert_transfers import ExpertTransfers, TransferRefused
 from moiety_placement.placement_table import Placement
 from moiety_wire.engine_choices import RebalanceMode
@@ -65,16 +65,10 @@ class Rebalancing:
         now_s: float,
     ) -> None:
         self._model, self._controls, self._shape, self._mode = model, controls, shape, mode
-        layout = model.ranks.rank_position.layout
-        at_start = layout.slots(shape.num_placed)  # initial slots, assumed for layers of other stages
-        tables = map(model.slots_of, shape.layers)
-        slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
-        placement = Placement.of(slots_LR, num_experts=shape.num_placed, num_ranks=layout.ep)
-        self._slots_of_part = len(at_start) // layout.ep
-        self._piece_bytes = max(1, shape.expert_bytes // model.ranks.rank_position.expert_cuts)
-        most_writes = max(1, MOVE_BYTES[mode] // self._piece_bytes)
-        planner = PlannerProcess() if mode is RebalanceMode.ASYNC else None
-        self.balancer = Balancer(placement, every_s=every_s, most_writes=most_writes, now_s=now_s, planner=planner)
+        self._every_s = every_s
+        self._planner = PlannerProcess() if mode is RebalanceMode.ASYNC else None
+        self._slots_of_part = self._piece_bytes = 1
+        self.balancer = self._new_balancer(now_s)
         self._transfers = ExpertTransfers(model, group)
         self._under_way: _Move | None = None
         self._has_stopped = False  # the connections between the ranks' threads are broken
@@ -83,6 +77,29 @@ class Rebalancing:
         self._bytes_per_s = _BYTES_PER_S
         self._busy_s = 0.0  # spent on steps since the load was last evaluated
         self._updated_s = now_s
+
+    def restart(self, now_s: float) -> None:
+        """Begin anew with the placement of another layout of ranks. No move may be under way."""
+        before = self.balancer
+        before.close()  # it may have a plan of the layout of before
+        self.balancer = self._new_balancer(now_s)
+        self.balancer.rebalances_total = before.rebalances_total
+        self.balancer.balancedness = before.balancedness
+        self.balancer.balancedness_planned = before.balancedness_planned
+        self._busy_s = 0.0
+
+    def _new_balancer(self, now_s: float) -> Balancer:
+        model, shape = self._model, self._shape
+        layout = model.ranks.rank_position.layout
+        at_start = layout.slots(shape.num_placed)  # initial slots, assumed for layers of other stages
+        tables = map(model.slots_of, shape.layers)
+        slots_LR = [at_start if one is None else one.placement.physical_to_logical_LR[0].tolist() for one in tables]
+        placement = Placement.of(slots_LR, num_experts=shape.num_placed, num_ranks=layout.ep)
+        self._slots_of_part = len(at_start) // layout.ep
+        self._piece_bytes = max(1, shape.expert_bytes // model.ranks.rank_position.expert_cuts)
+        most_writes = max(1, MOVE_BYTES[self._mode] // self._piece_bytes)
+        planner = self._planner
+        return Balancer(placement, every_s=self._every_s, most_writes=most_writes, now_s=now_s, planner=planner)
 
     def restart_clock(self, now_s: float) -> None:
         """Restart the clock after the engine slept, so that the sleep does not count as work."""
@@ -203,6 +220,6 @@ def rebalancing_of(
     """Return the rebalancing of this replica; None where experts do not move."""
     every_s, shape, group = config.rebalanced_every_s, model.experts, model.ranks.transfers
     # a single rank may remain after rank exclusion
-    if not every_s or shape is None or group is None:
+    if not every_s or shape is None or group is None or model.ranks.rank_position.layout.ep == 1:
         return None
     return Rebalancing(model, controls, shape, group, every_s=every_s, mode=config.rebalance_mode, now_s=now_s)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
 import torch
 
+from moiety_engine.distribution.layout import RankPosition, with_expert_ranks
+from moiety_engine.distribution.rank_scaling import NextGroups, ScalingPreparation, adopt_groups
 from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.kv_transfer.rank_messages import (
@@ -28,11 +31,9 @@ from moiety_engine.runner.adapter_loading import AdapterArranger, prepare_slots,
 from moiety_engine.runner.adapter_messages import AdapterMessage, DropAdapter, LayOutAdapters, LoadAdapter, SendAdapter
 from moiety_engine.runner.control_messages import (
     Allocate,
-    BeginExpertMove,
     ControlMessage,
     CopyDiskRows,
     EncodeImage,
-    EndExpertMove,
     EndStep,
     ForgetImages,
     MoveStates,
@@ -47,6 +48,13 @@ from moiety_engine.runner.control_messages import (
 )
 from moiety_engine.runner.device_state import free_cached_memory
 from moiety_engine.runner.draft_passes import DraftPasses
+from moiety_engine.runner.expert_messages import (
+    BeginExpertMove,
+    EndExpertMove,
+    ExpertMessage,
+    PrepareExpertRanks,
+    SwitchExpertRanks,
+)
 from moiety_engine.runner.expert_transfers import ExpertTransfers
 from moiety_engine.runner.inputs import BatchBuilder
 from moiety_engine.runner.kv_swap import HostKv
@@ -89,11 +97,13 @@ class WorkerBase:
         self._arranger = AdapterArranger(share)
         group = rank_group.ranks.transfers
         self._expert_transfers = None if group is None else ExpertTransfers(share, group)
+        self._scaling: ScalingPreparation | None = None
+        self._is_removed = False
         self._decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
     def run(self) -> None:
-        """Execute control messages until rank 0 sends Stop."""
-        while True:
+        """Execute control messages until rank 0 sends Stop, or removes this rank."""
+        while not self._is_removed:
             message = self._decoder.decode(self._rank_group.channel.receive())
             if isinstance(message, Stop):
                 return
@@ -119,8 +129,8 @@ class WorkerBase:
                 self._swap(message)
             case MoveStates():
                 self._move_states(message)
-            case BeginExpertMove() | EndExpertMove():
-                self._move_experts(message)
+            case BeginExpertMove() | EndExpertMove() | PrepareExpertRanks() | SwitchExpertRanks():
+                self._change_experts(message)
             case EncodeImage() | ForgetImages():
                 self._change_images(message)
             case Release():
@@ -154,12 +164,42 @@ class WorkerBase:
     def _draft(self, message: RunDraftPass) -> None: ...
     def _swap(self, swap: Swap) -> None: ...
     def _move_states(self, message: MoveStates) -> None: ...
-    def _move_experts(self, message: BeginExpertMove | EndExpertMove) -> None:
-        assert self._expert_transfers is not None, "experts move without a group for transfers"
-        if isinstance(message, BeginExpertMove):
-            self._expert_transfers.begin(message.layer, message.writes)
-        else:
-            self._expert_transfers.end(commits=message.commits)
+    def _change_experts(self, message: ExpertMessage) -> None:
+        match message:
+            case BeginExpertMove():
+                assert self._expert_transfers is not None, "experts move without a group for transfers"
+                self._expert_transfers.begin(message.layer, message.writes)
+            case EndExpertMove():
+                assert self._expert_transfers is not None, "experts move without a group for transfers"
+                self._expert_transfers.end(commits=message.commits)
+            case PrepareExpertRanks():
+                self._prepare_expert_ranks(message)
+            case SwitchExpertRanks():
+                self._switch_expert_ranks(message)
+
+    def _prepare_expert_ranks(self, message: PrepareExpertRanks) -> None:
+        """Prepare another number of expert ranks in the background, unless this rank is to be removed."""
+        position = self._rank_group.ranks.rank_position
+        layout = with_expert_ranks(position.layout, message.num_ranks)
+        if position.rank < layout.num_ranks:
+            begin = partial(ScalingPreparation, self._rank_group.store, layout, position.rank, message.generation)
+            self._scaling = self._begin_scaling(begin, RankPosition(layout, position.rank))
+
+    def _begin_scaling(self, begin: Callable[..., ScalingPreparation], _: RankPosition) -> ScalingPreparation:
+        return begin()
+
+    def _switch_expert_ranks(self, message: SwitchExpertRanks) -> None:
+        scaling, self._scaling = self._scaling, None
+        if message.commits:
+            self._is_removed = scaling is None
+            if scaling is not None:
+                self._use_groups(scaling.result())  # rank 0 may have seen the end a moment earlier
+        self._discard_scaling()
+
+    def _use_groups(self, groups: NextGroups) -> None:
+        raise NotImplementedError
+
+    def _discard_scaling(self) -> None: ...
 
     def _change_images(self, message: EncodeImage | ForgetImages) -> None: ...
     def _allocate(self, message: Allocate) -> None: ...
@@ -295,6 +335,10 @@ class Worker(WorkerBase):
         self._state_copier.replay(self._group, message.replays)
         self._state_copier.run(self._group, message.copies)
 
+    def _use_groups(self, groups: NextGroups) -> None:
+        adopt_groups(self._rank_group, groups)
+        self._model.use_expert_ranks(self._rank_group.ranks.rank_position)
+
     def _change_images(self, message: EncodeImage | ForgetImages) -> None:
         if isinstance(message, EncodeImage):
             assert self._features is not None, "an image is encoded without an encoder"
@@ -363,18 +407,3 @@ class Worker(WorkerBase):
             self._transfers.serve(None)
         self._kv = self._host_kv = self._state_copier = self._sampled_L = self._features = None
         free_cached_memory(self._model.device)
-
-
-class ExpertWorker(WorkerBase):
-    """Worker of a rank that holds only experts.
-
-    It has no KV cache. Of a step it only needs the number of micro-batches.
-    """
-
-    def __init__(self, experts: ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
-        super().__init__(experts, rank_group, overlaps=overlaps)
-        self._experts = experts
-
-    def _step(self, step: RunStep) -> None:
-        self._experts.answer(step.num_micro_batches, has_adapters=step.has_adapters)
-        self._receive_tokens(step)

@@ -120,6 +120,11 @@ class LoadView(msgspec.Struct, frozen=True):
     rank_balancedness: float
     rank_balancedness_planned: float
     excluded_ranks: int
+    expert_ranks: int
+    requested_expert_ranks: int
+    expert_ranks_problem: str
+    expert_rank_changes_total: int
+    failed_expert_rank_changes_total: int
     fleet_replicas: int
     remote_service_total: float
     prefill_seconds_total: float

@@ -1,0 +1,164 @@
+"""Process groups of another number of expert ranks, which are created in the background while the old ones are used.
+
+All ranks of the next layout meet in the store of the rendezvous, each with the news whether it is prepared, and then
+create the groups. Groups of a running process cannot be enlarged, and torch's default group cannot be replaced without
+ending it, so these groups are not registered with torch.distributed. On processors only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+from moiety_engine.distribution.collectives import (
+    ExpertExchange,
+    RankCollectives,
+    Ranks,
+    RowExchange,
+    TransferGroup,
+)
+from moiety_engine.distribution.layout import RankPosition
+from moiety_engine.distribution.rank_group import LONGEST_TRANSFER
+from moiety_engine.distribution.rendezvous import LONGEST_WAIT
+from moiety_engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from moiety_engine.distribution.layout import Layout
+    from moiety_engine.distribution.rank_group import RankGroup
+
+_POLL_S = 0.1
+
+
+class ScalingFailed(EngineError):
+    """The number of expert ranks could not be changed; the ranks of before go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NextGroups:
+    """Groups of one rank in the next layout. `crossings`: (to experts, back) of its stage, or of all stages."""
+
+    layout: Layout
+    everyone: ProcessGroup
+    crossings: tuple[tuple[ProcessGroup, ProcessGroup], ...]
+    transfers: ProcessGroup
+
+
+def adopt_groups(rank_group: RankGroup, groups: NextGroups) -> None:
+    """Let a rank with attention use the next groups and layout. All ranks call it after the same control message."""
+    ranks = rank_group.ranks
+    ranks.rank_position = RankPosition(groups.layout, ranks.rank_position.rank)
+    ranks.everyone.replace_group(groups.everyone)
+    for crossing, (there, back) in zip(ranks.crossings, groups.crossings, strict=True):
+        crossing.there.replace_group(there)
+        crossing.back.replace_group(back)
+    if ranks.transfers is not None:
+        ranks.transfers.replace_group(groups.transfers)
+    rank_group.channel.replace_group(groups.everyone)
+
+
+def ranks_of(groups: NextGroups, rank: int, *, moves_experts: bool) -> Ranks:
+    """Return the groups of an expert rank. `rank` is that in the next layout."""
+    attention = groups.layout.stage_size
+    crossings = tuple(
+        ExpertExchange(RowExchange(there), RowExchange(back), attention) for there, back in groups.crossings
+    )
+    everyone = RankCollectives(groups.everyone)
+    transfers = TransferGroup(groups.transfers) if moves_experts else None
+    return Ranks(RankPosition(groups.layout, rank), everyone=everyone, crossings=crossings, transfers=transfers)
+
+
+class ScalingPreparation:
+    """Preparation of one rank for the next layout, in a thread of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        rank: int,
+        generation: int,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin. `rank` is that in the next layout, `generation` counts the changes of the layout.
+
+        `prepare` is called first. If it raises EngineError, RuntimeError or MemoryError, all ranks are told.
+        """
+        self._keys = PrefixStore(f"scaling/{generation}", store.clone())
+        self._layout, self._rank, self._prepare = layout, rank, prepare
+        self._ended: Future[NextGroups] = Future()
+        threading.Thread(target=self._run, name="expert-scaling", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._ended.done()
+
+    def result(self) -> NextGroups:
+        """Wait for the groups, which then exist on all ranks. Raises ScalingFailed with the reason."""
+        return self._ended.result()
+
+    def cancel(self, reason: str) -> None:
+        """Let the preparation fail on all ranks that still wait for others. Called on rank 0."""
+        self._keys.set("cancelled", reason)
+
+    def _run(self) -> None:
+        try:
+            self._meet(self._problem())
+            groups = _create_groups(self._keys, self._layout, self._rank)
+            dist.all_reduce(torch.zeros(1), group=groups.everyone)  # returns once all have all groups
+            self._ended.set_result(groups)
+        except ScalingFailed as exc:
+            self._ended.set_exception(exc)
+        except RuntimeError as exc:  # of the store or of gloo
+            self._ended.set_exception(ScalingFailed(f"rank {self._rank} lost the connection to another one: {exc}"))
+
+    def _problem(self) -> str:
+        try:
+            self._prepare()
+        except (EngineError, RuntimeError, MemoryError) as exc:  # torch raises RuntimeError
+            return f"rank {self._rank}: {str(exc) or type(exc).__name__}"
+        return ""
+
+    def _meet(self, problem: str) -> None:
+        """Wait until all ranks are prepared. Raises ScalingFailed if one is not, or if rank 0 has cancelled."""
+        self._keys.set(str(self._rank), problem)
+        names = [str(rank) for rank in range(self._layout.num_ranks)]
+        while not self._keys.check(names):
+            if problem or self._keys.check(["cancelled"]):
+                raise ScalingFailed(problem or self._keys.get("cancelled").decode())
+            time.sleep(_POLL_S)
+        if problems := [text for name in names if (text := self._keys.get(name).decode())]:
+            raise ScalingFailed("; ".join(problems))
+
+
+def _create_groups(store: Store, layout: Layout, rank: int) -> NextGroups:
+    """Create all groups of this rank; all ranks create them in the same order."""
+    world = range(layout.num_ranks)
+    everyone = _group(store, "everyone", world, rank, LONGEST_WAIT)
+    transfers = _group(store, "transfers", world, rank, LONGEST_TRANSFER)
+    crossings = []
+    for stage in range(layout.pp):
+        attention = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
+        ranks = [*attention, *range(layout.attention_ranks, layout.num_ranks)]
+        if rank in ranks:
+            there, back = (_group(store, f"{name}/{stage}", ranks, rank, LONGEST_WAIT) for name in ("there", "back"))
+            crossings.append((there, back))
+    return NextGroups(layout, everyone, tuple(crossings), transfers)
+
+
+def _group(store: Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> ProcessGroup:
+    """Create a gloo group of these ranks, in order, that is not registered with torch.distributed."""
+    own, keys = ranks.index(rank), PrefixStore(name, store)
+    backend = ProcessGroupGloo(keys, own, len(ranks), timeout)
+    group = ProcessGroup(keys, own, len(ranks))
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    return group

@@ -1,0 +1,182 @@
+"""Change of the number of expert ranks while the engine serves (elastic expert parallelism).
+
+New ranks are started, and all ranks prepare the next layout, in the background: the expert ranks load the experts that
+they will hold, and process groups are created. All ranks then switch between the same two steps, and removed ranks end.
+Requests and their KV caches are on the other ranks and stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from moiety_engine.distribution.layout import with_expert_ranks
+from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation, adopt_groups
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.runner.expert_messages import PrepareExpertRanks, SwitchExpertRanks
+from moiety_wire.engine_choices import Offload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.layout import Layout
+    from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.control_messages import ControlSender
+
+log = structlog.get_logger()
+
+
+class ExpertScaling:
+    """Number of expert ranks, on rank 0. Used by the step loop's thread only."""
+
+    def __init__(
+        self, model: Transformer, controls: ControlSender, config: EngineConfig, before_switch: Callable[[], None]
+    ) -> None:
+        """Create the owner. `before_switch` is called between steps before experts change their ranks."""
+        self._model, self._controls, self._config, self._before_switch = model, controls, config, before_switch
+        self._preparation: ScalingPreparation | None = None
+        self._next = self._layout
+        self._adapter_changes = self._generation = 0
+        self._begun_s = 0.0
+        self.requested_ranks = self._layout.ffn_ranks
+        self.problem = ""  # why the last request failed
+        self.scalings_total = self.failed_scalings_total = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._preparation is not None
+
+    def begin(self, num_ranks: int) -> None:
+        """Begin to change the number of expert ranks to `num_ranks`. `problem` says why it is refused."""
+        try:
+            layout = self._checked(num_ranks)
+        except InvalidConfig as exc:
+            self.problem = str(exc)
+            log.warning("expert_ranks_refused", requested=num_ranks, reason=self.problem)
+            return
+        self.requested_ranks, self.problem = num_ranks, ""
+        if num_ranks == self._layout.ffn_ranks:
+            return
+        group, generation = self._group, self._generation + 1
+        self._generation, self._next, self._begun_s = generation, layout, time.monotonic()
+        self._adapter_changes = self._model.adapters.num_changes
+        added, additions = range(self._layout.num_ranks, layout.num_ranks), group.additions
+        assert additions is not None, "checked before"
+        additions.start(added, num_ranks, generation)
+        self._controls.send(PrepareExpertRanks(num_ranks, generation))
+
+        def admit() -> None:
+            group.heartbeat.watch_candidates(additions.admit(added, num_ranks, generation))
+
+        self._preparation = ScalingPreparation(group.store, layout, 0, generation, admit)
+        log.info("expert_ranks_preparing", ranks=num_ranks, ranks_before=self._layout.ffn_ranks)
+
+    def update(self) -> bool:
+        """Switch to the next layout if all ranks are prepared, and return whether they have switched.
+
+        Call it between steps.
+        """
+        preparation = self._preparation
+        if preparation is None:
+            return False
+        if not preparation.is_done:
+            if (ended := self._ended_additions()) is not None:
+                self._give_up(ended)
+            return False
+        try:
+            groups = preparation.result()
+            if self._model.adapters.num_changes != self._adapter_changes:
+                raise ScalingFailed("adapters were loaded in the meantime: unload them, and send the request again")
+        except ScalingFailed as exc:
+            self._give_up(str(exc))
+            return False
+        self._before_switch()
+        group, before, after = self._group, self._layout, self._next
+        added, removed = range(before.num_ranks, after.num_ranks), range(after.num_ranks, before.num_ranks)
+        group.heartbeat.dismiss(removed)
+        self._controls.send(SwitchExpertRanks(commits=True))
+        adopt_groups(group, groups)
+        self._model.use_expert_ranks(group.ranks.rank_position)
+        group.heartbeat.admit(added)
+        assert group.additions is not None, "checked before"
+        group.additions.dismiss(removed)
+        self._preparation = None
+        self.scalings_total += 1
+        took_s = round(time.monotonic() - self._begun_s, 2)
+        log.info("expert_ranks_changed", ranks=after.ffn_ranks, ranks_before=before.ffn_ranks, duration_s=took_s)
+        return True
+
+    def cancel(self, reason: str) -> None:
+        """Discard the change that is under way, if there is one."""
+        if self._preparation is not None:
+            self._give_up(reason)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the fields of CoreLoad about expert ranks."""
+        return {
+            "expert_ranks": self._layout.ffn_ranks,
+            "requested_expert_ranks": self.requested_ranks,
+            "expert_ranks_problem": self.problem,
+            "expert_rank_changes_total": self.scalings_total,
+            "failed_expert_rank_changes_total": self.failed_scalings_total,
+        }
+
+    @property
+    def _layout(self) -> Layout:
+        return self._model.ranks.rank_position.layout
+
+    @property
+    def _group(self) -> RankGroup:
+        group = self._controls.rank_group
+        assert group is not None, "there are expert ranks"
+        return group
+
+    def _checked(self, num_ranks: int) -> Layout:
+        """Return the next layout. Raises InvalidConfig with the reason if this engine cannot have it."""
+        layout, config = with_expert_ranks(self._layout, num_ranks), self._config
+        experts = self._model.experts
+        if self._preparation is not None:
+            raise InvalidConfig("the number of expert ranks is being changed: send the request again afterwards")
+        if self._model.is_offloaded:
+            raise InvalidConfig("the engine sleeps: wake it first")
+        if experts is None or num_ranks > experts.num_placed:
+            raise InvalidConfig(f"{num_ranks} expert ranks are more than the model's experts: use fewer")
+        if self._model.device.type != "cpu":
+            raise InvalidConfig("expert ranks on GPUs cannot be added or removed: restart the engine with --ffn-ranks")
+        if config.offload.what is not Offload.NONE:
+            raise InvalidConfig("expert ranks with --offload experts cannot be added or removed: restart the engine")
+        if config.batch_invariant:
+            raise InvalidConfig(
+                "--batch-invariant needs a fixed number of expert ranks, since it decides the order of sums"
+            )
+        if self._model.adapters.num_slots:
+            raise InvalidConfig("adapters are loaded, whose parts would have to move: restart the engine instead")
+        if self._group.additions is None:
+            raise InvalidConfig("the ranks were started by a launcher: restart them with another number of --ffn-ranks")
+        if self._group.excluded:
+            raise InvalidConfig("a rank is excluded: restart the group first, which includes it again")
+        return layout
+
+    def _ended_additions(self) -> str | None:
+        """Return why a new rank cannot join any more; None if all may."""
+        additions, added = self._group.additions, range(self._layout.num_ranks, self._next.num_ranks)
+        ended = {} if additions is None else additions.processes.ended()
+        return next((ended[rank] for rank in added if rank in ended), None)
+
+    def _give_up(self, reason: str) -> None:
+        group, added = self._group, range(self._layout.num_ranks, self._next.num_ranks)
+        assert self._preparation is not None, "no change is under way"
+        self._preparation.cancel(reason)
+        self._preparation = None
+        self.requested_ranks, self.problem = self._layout.ffn_ranks, reason
+        self.failed_scalings_total += 1
+        self._controls.send(SwitchExpertRanks(commits=False))
+        group.heartbeat.dismiss(added)
+        if group.additions is not None:
+            group.additions.dismiss(added, kill=True)
+        advice = "the ranks of before go on; remove the cause, then send the request again"
+        log.warning("expert_ranks_not_changed", reason=reason, ranks=self._layout.ffn_ranks, advice=advice)
