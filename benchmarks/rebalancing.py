@@ -95,7 +95,7 @@ def main() -> None:
         "settings": {"rebalances": options.rebalances, "intervals": options.intervals, "rounds": options.rounds},
         "environment": describe_environment("numpy", "torch"),
         "answers": [],
-        "delays": [],
+        "delays": {"layouts": []},
         "drifting": [],
     }
     with tempfile.TemporaryDirectory() as work:
@@ -109,7 +109,7 @@ def main() -> None:
                 tell(report["answers"], {"family": family} | layout | found["told"] | compared)
         folder = make_checkpoint(Path(work) / "delays", "qwen3_moe", DELAY_SHAPE)
         for layout in DELAY_LAYOUTS:
-            tell(report["delays"], layout | compare_modes(folder, layout, options.rounds))
+            tell(report["delays"]["layouts"], layout | compare_modes(folder, layout, options.rounds))
     for ranks, exponent, forget in DRIFTS:
         tell(report["drifting"], follow(ranks, exponent, forget, options.intervals))
     options.output.write_text(json.dumps(report, indent=1) + "\n")

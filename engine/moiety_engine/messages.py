@@ -13,7 +13,7 @@ import msgspec
 from moiety_engine.images.prompt_images import PromptImage
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import LoadMetrics
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.fleet_service import ReplicaService, ServiceReport
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageRules
@@ -120,6 +120,7 @@ ToCore = (
     | CoreForget
     | CoreFleetService
     | ExpertLoadQuery
+    | ScaleExpertRanks
 )
 
 

@@ -82,6 +82,15 @@ class ExpertInterval(msgspec.Struct, frozen=True, array_like=True):
     active_L: bytes
 
 
+class ScaleExpertRanks(msgspec.Struct, frozen=True, tag="scale_expert_ranks"):
+    """Change the number of ranks that hold experts only, while the engine serves.
+
+    Loads report the number, and the reason if the engine cannot have it.
+    """
+
+    num_ranks: int
+
+
 class ExpertLoad(msgspec.Struct, frozen=True, tag="expert_load"):
     """Report of an engine: the picks of each expert of each layer in the requested minutes.
 

@@ -33,7 +33,7 @@ import msgspec
 
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import Load
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.images import ImageAllowance, ImageInput, ImageRules
@@ -250,6 +250,7 @@ ToEngine = (
     | UsageAcknowledgement
     | SleepCommand
     | ExpertLoadQuery
+    | ScaleExpertRanks
     | AdapterPart
     | Forget
     | FleetService

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from moiety_wire.engine_load import Load
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     Abort,
@@ -37,7 +37,7 @@ class SenderRole(StrEnum):
     """Role of a sender."""
 
     INFERENCE = "inference"  # requests, their adapters and their usage
-    ADMINISTRATION = "administration"  # sleep mode, deletion of tenants' data, figures of all tenants
+    ADMINISTRATION = "administration"  # sleep mode, expert ranks, deletion of tenants' data, figures of all tenants
     ENGINE = "engine"
 
 
@@ -58,6 +58,7 @@ ALLOWED_SENDERS: Mapping[type, frozenset[SenderRole]] = {
     PrefixSubscription: _INFERENCE,
     SleepCommand: _ADMINISTRATION,
     ExpertLoadQuery: _ADMINISTRATION,
+    ScaleExpertRanks: _ADMINISTRATION,
     Forget: _ADMINISTRATION,
     ModelCard: _ENGINE,
     PrefixEvents: _ENGINE,

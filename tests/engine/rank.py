@@ -60,10 +60,8 @@ class Work(msgspec.Struct):
     shuffles: bool = False  # experts are moved to random slots all the time
     scales: list[int] = []  # numbers of expert ranks, one after the other; with `again`, until all were tried
     fails: str = ""  # rank 0 raises this error
-    lacks: str = (
-        ""  # on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory of moves), `links` (their
-    )
-    # connections); on all `cache`, `disk`; `new ranks`; `itself`: another rank ends when it allocates adapter slots
+    lacks: str = ""  # on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory for them), `links` (for
+    # moves); on all `cache`, `disk`; `new ranks`; `itself`: another rank ends when it allocates slots of adapters
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moiety_engine.server.expert_queries import MAX_OPEN, ExpertQueries
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, pack_shares
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks, pack_shares
 
 BALANCE = ExpertBalance(5, (0, 1), 64, 0.5, pack_shares([0.5, 0.5]), pack_shares([1.0] * 8), pack_shares([2.0, 3.0]))
 
@@ -21,6 +21,14 @@ async def test_each_gateway_is_answered_under_its_own_number(bench: Any) -> None
             await gateway.until(lambda gateway=gateway: len(gateway.expert_loads) == 2)
             assert [load.query_id for load in gateway.expert_loads] == [query_id, query_id + 1]
             assert gateway.expert_loads[0].layers == ()  # the scripted core has no model
+
+
+async def test_loads_report_the_expert_ranks_that_a_gateway_has_asked_for(bench: Any) -> None:
+    async with bench() as running:
+        gateway = running.connect()
+        await gateway.greet()
+        await gateway.send(ScaleExpertRanks(3))
+        await gateway.until_load(lambda load: load.expert_ranks == load.requested_expert_ranks == 3)
 
 
 def test_an_answer_to_a_query_that_was_dropped_is_ignored() -> None:

@@ -110,6 +110,30 @@ async def test_administrators_see_engines_and_others_do_not(gateway: RunningGate
     assert (await gateway.request("GET", "/admin/v1/engines"))[0] == 403
 
 
+async def test_the_number_of_expert_ranks_of_an_engine_is_changed_and_noted(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    engines = [FakeEngineClient(new_card("with")), FakeEngineClient(new_card("without"))]
+    engines[0].expert_ranks = 2
+    async with start_gateway(engines) as gateway:
+
+        async def scale(engine_id: str, body: dict[str, Any]) -> tuple[int, Any]:
+            path = f"/admin/v1/engines/{engine_id}/expert-ranks"
+            status, _, answer = await gateway.request("POST", path, json.dumps(body).encode(), key=gateway.admin_key)
+            return status, json.loads(answer)
+
+        status, before = await scale("with", {"num_ranks": 3})
+        assert (status, before["load"]["expert_ranks"]) == (202, 2)
+        assert engines[0].expert_ranks == 3
+        assert (await scale("with", {"num_ranks": 0}))[0] == 400
+        assert (await scale("none", {"num_ranks": 3}))[0] == 404
+        status, refused = await scale("without", {"num_ranks": 3})
+        assert status == 409 and "--ffn-ranks" in refused["error"]["message"]
+        _, _, log = await gateway.request("GET", "/admin/v1/audit", key=gateway.admin_key)
+        (noted,) = (entry for entry in json.loads(log)["data"] if entry["object_kind"] == "engines")
+        assert (noted["before"], noted["after"]) == ({"expert_ranks": 2}, {"requested_expert_ranks": 3})
+
+
 async def test_a_model_whose_engines_sleep_is_answered_with_503_and_when_to_come_back_until_one_is_woken(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:

@@ -122,6 +122,12 @@ ASKS = [
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
     Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
+    Ask(
+        "POST /engines/{engine_id}/expert-ranks",
+        OPERATORS_FIND_NONE,
+        path={"engine_id": "none"},
+        body={"num_ranks": 2},
+    ),
     Ask("POST /engines/{engine_id}/wake", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),

@@ -22,7 +22,7 @@ from moiety_engine.messages import (
     CoreSubmit,
     ToCore,
 )
-from moiety_wire.experts import ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 
 
 def serve_encoder(link: ServerLink, loop: EncoderLoop) -> None:
@@ -61,3 +61,5 @@ def _execute(link: ServerLink, loop: EncoderLoop, command: ToCore) -> None:
             link.send(ExpertLoad(command.query_id, 0, 0))
         case CoreExtend() | CoreImages() | CoreAdapter() | CoreForget() | CoreFleetService() | CoreShutdown():
             pass  # an encoder has no credit, no images, no adapters, no cache and no counters of tenants
+        case ScaleExpertRanks():
+            pass  # no gateway sends it to an engine without expert ranks

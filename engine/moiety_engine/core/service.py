@@ -36,7 +36,7 @@ from moiety_engine.messages import (
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
 from moiety_wire.engine_choices import Batching
-from moiety_wire.experts import ExpertLoadQuery
+from moiety_wire.experts import ExpertLoadQuery, ScaleExpertRanks
 
 BATCHING_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
 PROGRESS_INTERVAL_S = 0.2
@@ -127,7 +127,7 @@ def hello_of(loop: EngineLoop) -> CoreHello:
 
 
 def execute_command(loop: EngineLoop, command: ToCore) -> None:
-    """Execute a command about requests, adapters or tenants. The caller handles sleep and shutdown."""
+    """Execute a command about requests, adapters, tenants or expert ranks. The caller handles sleep and shutdown."""
     match command:
         case CoreSubmit():
             loop.submit(command)
@@ -143,6 +143,8 @@ def execute_command(loop: EngineLoop, command: ToCore) -> None:
             loop.forget_tenants(command.tenant_ids)
         case CoreFleetService():
             loop.receive_fleet_service(command.replicas)
+        case ScaleExpertRanks():
+            loop.scale_expert_ranks(command.num_ranks)
 
 
 def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSlept:

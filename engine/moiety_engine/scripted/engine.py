@@ -41,7 +41,7 @@ from moiety_engine.scripted.request import ScriptedRequest, count_event
 from moiety_engine.scripted.script import Script, ScriptedDecision
 from moiety_engine.steps.sampler import StepSampler
 from moiety_wire.engine_load import ClassLoad
-from moiety_wire.experts import ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.messages import FailureCode, FinishReason
 from moiety_wire.trace_events import EventKind, Reason, StepNote
 
@@ -60,7 +60,7 @@ class ScriptedEngine:
         self._ended: list[CoreOutput] = []
         self._failures: list[CoreFailure] = []
         self._answers: list[ToServer] = []
-        self._blocks_used = 0
+        self._blocks_used = self._expert_ranks = 0
         self._counters = {"steps": 0, "prompt": 0, "output": 0, "requests": 0}
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._classes: defaultdict[str, ClassCounter] = defaultdict(ClassCounter)
@@ -99,6 +99,8 @@ class ScriptedEngine:
                 case ExpertLoadQuery():
                     now_s = self._clock_ns() // 10**9
                     self._answers.append(ExpertLoad(command.query_id, now_s, now_s))
+                case ScaleExpertRanks():
+                    self._expert_ranks = command.num_ranks
                 case CoreAdapter() | CoreForget() | CoreFleetService():
                     pass  # the script answers without any model
                 case CoreShutdown():
@@ -184,6 +186,8 @@ class ScriptedEngine:
             decode_seconds_total=self._seconds["decode"],
             tenant_kv_blocks=self._tenant_blocks(),
             classes=self._class_loads(),
+            expert_ranks=self._expert_ranks,
+            requested_expert_ranks=self._expert_ranks,
         )
 
     def _tenant_blocks(self) -> dict[str, int]:

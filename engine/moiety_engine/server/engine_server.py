@@ -43,7 +43,7 @@ from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
 from moiety_wire.engine_load import SleepState
 from moiety_wire.errors import UndecodableMessage
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     PROTOCOL_VERSION,
@@ -258,7 +258,7 @@ class EngineServer:
                 log.info("engine_sleep_requested", asleep=message.asleep, num_open=self.num_open)
                 self._sleep_mode.ask(asleep=message.asleep)
                 self._requests.abort_speculative_prefills()
-            case ExpertLoadQuery():
+            case ExpertLoadQuery() | ScaleExpertRanks():
                 self._experts.add(session, message)
             case Forget():
                 self._adapter_store.forget(message.tenant_ids)

@@ -1,4 +1,6 @@
-"""Queries of gateways about the expert load. The core answers each, and the answer goes to the gateway that sent it.
+"""Queries of gateways about the expert load, and commands about expert ranks.
+
+The core answers each query, and the answer goes to the gateway that sent it. Loads report the effect of commands.
 
 The balance of the experts is sent to all gateways when the core reports it, and to each gateway that connects.
 """
@@ -8,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import structlog
 
 from moiety_engine.server.sessions import GatewaySession
-from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
+from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.messages import ToGateway
 
 MAX_OPEN = 256  # open queries; beyond it, further queries are dropped
+
+log = structlog.get_logger()
 
 
 class ExpertQueries:
@@ -23,11 +28,15 @@ class ExpertQueries:
         self._post = post
         self._open: dict[int, tuple[GatewaySession, int]] = {}
         self._num_queries = 0
-        self._queries: list[ExpertLoadQuery] = []
+        self._queries: list[ExpertLoadQuery | ScaleExpertRanks] = []
         self._balance: ExpertBalance | None = None
 
-    def add(self, session: GatewaySession, query: ExpertLoadQuery) -> None:
-        """Add a query. Beyond MAX_OPEN it is dropped, and the gateway times out."""
+    def add(self, session: GatewaySession, query: ExpertLoadQuery | ScaleExpertRanks) -> None:
+        """Add a query or a command. Beyond MAX_OPEN a query is dropped, and the gateway times out."""
+        if isinstance(query, ScaleExpertRanks):
+            log.info("engine_scaling_requested", num_ranks=query.num_ranks)
+            self._queries.append(query)
+            return
         if len(self._open) >= MAX_OPEN:
             self._open = {key: one for key, one in self._open.items() if not one[0].is_gone}
         if len(self._open) >= MAX_OPEN:
@@ -36,8 +45,8 @@ class ExpertQueries:
         self._open[self._num_queries] = session, query.query_id
         self._queries.append(msgspec.structs.replace(query, query_id=self._num_queries))
 
-    def take_queries(self) -> list[ExpertLoadQuery]:
-        """Return the queries for the core since the last call."""
+    def take_queries(self) -> list[ExpertLoadQuery | ScaleExpertRanks]:
+        """Return the queries and commands for the core since the last call."""
         queries, self._queries = self._queries, []
         return queries
 

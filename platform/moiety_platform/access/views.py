@@ -18,6 +18,7 @@ READ_AUDIT = AdminAction("audit.read", OWNER, OWN_READERS)
 VERIFY_AUDIT = AdminAction("audit.verify", OWNER)
 READ_ENGINES = AdminAction("engines.read", READERS)
 SLEEP_ENGINES = AdminAction("engines.rest", OPERATORS)
+SCALE_ENGINES = AdminAction("engines.scale", OPERATORS)
 READ_EXPERTS = AdminAction("experts.read", READERS, OWN_READERS)
 PLAN_EXPERTS = AdminAction("experts.plan", READERS)
 DELETE_STORED_ANSWERS = AdminAction("kept_answers.erase", OPERATORS, OWN_WRITERS)
@@ -33,6 +34,7 @@ VIEW_ACTIONS = (
     VERIFY_AUDIT,
     READ_ENGINES,
     SLEEP_ENGINES,
+    SCALE_ENGINES,
     READ_EXPERTS,
     PLAN_EXPERTS,
     DELETE_STORED_ANSWERS,

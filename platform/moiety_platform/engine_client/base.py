@@ -19,6 +19,11 @@ Connection = tuple[str, int]  # engine address and connection number
 
 LOAD_FRESH_S = 2.0  # four heartbeats; older loads are stale
 
+NO_EXPERT_RANKS = (
+    "the engine at {address} has no expert ranks, and only these can be added and removed while it serves: start it "
+    "with --ffn-ranks"
+)
+
 
 class EngineState(msgspec.Struct, frozen=True):
     """State of one engine at one moment.
@@ -112,6 +117,14 @@ class EngineClient(Protocol):
 
         Its loads report the progress. Raises Unavailable when it is not connected, Conflict where this kind of engine
         has no sleep mode.
+        """
+        ...
+
+    def scale_expert_ranks(self, num_ranks: int) -> None:
+        """Let the engine change the number of ranks that hold experts only.
+
+        Its loads report the number, and the reason if it cannot. Raises Unavailable when it is not connected, Conflict
+        where the engine has no expert ranks.
         """
         ...
 

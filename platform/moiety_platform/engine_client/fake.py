@@ -18,10 +18,10 @@ import msgspec
 from msgspec.structs import replace
 
 from moiety_platform.clock import Clock, SystemClock
-from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
-from moiety_platform.errors import EngineDied, Unavailable
+from moiety_platform.errors import Conflict, EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.engine_load import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.experts import ExpertBalance, ExpertLoad
@@ -126,6 +126,7 @@ class FakeEngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
         self._sleep = SleepState.AWAKE
+        self.expert_ranks = 0
         self._num_connections = 0
         self._on_change: Callable[[], None] = lambda: None
         self._num_output_tokens = 0
@@ -169,6 +170,14 @@ class FakeEngineClient:
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
         self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
+
+    def scale_expert_ranks(self, num_ranks: int) -> None:
+        """Have this number of expert ranks at once, if there are any."""
+        if not self._alive:
+            raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
+        if not self.expert_ranks:
+            raise Conflict(NO_EXPERT_RANKS.format(address=self.address))
+        self.expert_ranks = num_ranks
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
         if not self._alive:
@@ -382,6 +391,8 @@ class FakeEngineClient:
             step_costs=self.step_costs,
             active_experts=self.active_experts,
             sleep=self._sleep,
+            expert_ranks=self.expert_ranks,
+            requested_expert_ranks=self.expert_ranks,
         )
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import ReadAdapter
-from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
@@ -23,10 +23,11 @@ from moiety_platform.errors import (
     STRUCTURED_OUTPUTS_UNAVAILABLE,
     UNSUPPORTED_RESPONSE_FORMAT,
     BadRequest,
+    Conflict,
     EngineDied,
     Unavailable,
 )
-from moiety_wire.experts import ExpertLoad
+from moiety_wire.experts import ExpertLoad, ScaleExpertRanks
 from moiety_wire.fleet_service import FleetService
 from moiety_wire.messages import (
     Forget,
@@ -129,6 +130,14 @@ class ZmqEngineClient:
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine at {self._address} is not available; try again shortly", retry_after_s=1)
         session.send(SleepCommand(asleep))
+
+    def scale_expert_ranks(self, num_ranks: int) -> None:
+        session, load = self._session, self.state.load
+        if session is None or not self.state.healthy:
+            raise Unavailable(f"the engine at {self._address} is not available; try again shortly", retry_after_s=1)
+        if load is None or not load.expert_ranks:
+            raise Conflict(NO_EXPERT_RANKS.format(address=self._address))
+        session.send(ScaleExpertRanks(num_ranks))
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad:
         session = self._session

@@ -21,7 +21,7 @@ import structlog
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
-from moiety_platform.engine_client.base import EngineState
+from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
@@ -152,6 +152,9 @@ class ExternalEngineClient:
         raise Conflict(
             f"the server at {self.address} is an external engine, which has no sleep mode; stop the server itself"
         )
+
+    def scale_expert_ranks(self, num_ranks: int) -> None:
+        raise Conflict(NO_EXPERT_RANKS.format(address=self.address))
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> None:
         """Return None. External engines report no expert load."""

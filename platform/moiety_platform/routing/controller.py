@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from litestar import Controller, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath
+from litestar.params import FromPath, JSONBody
 
 from moiety_platform.access.actions import needs
-from moiety_platform.access.views import READ_ENGINES, SLEEP_ENGINES
+from moiety_platform.access.views import READ_ENGINES, SCALE_ENGINES, SLEEP_ENGINES
 from moiety_platform.audit.trail import AuditedStore, Change, note
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.openapi.described import fails
@@ -191,6 +193,12 @@ class EngineViews(msgspec.Struct, frozen=True):
     data: list[EngineView]
 
 
+class NewExpertRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Number of ranks that are to hold the experts of an engine."""
+
+    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
 class EngineController(Controller):
     """Routes of engines."""
 
@@ -218,6 +226,26 @@ class EngineController(Controller):
     ) -> EngineView:
         """Wake a sleeping engine, which loads its weights again. `load.sleep` shows the progress."""
         return await _change_sleep(replicas, store, engine_id, asleep=False)
+
+    @post("/{engine_id:str}/expert-ranks", status_code=202, opt=needs(SCALE_ENGINES) | fails(400, 404, 409, 503))
+    async def scale_expert_ranks(
+        self,
+        replicas: NamedDependency[Replicas],
+        store: NamedDependency[AuditedStore],
+        engine_id: FromPath[str],
+        data: JSONBody[NewExpertRanks],
+    ) -> EngineView:
+        """Change the number of ranks that hold experts only (`--ffn-ranks`), while the engine serves.
+
+        `load.expert_ranks` is the number; `load.requested_expert_ranks` differs from it while the engine changes it.
+        `load.expert_ranks_problem` is the reason if the engine could not.
+        """
+        async with store.write() as session:
+            before = replicas.scale_expert_ranks(engine_id, data.num_ranks)
+            ranks = 0 if before.load is None else before.load.expert_ranks
+            change = {"requested_expert_ranks": data.num_ranks}
+            note(session, Change("change", "engines", engine_id, {"expert_ranks": ranks}, change))
+        return _describe(before, replicas.breakers)
 
 
 async def _change_sleep(replicas: Replicas, store: AuditedStore, engine_id: str, *, asleep: bool) -> EngineView:

@@ -268,11 +268,27 @@ class Replicas:
 
     def set_asleep(self, engine_id: str, *, asleep: bool) -> EngineState:
         """Send an engine to sleep or wake it; return its state before. Raises NotFound, Unavailable or Conflict."""
+        client = self._client_of(engine_id)
+        state = client.state
+        client.set_asleep(asleep=asleep)
+        return state
+
+    def scale_expert_ranks(self, engine_id: str, num_ranks: int) -> EngineState:
+        """Let an engine change its number of expert ranks; return its state before.
+
+        Raises NotFound, Unavailable or Conflict.
+        """
+        client = self._client_of(engine_id)
+        state = client.state
+        client.scale_expert_ranks(num_ranks)
+        return state
+
+    def _client_of(self, engine_id: str) -> EngineClient:
+        """Return the connection to an engine. Raises NotFound."""
         for client in self._clients.values():
-            state = client.state
-            if state.card is not None and state.card.engine_id == engine_id:
-                client.set_asleep(asleep=asleep)
-                return state
+            card = client.state.card
+            if card is not None and card.engine_id == engine_id:
+                return client
         raise NotFound(
             f"there is no engine {engine_id[:256]!r}; GET /admin/v1/engines lists them by their card's engine_id"
         )
