@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_every_page_fits_into_900_pixels_and_every_table_says_when_columns_are_h
         tables = page.get_by_test_id("stDataFrame")
         for index in range(tables.count()):
             table = tables.nth(index)
-            wait_for(lambda table=table: table.evaluate(AGREES), f"the note at table {index} of {name}")
+            wait_for(partial(table.evaluate, AGREES), f"the note at table {index} of {name}")
             num_hidden += table.evaluate(HIDES)
     assert num_hidden > 0
     assert browser.complaints == []

@@ -117,7 +117,8 @@ def test_what_is_saved_differs_by_at_most_the_setting_and_follows_the_experts_re
     profiles = ExpertProfiles(SPARE)
     for _ in range(FULL):
         profiles.learn("tiny", "coder", None, CODE)
-    costs, engines = [], []
+    costs: list[int] = []
+    engines: list[EngineState] = []
     for num_running, bits in ((first, one), (second, other)):
         used = [expert for expert in range(16) if bits >> expert & 1]
         engines.append(engine(any_card, str(len(engines)), packed(used), num_running=num_running))

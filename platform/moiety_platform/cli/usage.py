@@ -40,8 +40,9 @@ TOTALS = {
     "attainment": "SLO attained",
 }
 DETAILS = (
-    "expert_read", "expert_moved", "promises", "credit", "speculative_used_tokens", "speculative_tokens", "preemptions", "mean_duration_ms",
-    "disconnected", "rejected", "cached_tokens", "mean_ttft_ms", "failed", "attainment",
+    "expert_read", "expert_moved", "promises", "credit", "speculative_used_tokens", "speculative_tokens",
+    "preemptions", "mean_duration_ms", "disconnected", "rejected", "cached_tokens", "mean_ttft_ms", "failed",
+    "attainment",
 )  # fmt: skip
 REQUESTS = {
     "started_at": "started",
@@ -65,8 +66,8 @@ REQUESTS = {
     "request_id": "request",
 }
 REQUEST_DETAILS = (
-    "credit_reason", "promise_kept", "credit", "num_preemptions", "tags", "end_user", "slo_attained", "http_status", "endpoint", "service_class", "duration_ms",
-    "ttft_ms", "prompt_tokens", "output_tokens", "model",
+    "credit_reason", "promise_kept", "credit", "num_preemptions", "tags", "end_user", "slo_attained", "http_status",
+    "endpoint", "service_class", "duration_ms", "ttft_ms", "prompt_tokens", "output_tokens", "model",
 )  # fmt: skip
 
 QUOTES = {
@@ -197,13 +198,16 @@ def reconcile(
 @admin_command
 def quotes(
     admin: Admin,
-    hours: Annotated[float, typer.Option(min=0.001, help="Length of the period up to now, in hours.")] = 24,
+    hours: Hours = None,
+    begin: From = None,
+    end: To = None,
     tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
 ) -> None:
     """Compare predicted with actual times of requests that had a quote; show kept promises, credits and reasons."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
-    since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
-    report = admin.client.get("/usage/quotes", since=since, tenant_id=tenant_id)
+    since, until = period_of(hours, begin, end, datetime.now(UTC))
+    period = {"since": since.isoformat(), "until": None if until is None else until.isoformat()}
+    report = admin.client.get("/usage/quotes", tenant_id=tenant_id, **period)
     if admin.as_json:
         show_json(report)
         return
