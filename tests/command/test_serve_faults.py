@@ -101,6 +101,36 @@ def ask_ready(serve: Any) -> bool:
         return False
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_ends_serve_unless_nohup_started_it(tmp_path: Path, is_ignored: bool) -> None:
+    terminal, its_end = os.openpty()
+    log, data_dir = tmp_path / "log", tmp_path / "data"
+
+    command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", "0", "--no-dashboard"]
+    nohup = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"] if is_ignored else []
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ["setsid", "--ctty", *nohup, *command, "--no-traces", "--data-dir", str(data_dir)],
+            stdin=its_end,
+            stdout=file,
+            stderr=file,
+        )
+    os.close(its_end)
+    try:
+        wait_for(lambda: process.poll() is not None or "moiety is ready at" in log.read_text(), "the ready line")
+        os.close(terminal)
+        if is_ignored:
+            process.send_signal(signal.SIGHUP)
+            wait_for(lambda: "the log files are opened again" in log.read_text(), "the line about the logs")
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        assert "draining" in log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(DEADLINE_S)
+
+
 def test_serve_runs_although_its_own_output_cannot_be_written(tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", str(port)]

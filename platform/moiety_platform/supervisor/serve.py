@@ -43,14 +43,15 @@ class StopRequest:
         self._console = console
         self._reopen_logs = reopen_logs
         self._requested = asyncio.Event()
-        self._had_terminal = has_terminal()
+        is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+        self._ends_with_terminal = has_terminal() and not is_ignored
         loop = asyncio.get_running_loop()
         for signal_number in STOP_SIGNALS:
             loop.add_signal_handler(signal_number, self._receive)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
 
     def _hang_up(self) -> None:
-        if self._had_terminal and not has_terminal():
+        if self._ends_with_terminal and not has_terminal():
             self._receive()
             return
         self._reopen_logs()
