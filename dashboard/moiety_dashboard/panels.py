@@ -22,8 +22,12 @@ STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
   [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
-  /* tiles that do not fit in one row wrap to the next */
-  [data-testid="stColumn"]:has(> * [data-testid="stMetric"]) { min-width: 8.5rem; }
+  /* tiles and inputs that do not fit in one row wrap to the next */
+  [data-testid="stColumn"]:has(> * [data-testid="stMetric"]) { min-width: 10rem; }
+  [data-testid="stColumn"]:has(
+    > * [data-testid="stSelectbox"], > * [data-testid="stTextInput"], > * [data-testid="stNumberInput"],
+    > * [data-testid="stButton"]
+  ) { min-width: 10rem; }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
   [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
