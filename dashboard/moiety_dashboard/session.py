@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -132,7 +133,7 @@ def draw_ticket() -> None:
     if ticket is None:
         return
     if browser_sessions().is_unredeemed(ticket):
-        place.html(f'<img src=".{PATH}?{TICKET}={ticket}" alt="" width="0" height="0">')
+        place.html(f'<img src=".{PATH}?{TICKET}={html.escape(ticket)}" alt="" width="0" height="0">')
     else:
         del st.session_state[PENDING_TICKET]
 

@@ -139,6 +139,8 @@ class Check:
         plain = (PLAIN | OF_METHOD.get(name, set())) - RENDERED.get(name, set())
         for parameter, value in arguments_of(call, METHODS[name], scope):
             if parameter in FORBIDDEN:
+                if parameter == "unsafe_allow_javascript" and self._is_own_script(call, scope):
+                    continue
                 self._note(scope.module, call, parameter)
             elif parameter is None:
                 self._note(scope.module, call, "arguments that no check can see")
@@ -149,6 +151,13 @@ class Check:
                     self._note(scope.module, call, "options that are rendered as Markdown")
             elif parameter is not None and parameter not in plain and not self.is_ours(value, scope, as_html):
                 self._note(scope.module, call, f"{parameter}={ast.unparse(value)}")
+
+    def _is_own_script(self, call: ast.Call, scope: Scope) -> bool:
+        """Return whether the call renders nothing but a constant of a module that is a literal string."""
+        if len(call.args) != 1 or not isinstance(call.args[0], ast.Name | ast.Attribute):
+            return False
+        found = self._constant_of(call.args[0], scope)
+        return found is not None and isinstance(found[0], ast.Constant) and isinstance(found[0].value, str)
 
     def _follow(self, module_name: str, function: str, parameter: str, as_html: bool) -> None:
         """Look at what every call gives for a parameter that is rendered."""

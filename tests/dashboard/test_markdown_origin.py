@@ -52,6 +52,9 @@ def test_all_that_the_dashboard_renders_is_its_own_text_or_was_escaped() -> None
         "def draw(row):\n try: pass\n except ValueError as exc: st.error(exc)",
         "def draw(row): st.exception(ValueError(row['name']))",
         "def draw(row): st.markdown(as_text('a'), unsafe_allow_html=True)",
+        "def draw(row): st.html(html.escape(row['name']), unsafe_allow_javascript=True)",
+        "def draw(row):\n SCRIPT = row['name']\n st.html(SCRIPT, unsafe_allow_javascript=True)",
+        "NAME = 'a'\nSCRIPT = f'<script>{NAME}</script>'\ndef draw(): st.html(SCRIPT, unsafe_allow_javascript=True)",
         "def draw(row): st.html(as_text(row['name']))",  # what Markdown reads as text may be a tag
         "def draw(row): st.markdown(html.escape(row['name']))",
         "def draw(row): st.markdown(**row)",
@@ -87,6 +90,7 @@ def test_text_of_others_is_found(source: str) -> None:
         "def show(text): st.markdown(text)\ndef draw(row): show(as_text(row['name']))",
         "def draw(rows): st.caption(f'{len(rows)} of them')",
         "def label(row): return as_text(row['name'])\ndef draw(row): st.markdown(label(row))",
+        "SCRIPT = '<script>1</script>'\ndef draw(): st.html(SCRIPT, unsafe_allow_javascript=True)",
     ],
 )
 def test_literals_numbers_and_escaped_text_are_not(source: str) -> None:

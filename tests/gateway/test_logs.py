@@ -87,12 +87,18 @@ def test_a_full_disk_loses_log_lines_and_raises_nothing_and_the_log_says_how_muc
     assert written == "written"
 
 
-def test_configured_loggers_survive_a_full_disk() -> None:
-    with Path("/dev/full").open("w") as full:
+def test_configured_loggers_survive_a_full_disk(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Path("/dev/full").open("w") as full, log.open("w") as empty:
         configure_logging("info", "json", full)
         try:
             structlog.get_logger().error("engine_lost")
             logging.getLogger("library").error("of a library")
+            os.dup2(empty.fileno(), full.fileno())
+            structlog.get_logger().error("engine_lost_again")
+            assert [json.loads(line)["event"] for line in log.read_text().split("\n") if line] == [
+                "log_output_lost", "engine_lost_again",
+            ]  # fmt: skip
         finally:
             structlog.reset_defaults()
             logging.getLogger().handlers.clear()
