@@ -15,9 +15,11 @@ from tests.usage_rows import NOON, make_row
 
 from moiety_platform.db.session import Database
 from moiety_platform.prices.token_cost import Price
+from moiety_platform.quotes.calibration import QuoteCalibration
 from moiety_platform.quotes.prediction import expected_output_tokens, predict_timing, promise_of
 from moiety_platform.quotes.promise import CreditReason, PromiseOutcome, SequenceTimes, judge_promise
-from moiety_platform.quotes.quote import Quote, Timing
+from moiety_platform.quotes.quote import Quote
+from moiety_platform.quotes.timing import Timing
 from moiety_platform.usage.ledger_entries import correct
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageRecord
 from moiety_platform.usage.purge import purge_requests
@@ -194,3 +196,22 @@ def test_the_expected_output_is_the_mean_so_far_and_at_most_the_maximum() -> Non
     assert expected_output_tokens([load(), load()], 100) == 8
     assert expected_output_tokens([load()], 5) == 5
     assert expected_output_tokens([load(requests_total=0)], 5) == 5
+
+
+@given(st.floats(0.2, 15), st.floats(0.2, 15))
+def test_predictions_follow_the_times_that_requests_take(first: float, token: float) -> None:
+    calibration, computed = QuoteCalibration(), Timing(0.5, 0.01)
+    assert calibration.corrected("m", computed) == computed
+    for _ in range(100):
+        calibration.observe("m", computed, 0.5 * first, 0.01 * token)
+    found = calibration.corrected("m", computed)
+    assert found.first_token_s == pytest.approx(0.5 * first, rel=0.01)
+    assert found.token_s == pytest.approx(0.01 * token, rel=0.01)
+    assert calibration.corrected("other", computed) == computed
+
+
+def test_one_outlier_moves_a_factor_little_and_a_single_token_says_nothing_of_the_pace() -> None:
+    calibration, computed = QuoteCalibration(), Timing(0.5, 0.01)
+    calibration.observe("m", computed, 1e9, None)
+    found = calibration.corrected("m", computed)
+    assert 0.5 < found.first_token_s < 0.7 and found.token_s == 0.01

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moiety_platform.quotes.quote import Timing
+from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, Load, StepCosts
 
 GRACE_S = 0.25  # of each promise, for what no load report contains

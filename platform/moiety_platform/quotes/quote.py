@@ -17,6 +17,8 @@ import msgspec
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.errors import BadRequest, Conflict, Gone
 from moiety_platform.prices.token_cost import Price
+from moiety_platform.quotes.calibration import QuoteCalibration
+from moiety_platform.quotes.timing import Timing
 
 QUOTE_HEADER = "x-moiety-quote"
 QUOTE_FIELD = QUOTE_HEADER.encode()
@@ -26,17 +28,6 @@ PREFIX = b"mtq_"
 _PURPOSE = b"moiety: quotes of requests"
 _MAC_BYTES = 32
 _ADVICE = "get a new one with POST /v1/quote"
-
-
-class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Times of an answer: seconds to the first token of each sequence, and between the tokens after it."""
-
-    first_token_s: float
-    token_s: float
-
-    def finish_s(self, num_tokens: int) -> float:
-        """Return the seconds to the last token of a sequence of `num_tokens` output tokens."""
-        return self.first_token_s + max(0, num_tokens - 1) * self.token_s
 
 
 class Quote(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +40,7 @@ class Quote(msgspec.Struct, frozen=True, array_like=True):
     tenant_id: str
     endpoint: str
     body_digest: bytes
-    model: str  # the client's name of it
+    model: str  # the served one, without an adapter; the body names the client's
     service_class: str
     expires_unix_ms: int
     num_prompt_tokens: int
@@ -58,6 +49,7 @@ class Quote(msgspec.Struct, frozen=True, array_like=True):
     credit_percent: int
     prediction: Timing | None
     promise: Timing | None
+    computed: Timing | None = None  # the prediction without the factors that were learned
 
     def require_lengths(self, num_prompt_tokens: int, max_output_tokens: int) -> None:
         """Raise Conflict if the request has other lengths, for example because its conversation has grown."""
@@ -78,6 +70,7 @@ class QuoteSigner:
     def __init__(self, pepper: bytes, rotation: PepperRotation | None = None) -> None:
         others = () if rotation is None else (rotation.coming, rotation.previous)
         self._keys = [_key_of(one) for one in (pepper, *others) if one is not None]
+        self.calibration = QuoteCalibration()  # of the quotes that it signs
         self._used: dict[bytes, int] = {}  # expiry of the quotes whose promise a request has taken, in Unix ms
 
     def sign(self, quote: Quote) -> str:

@@ -34,7 +34,10 @@ class AcceptedQuote:
         has_failed: bool,
         was_paused: bool,
     ) -> PromiseOutcome:
-        """Return what the quote came to. Its promise is for the first request of this process to which it applies."""
+        """Return what the quote came to, and learn from the times.
+
+        Its promise is for the first request of this process to which it applies.
+        """
         outcome = judge_promise(
             self.terms,
             sequences,
@@ -43,6 +46,9 @@ class AcceptedQuote:
             has_failed=has_failed,
             was_paused=was_paused,
         )
+        if has_completed and not was_paused and self.terms.computed is not None and sequences:
+            first_s, token_s = _measured(sequences)
+            self.signer.calibration.observe(self.terms.model, self.terms.computed, first_s, token_s)
         if outcome.is_kept is None or self.signer.take_promise(self.terms, now_unix_ms):
             return outcome
         return NO_OUTCOME
@@ -61,6 +67,14 @@ class QuotedRequest(RecordedBody):
         digest, now_ms = await self.digest(), clock.unix_ns() // 1_000_000
         quote = self._signer.verify(self._text, self._tenant_id, self._endpoint, digest, now_ms)
         return AcceptedQuote(quote, self._signer)
+
+
+def _measured(sequences: Sequence[SequenceTimes]) -> tuple[float, float | None]:
+    """Return the latest first token, and the time per token of the longest sequence, None if it has only one."""
+    longest = max(sequences, key=lambda one: one.num_tokens)
+    num_gaps = longest.num_tokens - 1
+    token_s = max(0.0, longest.last_s - longest.first_s) / num_gaps if num_gaps > 0 else None
+    return max(one.first_s for one in sequences), token_s
 
 
 def quoted_class(quote: Quote, catalogue: Catalogue) -> ChosenClass:

@@ -23,7 +23,8 @@ from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.prices.token_cost import Price
 from moiety_platform.quotes.body_digest import RecordedBody
 from moiety_platform.quotes.prediction import expected_output_tokens, predict_timing, promise_of
-from moiety_platform.quotes.quote import Quote, Timing
+from moiety_platform.quotes.quote import Quote
+from moiety_platform.quotes.timing import Timing
 from moiety_platform.quotes_api.answer_types import ClassQuote, QuotedPrice, QuotedTimes, QuoteList
 from moiety_platform.routing.choose import RequestNeed, choose, engines_with_vision
 
@@ -139,14 +140,15 @@ class QuoteService:
         priced_model = f"{card.model}:{matched.adapter_name}" if matched.adapter_name else card.model
         tariff = tariff_of(await services.prices.current(), matched.catalogue, chosen, priced_model, card.model)
         names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
-        prediction, is_overloaded = _predict(counted, chosen)
+        computed, is_overloaded = _predict(counted, chosen)
+        prediction = None if computed is None else services.quotes.calibration.corrected(card.model, computed)
         promise = None if prediction is None or is_overloaded else promise_of(prediction, self.terms.margin)
         quote = Quote(
             quote_id=secrets.token_bytes(12),
             tenant_id=record.principal.tenant_id,
             endpoint=record.endpoint,
             body_digest=counted.digest,
-            model=counted.generation.model,
+            model=card.model,
             service_class=service.name,
             expires_unix_ms=expires_ms,
             num_prompt_tokens=sum(counted.prompt_lengths),
@@ -155,6 +157,7 @@ class QuoteService:
             credit_percent=terms.credit_percent,
             prediction=prediction,
             promise=promise,
+            computed=computed,
         )
         return ClassQuote(
             service_class=service.name,
@@ -176,7 +179,10 @@ def _classes_of(matched: MatchedRequest, principal: Principal) -> list[ChosenCla
 
 
 def _predict(counted: _Counted, chosen: ChosenClass) -> tuple[Timing | None, bool]:
-    """Return the predicted times at the engine that would get the request, and whether it would refuse the class."""
+    """Return the times at the engine that would get the request, and whether it would refuse the class.
+
+    The times lack the factors that were learned.
+    """
     matched, states = counted.matched, counted.matched.states
     if matched.has_images and matched.card.images is not None:
         states = engines_with_vision(states, matched.card.model, matched.card.images)
