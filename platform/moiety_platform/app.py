@@ -50,6 +50,7 @@ from moiety_platform.inference.request_body import BodyLimits, BodyReader
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.inference.response import ClientDisconnected
+from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
@@ -60,12 +61,12 @@ from moiety_platform.models_api import ModelController
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import SchemaController, ServedDocuments
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.quotes_api.controller import QuoteController, quote_service_of, quote_terms_of
 from moiety_platform.quotes_api.quote_service import QuoteService
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.controller import (
     ResponseController,
@@ -120,7 +121,7 @@ class Services:
     usage: UsageSink
     replicas: Replicas
     classes: ClassCache
-    prices: PriceCache
+    rules: RequestRulesCache
     metrics: Metrics
     tracing: Tracing
     clock: Clock
@@ -133,6 +134,7 @@ class Services:
     images: ImagePreparation
     documents: DocumentPreparation
     quotes: QuoteSigner
+    shadow: ShadowTraffic
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -166,13 +168,14 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         gate=AdmissionGate(settings.max_inflight_per_tenant, services.clock),
         streams=StreamGate(settings.max_streams_per_key),
         classes=services.classes,
-        prices=services.prices,
+        rules=services.rules,
         replicas=services.replicas,
         texts=ModelTexts(settings.inline_tokenize_bytes),
         metrics=services.metrics,
         clock=services.clock,
         images=services.images,
         documents=services.documents,
+        shadow=services.shadow,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
         quotes=services.quotes,
@@ -208,10 +211,9 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
-    replicas, adapters = services.replicas, services.adapters
-    quotas = services.recorder.quotas
-    messages = MessageServices(
-        services.authenticator, bodies, replicas, texts, services.images, services.documents, quotas, adapters
+    replicas, adapters, rules = services.replicas, services.adapters, services.rules
+    quotas, files = services.recorder.quotas, (services.images, services.documents)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, quotas, rules, adapters)
     )
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
@@ -224,7 +226,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     quotes = quote_service_of(pipeline, reader, settings)
     has_operations = settings.has_operations_on_port
     models = ModelServices(
-        services.authenticator, replicas, texts, bodies, services.images, services.documents, quotas, adapters
+        services.authenticator, replicas, texts, bodies, services.images, services.documents, quotas, rules, adapters
     )
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []

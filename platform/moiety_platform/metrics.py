@@ -287,6 +287,24 @@ class Metrics:
             ("model", "cause"),
             registry=registry,
         )
+        self._routed = LabeledCounters(
+            "moiety_route_requests",
+            "Requests for a route, by the model that answered or failed last.",
+            ("route", "model", "outcome"),
+            registry,
+        )
+        self._route_fallbacks = LabeledCounters(
+            "moiety_route_fallbacks",
+            "Models of routes that failed before the first token, by error code.",
+            ("route", "model", "cause"),
+            registry,
+        )
+        self._shadows = LabeledCounters(
+            "moiety_shadow_requests",
+            "Copies of requests to the shadow model of a route: completed, failed or dropped.",
+            ("route", "model", "outcome"),
+            registry,
+        )
         self._errors = LabeledCounters(
             "moiety_request_errors",
             "Failed and rejected requests, by error code.",
@@ -378,6 +396,18 @@ class Metrics:
 
     def observe_failover(self, served_model: str, cause: str) -> None:
         self._failovers.labels(served_model, cause).inc()
+
+    def observe_route(self, route: str, served_model: str, outcome: str) -> None:
+        """Count one ended request for a route. `served_model` is as for `observe`."""
+        self._routed.add((route, served_model, outcome))
+
+    def observe_route_fallback(self, route: str, model: str, cause: str) -> None:
+        """Count a model of a route that failed before the first token, so that the next one was tried."""
+        self._route_fallbacks.add((route, model, cause))
+
+    def observe_shadow(self, route: str, model: str, outcome: str) -> None:
+        """Count a copy of a request to the shadow model of a route."""
+        self._shadows.add((route, model, outcome))
 
     def observe_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

@@ -28,6 +28,8 @@ tenants:
           - {name: own, models: [c]}
 prices:
   - {model: m, service_class: gold, input: 1, output: 2.5}
+routes:
+  - {name: best, targets: [{model: m}, {model: n, weight: 0}], fallbacks: [o]}
 classes:
   - {name: gold, rank: 0}
   - {name: silver, rank: 1}
@@ -49,6 +51,8 @@ def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_p
     assert found["limit", "acme: money_per_day"].fields == {"cap": 1_500_000_000, "alert_at": [50, 80]}
     assert found["limit", "acme: requests_per_minute"].fields == {"cap": 6}, "a rate has no alerts"
     assert found["price", "m in gold"].fields == {"input": "1", "output": "2.5"}
+    targets = [{"model": "m", "weight": 1}, {"model": "n", "weight": 0}]
+    assert found["route", "best"].fields == {"targets": targets, "fallbacks": ["o"]}
     assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
 
 
@@ -90,4 +94,4 @@ def test_objects_are_created_after_what_they_depend_on_and_removed_before_it(tmp
     actions = {step.kind: step.action for step in gone}
     assert actions["tenant"] is PlanAction.SUSPEND
     assert actions["project"] is PlanAction.RELEASE
-    assert {actions[kind] for kind in ("limit", "key", "webhook", "price", "class")} == {PlanAction.DELETE}
+    assert {actions[kind] for kind in ("limit", "key", "webhook", "price", "route", "class")} == {PlanAction.DELETE}

@@ -119,6 +119,11 @@ class World:
         price = {"model": new(), "input": "1", "output": "1"}
         return self.make("/admin/v1/prices", price, method="PUT")["model"]
 
+    def route(self) -> Any:
+        """Create a route; return its name."""
+        route = {"name": new(), "targets": [{"model": "m"}]}
+        return self.make("/admin/v1/routes", route, method="PUT")["name"]
+
     def webhook_id(self) -> Any:
         self.make_room()
         return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]

@@ -153,6 +153,10 @@ ASKS = [
     Ask("PUT /prices", OPERATORS, body={"model": "m", "input": "1", "output": "1"}),
     Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),
     Ask("GET /prices/one", EVERYBODY, query={"model": "{priced_model}"}),
+    Ask("GET /routes", EVERYBODY),
+    Ask("PUT /routes", OPERATORS, body={"name": "m", "targets": [{"model": "n"}]}),
+    Ask("DELETE /routes", OPERATORS, query={"route": "{priced_model}"}),
+    Ask("GET /routes/one", EVERYBODY, query={"route": "{priced_model}"}),
     Ask("DELETE /tenants/{tenant_id}/idempotency", WRITERS),
     Ask("GET /simulations", OPERATORS),
     Ask("POST /simulations", "400 400   400 400   403 403   403 403   403 403", body={"minutes": 5}),
@@ -232,6 +236,7 @@ class World:
         async with owner.http:
             await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
+            await owner.call("PUT", "routes", 200, json={"name": new, "targets": [{"model": "m"}]})
             if side.webhook_id:  # their number is limited
                 await owner.http.delete(f"webhooks/{side.webhook_id}")
             hook = await owner.call("POST", "webhooks", 201, json={"url": f"https://example.com/{new}"})

@@ -37,11 +37,11 @@ from moiety_platform.db.session import Database, Pool
 from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import Scope, Unit
 from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 
@@ -271,7 +271,7 @@ def admin_app(
         database,
         authenticator or Authenticator(database, PEPPER, clock),
         ClassCache(database, clock),
-        PriceCache(database, clock),
+        RequestRulesCache(database, clock),
         quotas or QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
         PEPPER,
         clock,

@@ -33,9 +33,9 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import NotFound, PlatformError
 from moiety_platform.http_errors import answer_platform_error
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.request_rules.cache import RequestRulesCache
 
 from .conftest import PEPPER, Admin, Demo
 
@@ -65,7 +65,7 @@ def cache(database: Database, clock: ManualClock) -> AdapterCache:
 async def api(
     database: Database, objects: ObjectStore, clock: ManualClock, demo: Demo, cache: AdapterCache
 ) -> AsyncIterator[Admin]:
-    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    classes, prices = ClassCache(database, clock), RequestRulesCache(database, clock)
     quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     routes = with_services(
         AdapterController, adapter_cache=cache, adapter_storage=AdapterStorage(2000, 3000), objects=objects

@@ -139,7 +139,7 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "group_by": "tenant,project,key,model", "since": "2020-01-01T00:00:00Z", "until": "2030-01-01T00:00:00Z",
         "service_class": "standard", "step": "5", "before": "1000", "lease_state": "live",
         "minutes": "5", "engine_id": "none", "end_user": "someone", "tag": "team=search",
-        "request_id": world.b.request_id, "reason": "rate", "min_ms": "0", "max_ms": "9",
+        "request_id": world.b.request_id, "reason": "rate", "route": "best", "min_ms": "0", "max_ms": "9",
     }  # fmt: skip
     for route, names in filters_of(world.app):
         own = {name: filters[name] for name in names}  # one that is not known here fails the test

@@ -20,9 +20,9 @@ from moiety_platform.cli.usage_restore import restore_rows
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
 from moiety_platform.usage.quarantined_rows import DAMAGED, SetAside, SetAsideReport
@@ -194,7 +194,7 @@ async def test_the_reconciliation_counts_what_is_set_aside_and_does_not_agree_th
     database: Database, demo: Demo, clock: ManualClock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     aside = SetAside(tmp_path / "usage-journal")
-    classes, prices = ClassCache(database, clock), PriceCache(database, clock)
+    classes, prices = ClassCache(database, clock), RequestRulesCache(database, clock)
     quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     authenticator = Authenticator(database, PEPPER, clock)
     router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, set_aside=aside)

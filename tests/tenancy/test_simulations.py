@@ -34,9 +34,9 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store
@@ -73,7 +73,7 @@ async def api(
 ) -> AsyncIterator[Admin]:
     parts = (
         ClassCache(database, clock),
-        PriceCache(database, clock),
+        RequestRulesCache(database, clock),
         QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
     )
     routes = with_services(SimulationController, simulations=simulations, engines=lambda: engines)

@@ -8,6 +8,7 @@ from moiety_platform.adapters.admin_resource import ADAPTERS
 from moiety_platform.auth.admin_resource import KEYS
 from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.declarative_config.admin_resource import DECLARATIONS
+from moiety_platform.model_routes.admin_resource import ROUTES
 from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.quota.admin_resource import QUOTAS
 from moiety_platform.resources.declaration import Resource
@@ -17,6 +18,7 @@ from moiety_platform.webhooks.admin_resource import WEBHOOKS
 RESOURCES: tuple[Resource, ...] = (  # dependencies come first: `moiety apply` creates in this order
     CLASSES,
     PRICES,
+    ROUTES,
     TENANTS,
     PROJECTS,
     KEYS,

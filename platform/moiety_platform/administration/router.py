@@ -39,11 +39,12 @@ from moiety_platform.etags import PRECONDITION, Precondition
 from moiety_platform.http_errors import answer_platform_error, answer_unexpected_error
 from moiety_platform.idempotency.controller import IdempotencyController
 from moiety_platform.json_depth import check_depth
+from moiety_platform.model_routes.controller import RouteController
 from moiety_platform.openapi.documents import ADMIN_KEY
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
 from moiety_platform.quota.enforcer import QuotaEnforcer
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
@@ -60,7 +61,7 @@ def admin_router(
     database: Database,
     authenticator: Authenticator,
     classes: ClassCache,
-    prices: PriceCache,
+    rules: RequestRulesCache,
     quotas: QuotaEnforcer,
     pepper: bytes,
     clock: Clock,
@@ -113,7 +114,7 @@ def admin_router(
             PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
-            "prices": Provide(lambda: prices, sync_to_thread=False),
+            "rules": Provide(lambda: rules, sync_to_thread=False),
             "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "now": Provide(now, sync_to_thread=False),
@@ -130,6 +131,7 @@ def admin_router(
             ProjectController,
             KeyController,
             PriceController,
+            RouteController,
             QuotaController,
             UsageController,
             OverviewController,

@@ -27,7 +27,7 @@ from moiety_platform.anthropic_api.rate_limit_headers import with_anthropic_head
 from moiety_platform.anthropic_api.schemas import ConversationBody, MessagesBody
 from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks_of
 from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.auth.principal import INFERENCE_SCOPE, require_scope
+from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.errors import PlatformError
 from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
 from moiety_platform.inference.context_editing import edit_conversation
@@ -46,6 +46,7 @@ from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
 
 SECURITY = (ANTHROPIC_KEY, KEY)
@@ -72,7 +73,18 @@ class MessageServices:
     images: ImagePreparation
     documents: DocumentPreparation
     quotas: QuotaEnforcer
+    rules: RequestRulesCache
     adapters: AdapterCache | None = None
+
+
+async def _counted_model(messages: MessageServices, principal: Principal, name: str) -> str:
+    """Return the model by which tokens are counted: of a route, the first that is served and that the key may use."""
+    route = (await messages.rules.current()).routes.get(name)
+    if route is None:
+        return name
+    models, served, allowed = route.models(), messages.replicas.cards(), principal.allowed_models
+    usable = (one for one in models if one in served and (allowed is None or one in allowed))
+    return next(usable, models[0])
 
 
 async def _prepare(body: MessagesBody, record: RequestRecord) -> MessagesBody:
@@ -162,10 +174,10 @@ class TokenCountController(Controller):
         require_scope(principal, INFERENCE_SCOPE)
         body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
         await count_request(messages.quotas, principal)
-        adapter = None
+        adapter, model = None, await _counted_model(messages, principal, body.model)
         if messages.adapters is not None:
-            adapter = await messages.adapters.find(principal.tenant_id, body.model)
-        base = body.model if adapter is None else adapter.model
+            adapter = await messages.adapters.find(principal.tenant_id, model)
+        base = model if adapter is None else adapter.model
         asked, _ = await messages.documents.prepare_conversation(body.conversation(), principal)
         allowed = allowed_of(principal.allowed_models, adapter)
         card = messages.replicas.card(base, allowed, has_images=bool(asked.images))

@@ -45,18 +45,19 @@ from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
 from moiety_platform.machine_limits import MachineCollector, MachineLimits
 from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
 from moiety_platform.responses_api.conversation_service import ConversationService
@@ -194,7 +195,8 @@ async def _open_services(
         NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
     )
     authenticator = await stack.enter_async_context(Authenticator(keys, pepper, clock, turn=turn))
-    classes, prices, adapters = ClassCache(database, clock), PriceCache(database, clock), AdapterCache(database, clock)
+    classes, rules = ClassCache(database, clock), RequestRulesCache(database, clock)
+    adapters = AdapterCache(database, clock)
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
     retention = await _start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reload_metrics = ReloadMetrics(metrics.registry)
@@ -206,7 +208,7 @@ async def _open_services(
     await stack.enter_async_context(administration)
     telemetry.send_metrics(settings)
     admin = admin_router(
-        report_database, authenticator, classes, prices, quotas, pepper, clock,
+        report_database, authenticator, classes, rules, quotas, pepper, clock,
         oidc=oidc.find, traces=traces, set_aside=stored_usage.set_aside,
         more=[*administration.routes(traces, source, live, reloader), *overrides.admin_routes],
     )  # fmt: skip
@@ -218,6 +220,8 @@ async def _open_services(
     fetcher = await stack.enter_async_context(link_fetcher_of(settings, live))
     documents = document_preparation_of(settings, live, uploaded, texts, metrics.registry, fetcher)
     stack.push_async_callback(documents.close)
+    shadow = ShadowTraffic(recorder, engines.replicas, metrics)
+    stack.push_async_callback(shadow.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
@@ -227,7 +231,7 @@ async def _open_services(
         usage=usage,
         replicas=engines.replicas,
         classes=classes,
-        prices=prices,
+        rules=rules,
         metrics=metrics,
         tracing=telemetry.tracing,
         clock=clock,
@@ -251,6 +255,7 @@ async def _open_services(
         images=ImagePreparation(fetcher, uploaded.read_all),
         documents=documents,
         quotes=QuoteSigner(pepper, turn),
+        shadow=shadow,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -19,6 +19,7 @@ class DeclaredKind(StrEnum):
 
     CLASS = "class"
     PRICE = "price"
+    ROUTE = "route"
     TENANT = "tenant"
     PROJECT = "project"
     KEY = "key"

@@ -46,7 +46,7 @@ class Placement:
         self._replicas = replicas
         self._model = model
         self._service = service
-        self._wait_s = wait_s
+        self.wait_s = wait_s  # can be changed while the request runs
         self._images = images
         self._excluded: set[Connection] = set()  # engines that ended a sequence of this request or were unreachable
         self._num_failed = 0  # engines in `_excluded` that failed
@@ -112,7 +112,7 @@ class Placement:
         if self._num_failed > MAX_RESUBMISSIONS or len(self._excluded) >= MAX_ENGINES:
             raise failure
         loop = asyncio.get_running_loop()
-        until = loop.time() + (0 if isinstance(failure, EngineRefused | EngineOverloaded) else self._wait_s)
+        until = loop.time() + (0 if isinstance(failure, EngineRefused | EngineOverloaded) else self.wait_s)
         while True:
             addresses = {address for address, _ in self._excluded}
             same = {state.connection for state in self._replicas.states() if state.address in addresses}

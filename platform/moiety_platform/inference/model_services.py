@@ -20,6 +20,7 @@ from moiety_platform.inference.quota_reservation import count_request
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import api_key_authorization, fields_of
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.messages import ModelCard
 
@@ -37,6 +38,7 @@ class ModelServices:
     images: ImagePreparation
     documents: DocumentPreparation
     quotas: QuotaEnforcer
+    rules: RequestRulesCache
     adapters: AdapterCache | None = None
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:
@@ -44,7 +46,10 @@ class ModelServices:
         return await authenticate(self.authenticator, request, api_key_authorization)
 
     async def visible(self, principal: Principal) -> dict[str, ModelCard]:
-        """Return the served models that the key may use, and those with adapters of its tenant."""
+        """Return the served models that the key may use, those with adapters of its tenant, and routes to them.
+
+        A route has the card of the first of its models that the key may use.
+        """
         cards, allowed = self.replicas.cards(), principal.allowed_models
         found = {name: card for name, card in sorted(cards.items()) if allowed is None or name in allowed}
         if self.adapters is not None:
@@ -52,7 +57,12 @@ class ModelServices:
                 may_use = allowed_of(allowed, adapter)
                 if adapter.model in cards and (may_use is None or adapter.model in may_use):
                     found[name] = cards[adapter.model]
-        return found
+        routes = (await self.rules.current()).routes
+        reached = {
+            name: next((found[model] for model in route.models() if model in found), None)
+            for name, route in routes.items()
+        }
+        return found | {name: card for name, card in reached.items() if card is not None}
 
     async def receive(self, schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
         """Return the request's body, and count the request under the rates of its tenant, project and key.

@@ -31,7 +31,6 @@ from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthe
 from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
-from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
@@ -53,23 +52,26 @@ from moiety_platform.inference.generation import (
 )
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
+from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.option_scores import billed_prompt_tokens, encode_options
+from moiety_platform.inference.option_scores import billed_prompt_tokens
+from moiety_platform.inference.prompt_encoding import encode_specially
 from moiety_platform.inference.quota_reservation import Tariff, Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, KeepAlive, WatchingForDisconnect
 from moiety_platform.inference.run import InferenceRun
-from moiety_platform.inference.truncation import encode_fitting
+from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.known_parameters import check_query
 from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.tags_header import TAGS_HEADER
-from moiety_platform.prices.cache import PriceCache
+from moiety_platform.prices.token_cost import PriceList
 from moiety_platform.quotes.quote import QUOTE_FIELD, QuoteSigner
-from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class
+from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class, refuse_route
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
+from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.choose import (
     RequestNeed,
     are_extensible,
@@ -102,7 +104,7 @@ class PipelineServices:
     gate: AdmissionGate
     streams: StreamGate
     classes: ClassCache
-    prices: PriceCache
+    rules: RequestRulesCache
     replicas: Replicas
     texts: ModelTexts
     metrics: Metrics
@@ -110,6 +112,7 @@ class PipelineServices:
     images: ImagePreparation
     documents: DocumentPreparation
     quotes: QuoteSigner
+    shadow: ShadowTraffic
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -184,14 +187,14 @@ class RequestPipeline:
         except ClientDisconnected:
             return
         except asyncio.CancelledError:
-            await _report(response, STOPPING)
+            await response.report(STOPPING)
             raise
         except PlatformError as exc:
             forget_frames(exc)
-            await _report(response, exc)
+            await response.report(exc)
         except Exception:  # the root of a request: answered with 500, logged completely
             log.exception("request_failed", request_id=request_id_of(scope))
-            await _report(response, internal_error())
+            await response.report(internal_error())
         finally:
             if response.claim is not None:
                 await response.release_claim()
@@ -203,10 +206,12 @@ class RequestPipeline:
         *,
         streams: bool = False,
         accept: Callable[[], Awaitable[None]] | None = None,
+        attempt: RouteAttempt | None = None,
     ) -> InferenceRun:
         """Submit a request, and return its run once an engine has admitted every sequence.
 
-        `accept` is awaited before that, once the model, the prompt, the limits and the quotas are checked.
+        `accept` is awaited before that, once the model, the prompt, the limits and the quotas are checked. `attempt` is
+        given for each model of a route; without it the generation's model may be the name of a route.
 
         Enter the run as a context: on exit every sequence has ended at its engine and is counted in the record. With
         `streams` engines send each token as it comes. Raises the errors of `moiety_platform.errors`, such as Overloaded
@@ -214,25 +219,27 @@ class RequestPipeline:
         """
         services, limits = self.services, self.limits
         record.trace.enter(Phase.PREPARE)
-        matched = await self.classify(record, generation)
+        terms = RouteAttempt(await services.rules.current(), limits.failover_wait_s) if attempt is None else attempt
+        if attempt is None and generation.model in terms.rules.routes:
+            if record.quote is not None:
+                refuse_route(generation.model)
+            asked = RoutedRequest(record=record, generation=generation, streams=streams, accept=accept)
+            return await start_routed(self.start, asked, terms, services.shadow.copy)
+        prices = terms.rules.prices
+        matched = await self.classify(record, generation, prices)
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_unattainable(matched)
             if matched.has_images or has_documents(matched.generation):
                 await self._reserve_least(record, matched)
-                matched = await self.read_files(record, matched)
+                matched = await self.read_files(record, matched, prices)
             text = await services.texts.get(matched.card)
             record.generation = generation = matched.generation
             seconds: list[int] = []
-            if isinstance(generation.prompts[0], TextPair):
-                prompts, seconds = await text.encode_pairs(generation)
-            elif generation.option_counts:
-                prompts = await encode_options(text, generation)
-            elif generation.truncates or generation.context_edits:
-                encode = encode_fitting if generation.truncates else encode_edited
-                generation, prompts = await encode(text, generation, matched.card, record)
-                record.generation = generation
+            is_edited = bool(generation.truncates or generation.context_edits)
+            if is_edited or generation.option_counts or isinstance(generation.prompts[0], TextPair):
+                generation, prompts, seconds = await encode_specially(text, generation, matched.card, record)
             else:
                 prompts = await text.encode_prompts(generation)
             if not generation.option_counts:  # whose reasoning options are not the client's
@@ -244,8 +251,8 @@ class RequestPipeline:
             if accept is not None:
                 await accept()
             service = matched.chosen.service
-            rules = matched.card.images if matched.has_images else None
-            placement = Placement(services.replicas, matched.card.model, service, limits.failover_wait_s, rules)
+            images = matched.card.images if matched.has_images else None
+            placement = Placement(services.replicas, matched.card.model, service, terms.failover_wait_s, images)
             window, clock = limits.credit_window_tokens, services.clock
             run = InferenceRun(record, matched.chosen, prompts, billed, text, placement, clock, window, place)
             record.reservation.require_current()
@@ -274,7 +281,7 @@ class RequestPipeline:
             raise
         return principal
 
-    async def classify(self, record: RequestRecord, generation: Generation) -> MatchedRequest:
+    async def classify(self, record: RequestRecord, generation: Generation, prices: PriceList) -> MatchedRequest:
         """Choose the model card and the service class, and check the request against them.
 
         Raises NotFound, BadRequest or Unavailable.
@@ -312,12 +319,12 @@ class RequestPipeline:
         record.chose(catalogue, chosen.service)
         adapter_name = "" if adapter is None else adapter.engine_name
         priced_model = f"{card.model}:{adapter_name}" if adapter_name else card.model  # of a tenant, as its name is
-        tariff = self._tariffs.of(await services.prices.current(), catalogue, chosen, priced_model, card.model)
+        tariff = self._tariffs.of(prices, catalogue, chosen, priced_model, card.model)
         if record.quote is not None:
             tariff = Tariff(record.quote.terms.prices)
         return MatchedRequest(generation, card, states, catalogue, chosen, tariff, adapter, adapter_name, has_images)
 
-    async def read_files(self, record: RequestRecord, matched: MatchedRequest) -> MatchedRequest:
+    async def read_files(self, record: RequestRecord, matched: MatchedRequest, prices: PriceList) -> MatchedRequest:
         """Read the documents and images of an admitted request.
 
         A document can turn out to be an image, so documents come first, and the request is classified again. Raises
@@ -327,7 +334,7 @@ class RequestPipeline:
         if has_documents(matched.generation):
             generation, replaced = await services.documents.prepare(matched.generation, principal)
             record.ignored_fields += replaced
-            matched = await self.classify(record, generation)
+            matched = await self.classify(record, generation, prices)
         if matched.has_images:
             generation, replaced = await services.images.prepare(matched.generation, matched.card, principal)
             record.ignored_fields += replaced
@@ -436,10 +443,3 @@ def _refuse_unattainable(matched: MatchedRequest) -> None:
     refusal = refuse_unattainable(service, state.class_load(service.name))
     if refusal is not None:
         raise Overloaded(refusal.message, refusal.reason, retry_after_s=refusal.retry_after_s)
-
-
-async def _report(response: HttpResponse, error: PlatformError) -> None:
-    """Send an error to a client that may have stopped reading. Its idempotency key is free before."""
-    await response.release_claim()
-    with contextlib.suppress(ClientDisconnected):
-        await response.fail(error)

@@ -16,6 +16,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.errors import Forbidden, Unavailable
 from moiety_platform.prices.token_cost import FREE, MILLION, Price, PriceList
+from moiety_platform.quota.account import most_used_percent
 from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.kinds import LimitLevel, Meter, Scope, Unit
@@ -110,9 +111,10 @@ class QuotaReservation:
     Nothing is reserved until `begin`. It is settled once, when the request's record is closed.
     """
 
-    def __init__(self, enforcer: QuotaEnforcer, principal: Principal) -> None:
+    def __init__(self, enforcer: QuotaEnforcer, principal: Principal, scopes: tuple[Scope, ...] | None = None) -> None:
+        """Create the reservation under the quotas of the caller's scopes, or of those that are given."""
         self._enforcer = enforcer
-        self._scopes = scopes_of(principal)
+        self._scopes = scopes_of(principal) if scopes is None else scopes
         self._hold: Hold | None = None
         self._tariff = NO_TARIFF
         self._most_expensive = FREE
@@ -151,6 +153,14 @@ class QuotaReservation:
                 if not tariff.is_complete and self._hold.leases:
                     self._require_price()
                 return credit_tokens
+
+    async def most_used_percent(self) -> float:
+        """Return the largest used percentage of the quotas of the request, 0 without one. Raises Unavailable.
+
+        Quotas are those per day or month, in tokens or money, as far as this process knows them.
+        """
+        accounts = await self._enforcer.accounts_of(self._scopes)
+        return most_used_percent(accounts, self._enforcer.clock.monotonic())
 
     def require_current(self) -> None:
         """Raise Unavailable if the lease of the reservation has expired."""

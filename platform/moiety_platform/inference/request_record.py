@@ -14,7 +14,7 @@ from moiety_platform.inference.context_edits import AppliedEdit
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
-from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers
+from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers, route_headers
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.quotes.promise import PromiseOutcome, SequenceTimes
 from moiety_platform.quotes.quoted_request import AcceptedQuote
@@ -39,6 +39,15 @@ class Failover:
     from_address: str
     to_address: str
     num_relayed: int
+    unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFallback:
+    """A model of a route that did not answer, so that the next one was tried."""
+
+    model: str
+    cause: str  # error code
     unix_ns: int
 
 
@@ -77,6 +86,9 @@ class RequestRecord:
     admission_reason: str = ""
     served_model: str = UNKNOWN_MODEL  # the clients' name of it
     base_model: str = UNKNOWN_MODEL  # without its adapter
+    route: str | None = None  # the name that the client sent, where it is a route
+    route_fallbacks: list[RouteFallback] = field(default_factory=list)
+    was_downgraded_by_budget: bool = False  # to the route's model for quotas that are nearly used up
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
     reached_engine: bool = False
     was_begun: bool = False  # an engine has begun at least one sequence
@@ -146,6 +158,8 @@ class RequestRecord:
         """Return the response headers of an admitted request: class, admission, quotas, ignored and adjusted fields."""
         headers = {CLASS_HEADER: self.service_class, ADMISSION_HEADER: self.admission_reason}
         headers |= self.reservation.headers()
+        if self.route is not None:
+            headers |= route_headers(self.route, self.served_model)
         if self.ignored_fields or self.adjusted_fields:
             headers |= field_headers(self.ignored_fields, self.adjusted_fields)
         return headers
@@ -173,6 +187,19 @@ class RequestRecord:
         self.failovers.append(failover)
         self.num_recomputed_tokens += num_recomputed_tokens
 
+    def abandon_attempt(self, model: str, *, failure: PlatformError, unix_ns: int) -> None:
+        """Forget what the request came to at a model of its route, which failed before its first token.
+
+        The client gets nothing of it, so nothing of it is billed. Its sequences have ended at their engines.
+        """
+        self.route_fallbacks.append(RouteFallback(model, failure.code, unix_ns))
+        self.bill = self.chosen = self.served = None
+        self.admission_outcome = self.admission_reason = ""
+        self.reached_engine = self.was_begun = self.was_cut_by_limit = False
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = self.num_speculative_tokens = 0
+        self.queue_ms = self.first_token_s = self.last_token_s = None
+        self.progress, self.finish_reasons = [], []
+
     def completed(self) -> None:
         """Record that all choices have ended."""
         self.outcome = FinishReason.STOP.value
@@ -192,7 +219,7 @@ class RequestRecord:
 
     def failed(self, error: PlatformError) -> None:
         is_overload = isinstance(error, Overloaded) and self.answered_status is None
-        is_refusal = is_overload or (not self.reached_engine and error.status != 500)
+        is_refusal = is_overload or (not self.sequences and error.status != 500)
         self.outcome = "rejected" if is_refusal else "failed"
         self.http_status = self.answered_status or (200 if self.was_kept_alive else self.status_of(error))
         self.error_code = error.code

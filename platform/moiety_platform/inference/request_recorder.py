@@ -6,6 +6,7 @@ Usage row, metrics, span and log line are written in one place when the request'
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quotes.promise import PromiseOutcome
+from moiety_platform.randomness import ordered_hex
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import EndedRequest
-from moiety_platform.traces.tracing import Phase, Tracing
+from moiety_platform.traces.tracing import Phase, RequestTrace, Tracing
 from moiety_platform.usage.billing_context import BillingContext
 from moiety_platform.usage.row import KILLED, UsageRow
 
@@ -122,6 +124,31 @@ class RequestRecorder:
         )
         return OpenRecord(self, record)
 
+    def copy_of(self, record: RequestRecord) -> RequestRecord:
+        """Return a record for a copy of the request, of which nothing is counted, billed, charged or traced.
+
+        It is never closed. Its caller may use every model.
+        """
+        principal = dataclasses.replace(record.principal, allowed_models=None)
+        arrival_unix_ns = self.clock.unix_ns()
+        return RequestRecord(
+            request_id=f"shadow-{ordered_hex()}",
+            client_request_id=record.client_request_id,
+            operation=record.operation,
+            endpoint=record.endpoint,
+            principal=principal,
+            trace=RequestTrace(None, arrival_unix_ns, self.clock.unix_ns, is_recorded=False),
+            started_at=datetime.fromtimestamp(arrival_unix_ns / 1e9, UTC),
+            started_s=self.clock.monotonic(),
+            arrival_unix_ns=arrival_unix_ns,
+            on_submitted=_ignore_row,
+            make_bill=self._bill,
+            status_of=record.status_of,
+            reservation=QuotaReservation(self.quotas, principal, scopes=()),
+            service_class=principal.service_class,
+            bills_failures=False,
+        )
+
     def begin(self) -> None:
         """Count one more open record."""
         self._num_open += 1
@@ -152,6 +179,10 @@ class RequestRecorder:
         self.metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
         if outcome is not None:
             self.metrics.observe_quote(row, record.base_model)
+        if record.route is not None:
+            self.metrics.observe_route(record.route, record.base_model, row.outcome)
+            for fallback in record.route_fallbacks:
+                self.metrics.observe_route_fallback(record.route, fallback.model, fallback.cause)
         for failover in record.failovers:
             self.metrics.observe_failover(record.base_model, failover.cause)
         if record.admission_outcome and record.chosen is not None:
@@ -168,6 +199,7 @@ class RequestRecorder:
             tenant_id=row.tenant_id,
             endpoint=row.endpoint,
             model=record.served_model,
+            route=record.route,
             outcome=row.outcome,
             status=row.http_status,
             error_code=row.error_code,
@@ -213,6 +245,7 @@ class RequestRecorder:
             cost_nanodollars=cost,
             end_user=record.attribution.end_user,
             tags=record.attribution.tags,
+            route=record.route,
             charges=reservation.charges(used, cost),
             **KILLED,
         )
@@ -254,6 +287,7 @@ class RequestRecorder:
             expert_moved_bytes=record.expert_moved_bytes,
             end_user=record.attribution.end_user,
             tags=record.attribution.tags,
+            route=record.route,
             charges=charges,
         )
 
@@ -298,6 +332,8 @@ def with_promise(row: UsageRow, outcome: PromiseOutcome) -> UsageRow:
         credit_nanodollars=outcome.credit_nanodollars,
         credit_reason=outcome.reason,
     )
+def _ignore_row(_row: UsageRow) -> None:
+    """Do nothing with the row of a copy, which is not billed."""
 
 
 def _tpot_s(record: RequestRecord) -> float | None:

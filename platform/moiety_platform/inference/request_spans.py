@@ -60,6 +60,14 @@ def _own_span(record: RequestRecord, row: UsageRow, verdict: SamplingDecision, e
                 },
             )
             for failover in record.failovers
+        )
+        + tuple(
+            SpanEvent(
+                "moiety.route_fallback",
+                fallback.unix_ns,
+                {"moiety.reason": fallback.cause, "gen_ai.request.model": fallback.model},
+            )
+            for fallback in record.route_fallbacks
         ),
         error=record.error_code,
     )
@@ -75,7 +83,10 @@ def _of_generation(record: RequestRecord) -> dict[str, Attribute | None]:
     }
     if generation is None:
         return found
-    found["gen_ai.request.model"] = record.served_model if record.served_model != UNKNOWN_MODEL else None
+    asked = record.route or record.served_model
+    found["gen_ai.request.model"] = asked if asked != UNKNOWN_MODEL else None
+    found["moiety.route"] = record.route
+    found["moiety.route.downgraded"] = record.was_downgraded_by_budget or None
     found["gen_ai.embeddings.dimension.count"] = generation.dimensions
     if not generation.embed:
         sampling = generation.sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -258,6 +259,12 @@ class HttpResponse:
             async for data in events:
                 await self.stream(data)
         await self._send(_body(b"", more=False))
+
+    async def report(self, error: PlatformError) -> None:
+        """Send an error to a client that may have stopped reading. Its idempotency key is free before."""
+        await self.release_claim()
+        with contextlib.suppress(ClientDisconnected):
+            await self.fail(error)
 
     async def fail(self, error: PlatformError) -> None:
         """Send an error, as an event if the answer has begun; close the connection where neither is possible."""

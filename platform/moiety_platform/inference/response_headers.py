@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 CLASS_HEADER = "x-moiety-class"  # the class that is served
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
+ROUTE_HEADER = "x-moiety-route"  # the route that the client named
+MODEL_HEADER = "x-moiety-model"  # the model of the route that answers
 IGNORED_HEADER = "x-moiety-ignored-fields"
 ADJUSTED_HEADER = "x-moiety-adjusted-fields"
 _MAX_NAMED = 32  # in a header
+
+
+def route_headers(route: str, model: str) -> dict[str, str]:
+    """Return the headers of a request for a route. Other characters than those of ASCII are percent-encoded."""
+    return {ROUTE_HEADER: _encoded(route), MODEL_HEADER: _encoded(model)}
 
 
 def field_headers(ignored_names: list[str], adjusted: dict[str, str]) -> dict[str, str]:
@@ -17,3 +26,7 @@ def field_headers(ignored_names: list[str], adjusted: dict[str, str]) -> dict[st
     if adjusted:
         headers[ADJUSTED_HEADER] = ", ".join(f"{name}={value}" for name, value in sorted(adjusted.items())[:_MAX_NAMED])
     return headers
+
+
+def _encoded(name: str) -> str:
+    return name if name.isascii() else quote(name, safe="/:@+ ")

@@ -127,6 +127,14 @@ class InferenceRun:
         while first.stream.finished is None:
             self._early.append(await self._receive())
 
+    async def wait_first_output(self) -> None:
+        """Return when a sequence has output or has ended; what comes meanwhile is kept for the reader.
+
+        Raises the error of a sequence that no engine takes on.
+        """
+        while not any(not isinstance(message, Accepted) for _, message in self._early):
+            self._early.append(await self._receive())
+
     async def __aenter__(self) -> Self:
         return self
 

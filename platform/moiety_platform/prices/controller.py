@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody, SkipValidation
@@ -9,14 +11,14 @@ from litestar.params import FromQuery, JSONBody, SkipValidation
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.db.session import Database
+from moiety_platform.db.snapshot import Snapshot
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.prices import service
 from moiety_platform.prices.admin_resource import PRICES
-from moiety_platform.prices.cache import PriceCache
 from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
 
-PriceCacheDependency = NamedDependency[SkipValidation[PriceCache]]
+RulesDependency = NamedDependency[SkipValidation[Snapshot[Any]]]
 
 
 class PriceController(Controller):
@@ -49,7 +51,7 @@ class PriceController(Controller):
     async def set_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: PriceCacheDependency,
+        rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewPrice],
     ) -> Response[PriceView]:
@@ -58,14 +60,14 @@ class PriceController(Controller):
             record = await service.find_price(session, data.model, data.service_class)
             precondition.check(None if record is None else PriceView.of(record))
             view = PriceView.of(await service.set_price(session, data))
-        prices.forget()
+        rules.forget()
         return tagged(view)
 
     @delete(status_code=200, opt=needs(PRICES.write) | fails(404))
     async def delete_price(
         self,
         store: NamedDependency[AuditedStore],
-        prices: PriceCacheDependency,
+        rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,
@@ -74,5 +76,5 @@ class PriceController(Controller):
         async with store.write() as session:
             precondition.check(PriceView.of(await service.get_price(session, model, service_class)))
             view = PriceView.of(await service.delete_price(session, model, service_class))
-        prices.forget()
+        rules.forget()
         return view

@@ -132,6 +132,16 @@ class Account:
         return left if left < cap else cap
 
 
+def most_used_percent(accounts: Iterable[Account], now_s: float) -> float:
+    """Return the largest used percentage of the stocks among the accounts, as far as it is known; 0 without one."""
+    most = 0.0
+    for account in accounts:
+        left, cap = account.available(now_s), account.limit.cap
+        if account.lease.meter is Meter.STOCK and left is not None:
+            most = max(most, 100.0 * (cap - left) / cap if cap else 100.0)
+    return most
+
+
 @dataclass(slots=True)
 class KnownScope:
     """Cached limits of one scope."""

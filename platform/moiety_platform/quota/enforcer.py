@@ -112,7 +112,7 @@ class QuotaEnforcer:
         if hold is None:
             accounts = self._known_accounts(scopes)
             if accounts is None:
-                accounts = await self._accounts_of(scopes)
+                accounts = await self.accounts_of(scopes)
             hold = Hold([account.lease for account in accounts])
         smallest = amounts if least is None else least
         for lease in hold.leases:
@@ -359,8 +359,8 @@ class QuotaEnforcer:
             account.used_s = now_s
         return found
 
-    async def _accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:
-        """Return the accounts of all limits of the scopes, in their current windows."""
+    async def accounts_of(self, scopes: Sequence[Scope]) -> list[Account]:
+        """Return the accounts of all limits of the scopes, in their current windows. Raises Unavailable."""
         found: list[Account] = []
         known = await self._known(scopes)
         today, now_s = self.clock.unix_ns() // DAY_NS, self.clock.monotonic()

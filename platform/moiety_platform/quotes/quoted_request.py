@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from litestar.types import Receive, Scope
 
@@ -90,3 +91,12 @@ def quoted_class(quote: Quote, catalogue: Catalogue) -> ChosenClass:
     chosen = catalogue.named(quote.service_class)
     has_fallback = chosen.fallback is not None and chosen.fallback.name in quote.prices
     return chosen if has_fallback else ChosenClass(chosen.service, None)
+
+
+def refuse_route(name: str) -> NoReturn:
+    """Refuse a request with a quote whose model has become a route. Raises Conflict."""
+    raise Conflict(
+        f"The model {name!r} of the quote is now a route, which can choose other models; send the request without the "
+        "quote, or get a quote for one of the models of the route.",
+        code="quote_mismatch",
+    )

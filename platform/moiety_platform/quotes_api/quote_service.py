@@ -13,6 +13,7 @@ from litestar.types import Receive
 from moiety_platform.admission.gate import refuse_unattainable
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.generation import Generation
@@ -119,9 +120,17 @@ class QuoteService:
 
     async def _count(self, record: RequestRecord, generation: Generation, digest: bytes) -> _Counted:
         pipeline = self._pipeline
-        matched = await pipeline.classify(record, generation)
+        rules = await pipeline.services.rules.current()
+        route = rules.routes.get(generation.model)
+        if route is not None:
+            raise BadRequest(
+                f"{generation.model!r} is a route, which chooses a model for each request: quote one of its models "
+                f"({', '.join(route.models())})",
+                param="model",
+            )
+        matched = await pipeline.classify(record, generation, rules.prices)
         if matched.has_images or has_documents(matched.generation):
-            matched = await pipeline.read_files(record, matched)
+            matched = await pipeline.read_files(record, matched, rules.prices)
         text, generation = await pipeline.services.texts.get(matched.card), matched.generation
         if generation.truncates or generation.context_edits:
             encode = encode_fitting if generation.truncates else encode_edited
@@ -138,7 +147,7 @@ class QuoteService:
         service, card = chosen.service, matched.card
         terms = matched.catalogue[service.name]
         priced_model = f"{card.model}:{matched.adapter_name}" if matched.adapter_name else card.model
-        tariff = tariff_of(await services.prices.current(), matched.catalogue, chosen, priced_model, card.model)
+        tariff = tariff_of((await services.rules.current()).prices, matched.catalogue, chosen, priced_model, card.model)
         names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
         computed, is_overloaded = _predict(counted, chosen)
         prediction = None if computed is None else services.quotes.calibration.corrected(card.model, computed)

@@ -110,6 +110,10 @@ class RequestTrace:
         if self.is_recorded:
             self.marks.append((phase, self._unix_ns()))
 
+    def now_ns(self) -> int:
+        """Return the time, in nanoseconds since 1970."""
+        return self._unix_ns()
+
     @property
     def traceparent(self) -> str:
         """The W3C context for engines; where nothing is recorded here, the client's own, which can be empty."""

@@ -78,6 +78,7 @@ class UsageRecord(Base):
     predicted_duration_ms: Mapped[float | None] = mapped_column(Double)
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
     credit_reason: Mapped[str | None] = mapped_column(String(16))
+    route: Mapped[str | None] = mapped_column(Text)
 
 
 class EntryKind(StrEnum):

@@ -404,7 +404,7 @@ def storable(row: UsageRow) -> UsageRow:
         name.isascii()
         and name.isprintable()
         and len(name) <= MAX_TEXT_LENGTH
-        and (row.end_user is None or _are_plain(row.end_user))
+        and ((row.end_user is None and row.route is None) or _are_plain(row.end_user, row.route))
         and _are_plain_names(*_names_of(row))
         and min(numbers) >= 0
         and max(numbers) <= _INT32_MAX

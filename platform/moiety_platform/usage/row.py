@@ -60,6 +60,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     predicted_duration_ms: float | None = None  # for its actual output tokens
     credit_nanodollars: int = 0  # for a broken promise; `cost_nanodollars` is what remains after it
     credit_reason: str | None = None
+    route: str | None = None  # the name that the client sent, where it is a route; `model` is the one that answered
     charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column
 
     @property

@@ -100,6 +100,7 @@ class RequestView(msgspec.Struct, frozen=True):
     predicted_duration_ms: float | None  # by its quote, for its actual output tokens
     credit_nanodollars: int  # for a broken promise; already taken off the cost
     credit_reason: str | None  # ttft, finish or failed
+    route: str | None  # the name that its client sent, where it is a route
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:
