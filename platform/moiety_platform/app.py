@@ -42,6 +42,7 @@ from moiety_platform.http_errors import (
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.inference.document_preparation import DocumentPreparation
+from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
@@ -135,6 +136,7 @@ class Services:
     documents: DocumentPreparation
     quotes: QuoteSigner
     shadow: ShadowTraffic
+    guardrails: GuardrailChecks
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -176,6 +178,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         images=services.images,
         documents=services.documents,
         shadow=services.shadow,
+        guardrails=services.guardrails,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
         quotes=services.quotes,

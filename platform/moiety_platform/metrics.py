@@ -305,6 +305,12 @@ class Metrics:
             ("route", "model", "outcome"),
             registry,
         )
+        self._guardrails = LabeledCounters(
+            "moiety_guardrail_checks",
+            "Checks by guardrails: passed, blocked, observed, failed_open or failed_closed.",
+            ("guardrail", "stage", "outcome"),
+            registry,
+        )
         self._errors = LabeledCounters(
             "moiety_request_errors",
             "Failed and rejected requests, by error code.",
@@ -408,6 +414,10 @@ class Metrics:
     def observe_shadow(self, route: str, model: str, outcome: str) -> None:
         """Count a copy of a request to the shadow model of a route."""
         self._shadows.add((route, model, outcome))
+
+    def observe_guardrail(self, name: str, stage: str, outcome: str) -> None:
+        """Count a check of a text by a guardrail."""
+        self._guardrails.add((name, stage, outcome))
 
     def observe_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()

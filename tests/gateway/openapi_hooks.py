@@ -124,6 +124,11 @@ class World:
         route = {"name": new(), "targets": [{"model": "m"}]}
         return self.make("/admin/v1/routes", route, method="PUT")["name"]
 
+    def guardrail(self) -> Any:
+        """Create a guardrail; return its name."""
+        guardrail = {"name": "one", "stage": "output", "action": "observe", "detectors": ["secrets"]}
+        return self.make("/admin/v1/guardrails", guardrail, method="PUT")["name"]
+
     def webhook_id(self) -> Any:
         self.make_room()
         return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
@@ -197,6 +202,8 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
     if not is_bad(case, ParameterLocation.QUERY) and "/prices" in case.operation.path and "model" in case.query:
         case.query["model"] = WORLD.model()
         case.query.pop("service_class", None)
+    if not is_bad(case, ParameterLocation.PATH) and "/guardrails/{name}" in case.operation.path:
+        case.path_parameters["name"] = WORLD.guardrail()
     if not is_bad(case, ParameterLocation.QUERY) and case.operation.label == "DELETE /admin/v1/declarations":
         declared = WORLD.declaration()
         case.query |= {name: declared[name] for name in ("kind", "name")}

@@ -153,6 +153,10 @@ ASKS = [
     Ask("PUT /prices", OPERATORS, body={"model": "m", "input": "1", "output": "1"}),
     Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),
     Ask("GET /prices/one", EVERYBODY, query={"model": "{priced_model}"}),
+    Ask("GET /guardrails", OPERATORS),
+    Ask("PUT /guardrails", OPERATORS, body={"name": "g", "stage": "input", "detectors": ["secrets"]}),
+    Ask("GET /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
+    Ask("DELETE /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
     Ask("GET /routes", EVERYBODY),
     Ask("PUT /routes", OPERATORS, body={"name": "m", "targets": [{"model": "n"}]}),
     Ask("DELETE /routes", OPERATORS, query={"route": "{priced_model}"}),
@@ -236,6 +240,8 @@ class World:
         async with owner.http:
             await owner.call("POST", "classes", 201, json={"name": new, **CLASS})
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
+            guardrail = {"name": new, "stage": "input", "detectors": ["secrets"]}
+            await owner.call("PUT", "guardrails", 200, json=guardrail)
             await owner.call("PUT", "routes", 200, json={"name": new, "targets": [{"model": "m"}]})
             if side.webhook_id:  # their number is limited
                 await owner.http.delete(f"webhooks/{side.webhook_id}")

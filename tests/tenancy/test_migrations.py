@@ -38,7 +38,7 @@ from moiety_platform.files.models import StoredFile
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
-QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "routes"}
+QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "routes", "guardrails"}
 USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}

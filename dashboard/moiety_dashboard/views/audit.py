@@ -20,7 +20,8 @@ VERDICT = "audit verdict"
 BEFORE = "audit before"
 KINDS = {
     "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
-    "prices": "prices", "routes": "routes", "engines": "engines", "webhooks": "webhooks", "erasures": "data deletions",
+    "prices": "prices", "routes": "routes", "guardrails": "guardrails",
+    "engines": "engines", "webhooks": "webhooks", "erasures": "data deletions",
     "audit_log": "audit log",
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from moiety_platform.adapters.admin_resource import ADAPTERS
 from moiety_platform.auth.admin_resource import KEYS
 from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.declarative_config.admin_resource import DECLARATIONS
+from moiety_platform.guardrails.admin_resource import GUARDRAILS
 from moiety_platform.model_routes.admin_resource import ROUTES
 from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.quota.admin_resource import QUOTAS
@@ -25,6 +26,7 @@ RESOURCES: tuple[Resource, ...] = (  # dependencies come first: `moiety apply` c
     QUOTAS,
     WEBHOOKS,
     ADAPTERS,
+    GUARDRAILS,
     DECLARATIONS,
 )
 ACTIONS: tuple[AdminAction, ...] = (*(action for one in RESOURCES for action in one.actions), *VIEW_ACTIONS)

@@ -19,6 +19,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
+from moiety_platform.guardrails.controller import GuardrailController
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.reloading.controller import SettingController
@@ -58,7 +59,7 @@ class Administration:
     def __post_init__(self) -> None:
         settings = self.settings
         self._engine_notice = EngineNotice(self.database, self._holders_of_tenant_data)
-        self._reach = AddressPolicy(networks_of(settings))
+        self.reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         self.simulations = Simulations(
             self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
@@ -69,7 +70,7 @@ class Administration:
         return [*self.replicas.connected(), self.replicas, self.document_texts]
 
     async def __aenter__(self) -> Self:
-        poster = await self._stack.enter_async_context(WebhookClient(self._reach))
+        poster = await self._stack.enter_async_context(WebhookClient(self.reach))
         pepper, turn = self.peppers
         alerts = AlertSender(self.database, poster, pepper, self.clock, previous_pepper=turn.previous)
         await alerts.start()
@@ -96,7 +97,8 @@ class Administration:
             with_services(EngineController, replicas=self.replicas),
             with_services(ExpertController, experts=ExpertService(self.replicas, self.clock)),
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
-            with_services(WebhookController, reach=self._reach),
+            with_services(WebhookController, reach=self.reach),
+            with_services(GuardrailController, reach=self.reach),
             with_services(
                 TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._engine_notice.wake)
             ),
@@ -115,7 +117,7 @@ class Administration:
         live.follow(["simulation_limit_s", "simulation_niceness"], self._set_simulation_limits)
 
     def _set_webhook_networks(self, settings: GatewaySettings) -> None:
-        self._reach.networks = networks_of(settings)
+        self.reach.networks = networks_of(settings)
 
     def _set_adapter_limits(self, settings: GatewaySettings) -> None:
         self._adapter_storage.max_bytes = settings.max_adapter_bytes

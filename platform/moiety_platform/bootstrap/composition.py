@@ -43,6 +43,7 @@ from moiety_platform.files.store import Now
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.limits import AnswerStorageLimits
 from moiety_platform.idempotency.store import KeyStore
+from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.inference.shadow_traffic import ShadowTraffic
@@ -220,6 +221,7 @@ async def _open_services(
     fetcher = await stack.enter_async_context(link_fetcher_of(settings, live))
     documents = document_preparation_of(settings, live, uploaded, texts, metrics.registry, fetcher)
     stack.push_async_callback(documents.close)
+    guardrails = await stack.enter_async_context(GuardrailChecks(metrics, administration.reach))
     shadow = ShadowTraffic(recorder, engines.replicas, metrics)
     stack.push_async_callback(shadow.close)
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
@@ -256,6 +258,7 @@ async def _open_services(
         documents=documents,
         quotes=QuoteSigner(pepper, turn),
         shadow=shadow,
+        guardrails=guardrails,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -28,6 +28,7 @@ from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, forget_frames
+from moiety_platform.guardrails.terms import ALL_TENANTS
 from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
@@ -50,6 +51,8 @@ from moiety_platform.inference.generation import (
     with_sampling_defaults,
     with_single_texts,
 )
+from moiety_platform.inference.guarded_run import guarded_runs
+from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
@@ -113,6 +116,7 @@ class PipelineServices:
     documents: DocumentPreparation
     quotes: QuoteSigner
     shadow: ShadowTraffic
+    guardrails: GuardrailChecks
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -238,8 +242,11 @@ class RequestPipeline:
             record.generation = generation = matched.generation
             seconds: list[int] = []
             is_edited = bool(generation.truncates or generation.context_edits)
-            if is_edited or generation.option_counts or isinstance(generation.prompts[0], TextPair):
-                generation, prompts, seconds = await encode_specially(text, generation, matched.card, record)
+            guards = terms.rules.guardrails.get(record.principal.tenant_id) or terms.rules.guardrails[ALL_TENANTS]
+            if guards or is_edited or generation.option_counts or isinstance(generation.prompts[0], TextPair):
+                generation, prompts, seconds = await encode_specially(
+                    text, generation, matched.card, record, partial(services.guardrails.check_input, guardrails=guards)
+                )
             else:
                 prompts = await text.encode_prompts(generation)
             if not generation.option_counts:  # whose reasoning options are not the client's
@@ -254,7 +261,8 @@ class RequestPipeline:
             images = matched.card.images if matched.has_images else None
             placement = Placement(services.replicas, matched.card.model, service, terms.failover_wait_s, images)
             window, clock = limits.credit_window_tokens, services.clock
-            run = InferenceRun(record, matched.chosen, prompts, billed, text, placement, clock, window, place)
+            make_run = guarded_runs(services.guardrails, guards) if guards else InferenceRun
+            run = make_run(record, matched.chosen, prompts, billed, text, placement, clock, window, place)
             record.reservation.require_current()
             for submit in submits_of(origin, generation, prompts, longest, text, seconds):
                 await run.submit(submit)

@@ -89,6 +89,8 @@ class RequestRecord:
     route: str | None = None  # the name that the client sent, where it is a route
     route_fallbacks: list[RouteFallback] = field(default_factory=list)
     was_downgraded_by_budget: bool = False  # to the route's model for quotas that are nearly used up
+    guardrails: dict[str, str] = field(default_factory=dict)  # outcome of each guardrail, the last that is not `passed`
+    passed_input_guardrails: bool = False
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
     reached_engine: bool = False
     was_begun: bool = False  # an engine has begun at least one sequence

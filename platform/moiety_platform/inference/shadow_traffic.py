@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import structlog
 
 from moiety_platform.classes.terms import BATCH_TIER
 from moiety_platform.errors import PlatformError, forget_frames
+from moiety_platform.guardrails.terms import ALL_TENANTS
 from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.model_routing import RouteAttempt, StartRequest
 from moiety_platform.inference.request_record import RequestRecord
@@ -90,7 +91,8 @@ class ShadowTraffic:
         outcome = FAILED
         try:
             async with asyncio.timeout(MAX_COPY_S):
-                attempt = msgspec.structs.replace(terms, failover_wait_s=0.0)
+                unchecked = replace(terms.rules, guardrails={ALL_TENANTS: ()})  # the request itself is checked
+                attempt = msgspec.structs.replace(terms, rules=unchecked, failover_wait_s=0.0)
                 async with await start(record, generation, attempt=attempt) as run:
                     async for _ in run:
                         pass

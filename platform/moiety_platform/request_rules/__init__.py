@@ -1,1 +1,1 @@
-"""Rules of the operator that every request reads, as one cached snapshot: prices and routes."""
+"""Rules of the operator that every request reads, as one cached snapshot: prices, routes and guardrails."""

@@ -1,0 +1,33 @@
+"""Guardrails."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0034"
+down_revision = "0033"
+
+
+def upgrade() -> None:
+    """Create the table."""
+    op.create_table(
+        "guardrails",
+        sa.Column("name", sa.String(64), primary_key=True),
+        sa.Column("stage", sa.String(16), nullable=False),
+        sa.Column("action", sa.String(16), nullable=False),
+        sa.Column("on_failure", sa.String(16), nullable=False),
+        sa.Column("detectors", sa.Text(), nullable=False),
+        sa.Column("url", sa.String(1000)),
+        sa.Column("timeout_ms", sa.Integer(), nullable=False),
+        sa.Column("tenant_id", sa.String(32)),
+        sa.CheckConstraint("stage IN ('input', 'output')", name=op.f("ck_guardrails_stage_known")),
+        sa.CheckConstraint("action IN ('block', 'observe')", name=op.f("ck_guardrails_action_known")),
+        sa.CheckConstraint("on_failure IN ('open', 'closed')", name=op.f("ck_guardrails_on_failure_known")),
+        sa.CheckConstraint("(detectors = '') = (url IS NOT NULL)", name=op.f("ck_guardrails_one_check")),
+    )
+
+
+def downgrade() -> None:
+    """Drop it."""
+    op.drop_table("guardrails")

@@ -1,0 +1,1 @@
+"""Guardrails: checks of the text of requests and answers, which block or observe."""

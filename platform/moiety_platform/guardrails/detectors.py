@@ -1,0 +1,48 @@
+"""Built-in detectors: regular expressions for secrets, and card numbers by their check digit. Pure.
+
+Every quantifier is bounded, so that the time is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from moiety_platform.guardrails.terms import Detector
+
+MAX_MATCH_CHARS = 512  # no detector needs more text before the end of what it finds
+MIN_CARD_DIGITS = 13
+MAX_CARD_DIGITS = 19
+
+_SECRETS = re.compile(
+    r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
+    r"|\bgh[pousr]_[A-Za-z0-9]{36,255}"  # GitHub
+    r"|\bglpat-[A-Za-z0-9_-]{20,64}"  # GitLab
+    r"|\bsk-[A-Za-z0-9_-]{20,200}"  # OpenAI, Anthropic
+    r"|\bxox[abprs]-[A-Za-z0-9-]{10,200}"  # Slack
+    r"|\bAIza[0-9A-Za-z_-]{35}"  # Google
+    r"|\bmty_[A-Za-z0-9]{8,32}\.[A-Za-z0-9_-]{16,128}",
+    re.ASCII,
+)
+_CARD = re.compile(rf"(?<![0-9])(?:[0-9][ -]?){{{MIN_CARD_DIGITS - 1},{MAX_CARD_DIGITS - 1}}}[0-9](?![0-9])", re.ASCII)
+
+
+def find(text: str, detectors: Iterable[Detector]) -> Detector | None:
+    """Return the first of the detectors that finds something in the text, or None."""
+    for detector in detectors:
+        if detector is Detector.SECRETS:
+            if _SECRETS.search(text) is not None:
+                return detector
+        elif any(has_check_digit(match[0]) for match in _CARD.finditer(text)):
+            return detector
+    return None
+
+
+def has_check_digit(number: str) -> bool:
+    """Return whether the last digit is the check digit of the others (Luhn, US patent 2,950,048, 1960)."""
+    digits = [int(character) for character in number if character.isdecimal()]
+    if len(set(digits)) == 1:
+        return False  # zeros have a right check digit, and are no card
+    doubled = [digit if place % 2 == 0 else digit * 2 - 9 * (digit > 4) for place, digit in enumerate(digits[::-1])]
+    return sum(doubled) % 10 == 0
