@@ -217,7 +217,6 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     replicas, adapters, rules = services.replicas, services.adapters, services.rules
     quotas, files = services.recorder.quotas, (services.images, services.documents)
     messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, quotas, rules, adapters)
-    )
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
         services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining

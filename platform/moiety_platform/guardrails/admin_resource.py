@@ -63,7 +63,7 @@ GUARDRAILS = Resource(
                 Parameter(
                     name="tenant",
                     field="tenant_id",
-                    names_tenant=True,
+                    finds="tenant",
                     help="Name or id of the only tenant that it is for. If not given, all.",
                 ),
             ),

@@ -86,14 +86,6 @@ def check_limits(generation: Generation, num_sequences: int, card: ModelCard, ma
             raise BadRequest(message, code=UNKNOWN_TOKEN, param=name)
 
 
-def cache_salt_of(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
-    """Return the salt of the request's prefix cache, which the client's own salt separates further."""
-    salt = principal.cache_salt + adapter.encode()
-    if generation is None or not generation.cache_salt:
-        return salt
-    return blake2b(salt + b"\0" + generation.cache_salt.encode(errors="replace"), digest_size=32).digest()
-
-
 def submits_of(
     origin: RequestOrigin,
     generation: Generation,

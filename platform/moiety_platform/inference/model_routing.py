@@ -24,6 +24,7 @@ from moiety_platform.inference.generation import Conversation, Generation
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.model_routes.terms import ModelRoute, Stickiness, models_in_order
+from moiety_platform.quotes.quoted_request import refuse_route
 from moiety_platform.request_rules.cache import RequestRules
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_wire.trace_events import Reason
@@ -90,9 +91,11 @@ async def start_routed(
     """Submit a request to the models of its route, one after the other, until one takes it; return its run.
 
     If there is a further model, the run has its first token. Raises the error of the last model that is served and that
-    the key may use, or NotFound if there is none.
+    the key may use, NotFound if there is none, or Conflict for a request with a quote.
     """
     record, generation = request.record, request.generation
+    if record.quote is not None:
+        refuse_route(generation.model)
     route = terms.rules.routes[generation.model]
     record.route = route.name
     models = await _models_of(route, record, generation)

@@ -71,7 +71,7 @@ from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.token_cost import PriceList
 from moiety_platform.quotes.quote import QUOTE_FIELD, QuoteSigner
-from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class, refuse_route
+from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.request_rules.cache import RequestRulesCache
@@ -225,19 +225,16 @@ class RequestPipeline:
         record.trace.enter(Phase.PREPARE)
         terms = RouteAttempt(await services.rules.current(), limits.failover_wait_s) if attempt is None else attempt
         if attempt is None and generation.model in terms.rules.routes:
-            if record.quote is not None:
-                refuse_route(generation.model)
             asked = RoutedRequest(record=record, generation=generation, streams=streams, accept=accept)
             return await start_routed(self.start, asked, terms, services.shadow.copy)
-        prices = terms.rules.prices
-        matched = await self.classify(record, generation, prices)
+        matched = await self.classify(record, generation, terms.rules.prices)
         place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_unattainable(matched)
             if matched.has_images or has_documents(matched.generation):
                 await self._reserve_least(record, matched)
-                matched = await self.read_files(record, matched, prices)
+                matched = await self.read_files(record, matched, terms.rules.prices)
             text = await services.texts.get(matched.card)
             record.generation = generation = matched.generation
             seconds: list[int] = []

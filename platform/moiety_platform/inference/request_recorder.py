@@ -332,6 +332,8 @@ def with_promise(row: UsageRow, outcome: PromiseOutcome) -> UsageRow:
         credit_nanodollars=outcome.credit_nanodollars,
         credit_reason=outcome.reason,
     )
+
+
 def _ignore_row(_row: UsageRow) -> None:
     """Do nothing with the row of a copy, which is not billed."""
 
