@@ -28,8 +28,12 @@ def draw_weights(form: WeightFormat | None, dtype: torch.dtype) -> MoeWeights:
 @pytest.mark.parametrize("form", KEPT, ids=lambda form: "wide" if form is None else form.name)
 def test_slots_exchange_all_that_they_hold_in_one_go(form: WeightFormat | None) -> None:
     weights, before = (draw_weights(form, torch.bfloat16) for _ in range(2))
-    sent = SlotWeights(weights, EXPERTS).write([Write(0, 2, 2), Write(2, 0, 0), Write(3, 2, 2)], RankPosition())
-    assert sent == 0  # all are on one rank
+    slots = SlotWeights(weights, EXPERTS, RankPosition())
+    transfer = slots.prepare([Write(0, 2, 2), Write(2, 0, 0), Write(3, 2, 2)])
+    for (name, now), (_, then) in zip(named_tensors(weights), named_tensors(before), strict=True):
+        assert torch.equal(now.view(torch.uint8), then.view(torch.uint8)), f"{name} has changed before the switch"
+    assert not transfer.sends and not transfer.receives and not transfer.num_bytes  # all are on one rank
+    slots.fill(transfer.rows_B)
     for (name, now), (_, then) in zip(named_tensors(weights), named_tensors(before), strict=True):
         if name == "router_ED":
             assert torch.equal(now, then)
