@@ -162,16 +162,15 @@ def lacking(what: str) -> Iterator[None]:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    full_memory = RuntimeError("there is no room")
     with contextlib.ExitStack() as stack:
         if what == "host":
             stack.enter_context(patch.object(weight_offload, "available_bytes", lambda: 0))
         if what == "disk":
             stack.enter_context(patch.object(folder, "write_file", full))
         if what == "moves":
-            stack.enter_context(patch.object(SlotWeights, "prepare", side_effect=full_memory))
+            stack.enter_context(patch.object(SlotWeights, "prepare", side_effect=RuntimeError("no room")))
         if what == "links":
-            stack.enter_context(patch.object(TransferGroup, "exchange", side_effect=full_memory))
+            stack.enter_context(patch.object(TransferGroup, "exchange", side_effect=RuntimeError("no room")))
         if what == "weights":
             stack.enter_context(patch.object(memory, "available_bytes", lambda: 0))
         if what == "parts":
@@ -260,7 +259,7 @@ def scaler(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None
             if len(left) < len(work.scales):
                 answer.expert_ranks.append(loop.load().expert_ranks)
                 answer.scaling_problems.append(scaling.problem)
-            with patch(WORKER, "none") if work.lacks == "new ranks" else contextlib.nullcontext():
+            with patch(WORKER, "none" if work.lacks == "new ranks" else "moiety_engine.core.worker"):
                 if left:
                     loop.scale_expert_ranks(left.pop(0))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -41,9 +41,10 @@ class RankAdditions:
         """Wait until these ranks have joined, and return their connections. Raises RanksError."""
         if not ranks:
             return {}
+        store: Any = self.store  # torch's stubs lack `clone`
         return admit_ranks(
             self._next(ranks, num_expert_ranks, generation),
-            self.store.clone(),
+            store.clone(),
             ranks,
             self.settings,
             self.checkpoint,
@@ -57,5 +58,11 @@ class RankAdditions:
 
     def _next(self, ranks: range, num_expert_ranks: int, generation: int) -> Rendezvous:
         """Return the rendezvous of a generation, as of rank 0."""
-        of_all = {"num_ranks": ranks.stop, "local_num_ranks": ranks.stop, "port": self.store.port}
-        return replace(self.rendezvous, **of_all, generation=generation, num_expert_ranks=num_expert_ranks)
+        return replace(
+            self.rendezvous,
+            num_ranks=ranks.stop,
+            local_num_ranks=ranks.stop,
+            port=self.store.port,
+            generation=generation,
+            num_expert_ranks=num_expert_ranks,
+        )

@@ -11,7 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,8 @@ class ScalingPreparation:
 
         `prepare` is called first. If it raises EngineError, RuntimeError or MemoryError, all ranks are told.
         """
-        self._keys = PrefixStore(f"scaling/{generation}", store.clone())
+        cloneable: Any = store  # torch's stubs lack `clone`
+        self._keys = PrefixStore(f"scaling/{generation}", cloneable.clone())
         self._layout, self._rank, self._prepare = layout, rank, prepare
         self._ended: Future[NextGroups] = Future()
         threading.Thread(target=self._run, name="expert-scaling", daemon=True).start()
