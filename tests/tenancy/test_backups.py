@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import func, insert, select
+from tests.s3_server import S3Server
 from tests.usage_rows import make_row
 
 from moiety_migrations import HEAD, downgrade, upgrade
@@ -52,6 +53,14 @@ MIGRATIONS = Migrations(upgrade, downgrade)
 _numbers = count()
 
 
+async def why_not_ready(database: Database, objects: ObjectStore) -> str:
+    """Return why the object store is not that of the database; wait until it is known."""
+    check = ObjectStoreReadiness(database, objects)
+    while (why := await check.why_not_ready()) == check.silence:
+        pass
+    return why
+
+
 class Deployment:
     """A data directory and its database, in which one tenant has used a model and uploaded a file."""
 
@@ -77,7 +86,7 @@ class Deployment:
             self.tenant_id, self.project_id, self.key_id, self.key = tenant.id, project.id, key.id, text.text
             await self.add_requests(database, 3)
             objects = ObjectStore.open(self.settings.objects_url)
-            await ObjectStoreReadiness(database, objects).why_not_ready()
+            assert await why_not_ready(database, objects) == ""
             self.object_key = file_key(tenant.id, "file_1")
             writer = objects.begin_object(self.object_key)
             await writer.write(CONTENT)
@@ -182,7 +191,7 @@ async def test_a_backup_made_while_requests_run_is_restored_whole(
     await objects.close()
     async with copy.database() as database:
         checked = ObjectStore.open(target.objects_url)
-        assert await ObjectStoreReadiness(database, checked).why_not_ready() == ""
+        assert await why_not_ready(database, checked) == ""
         await checked.close()
 
 
@@ -285,6 +294,28 @@ async def test_a_backup_without_contents_is_restored_beside_its_object_store(
         folder, GatewaySettings(data_dir=tmp_path / "second", database_url=new_url(), object_store_url=store)
     )
     assert (report.problems, report.objects) == ([], 1)
+
+
+async def test_a_backup_moves_a_deployment_from_a_folder_to_a_bucket_and_back(
+    deployment: Deployment,
+    new_settings: Callable[[str], GatewaySettings],
+    new_url: Callable[[], str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with S3Server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket = GatewaySettings(data_dir=tmp_path / "second", database_url=new_url(), object_store_url=server.url)
+        report = await restored(await backed_up(deployment, tmp_path), bucket)
+        assert (report.problems, report.objects) == ([], 1)
+        only_listed = await create_backup(bucket, tmp_path / "listed", "1.0")
+        assert (only_listed.has_objects, only_listed.object_store) == (False, server.url)
+        assert [one.key for one in only_listed.objects] == [deployment.object_key]
+        copied = await create_backup(bucket, tmp_path / "copied", "1.0", copy_objects=True)
+        assert (copied.has_objects, copied.lost_objects) == (True, [])
+    again = await restored(tmp_path / "copied", new_settings("third"))
+    assert (again.problems, again.objects) == ([], 1)
 
 
 async def test_usage_rows_of_the_journal_are_restored(

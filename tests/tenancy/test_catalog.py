@@ -31,7 +31,7 @@ from moiety_platform.settings import GatewaySettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 DECLARED = [(resource, one) for resource in RESOURCES for one in resource.commands if isinstance(one, Command)]
-BESIDES = {"belongs_to", "change"}  # columns that a command computes
+BESIDES = {"belongs_to", "change", "name", "owner", "tenant"}  # columns that a command computes
 
 
 @pytest.fixture

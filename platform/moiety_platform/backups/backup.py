@@ -33,7 +33,7 @@ from moiety_platform.backups.archive import (
 from moiety_platform.backups.databases import backed_up_tables, close_sqlite_file, copy_sqlite, count_rows, dump_tables
 from moiety_platform.backups.errors import BackupError
 from moiety_platform.backups.objects import referenced_objects, save_objects
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import MAINTENANCE, Database
 from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.models import ObjectStoreRecord
 from moiety_platform.object_storage.store import ObjectStore
@@ -129,7 +129,7 @@ async def _snapshot(settings: GatewaySettings, folder: Path) -> AsyncIterator[tu
     if path is not None:
         await asyncio.to_thread(copy_sqlite, path, folder / SQLITE_FILE)
         url = f"sqlite+aiosqlite:///{(folder / SQLITE_FILE).absolute()}"
-    database = Database.open(url)
+    database = Database.open(url, pool=MAINTENANCE)
     try:
         async with database.read() as session:
             await take_snapshot_locks(session)

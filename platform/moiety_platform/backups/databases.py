@@ -20,11 +20,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.backups.archive import TABLES, TableCopy
 from moiety_platform.backups.errors import BackupError
 from moiety_platform.db.base import Base
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import MAINTENANCE, Database
 from moiety_platform.db.tables import load_tables
 
 SQLITE_TIMEOUT_S = 30.0
-COPY_TIMEOUT_S = 24 * 3600.0  # of one table
 LEFT_OUT = ("traces", "spans")  # observations of a few days
 SQLITE_BESIDE = ("-wal", "-shm")  # suffixes of the files beside a database
 
@@ -84,7 +83,9 @@ async def dump_tables(session: AsyncSession, folder: Path) -> list[TableCopy]:
     copies = []
     for one in backed_up_tables():
         columns, path = _columns(one), folder / TABLES / f"{one.name}.copy"
-        done = await driver.copy_from_table(one.name, columns=columns, output=path, timeout=COPY_TIMEOUT_S)
+        done = await driver.copy_from_table(
+            one.name, columns=columns, output=path, timeout=MAINTENANCE.statement_timeout_s
+        )
         copies.append(TableCopy(str(one.name), columns, int(done.rpartition(" ")[2])))
     return copies
 
@@ -96,7 +97,7 @@ async def load_copies(session: AsyncSession, folder: Path, copies: Sequence[Tabl
     driver = await _driver(session)
     for one in copies:
         path = folder / TABLES / f"{one.name}.copy"
-        await driver.copy_to_table(one.name, columns=one.columns, source=path, timeout=COPY_TIMEOUT_S)
+        await driver.copy_to_table(one.name, columns=one.columns, source=path, timeout=MAINTENANCE.statement_timeout_s)
         for name in one.columns:
             sequence = await session.scalar(select(func.pg_get_serial_sequence(one.name, name)))
             if sequence is not None and one.rows:

@@ -29,7 +29,7 @@ from moiety_platform.backups.archive import (
 from moiety_platform.backups.databases import backed_up_tables, count_rows, holds_data, load_copies, replace_sqlite
 from moiety_platform.backups.errors import BackupError
 from moiety_platform.backups.objects import put_mark, put_objects, stored_keys
-from moiety_platform.db.session import Database
+from moiety_platform.db.session import MAINTENANCE, Database
 from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.readiness import MARK_KEY
 from moiety_platform.object_storage.store import ObjectStore
@@ -120,7 +120,7 @@ async def _check_target(
     held = []
     path = sqlite_path(settings.store_url)
     if path is None or path.exists():
-        database = Database.open(settings.store_url)
+        database = Database.open(settings.store_url, pool=MAINTENANCE)
         try:
             if await holds_data(database):
                 held.append("the database has tenants or keys")
@@ -145,7 +145,7 @@ async def _load_postgres(folder: Path, manifest: BackupManifest, url: str, migra
     """Load the tables at the backup's revision, then migrate them to this release's."""
     head = await asyncio.to_thread(migrations.upgrade, url)
     if head != manifest.revision:
-        database = Database.open(url)
+        database = Database.open(url, pool=MAINTENANCE)
         try:
             if await holds_data(database):
                 raise BackupError(
@@ -155,7 +155,7 @@ async def _load_postgres(folder: Path, manifest: BackupManifest, url: str, migra
         finally:
             await database.close()
         await asyncio.to_thread(migrations.downgrade, url, manifest.revision)
-    database = Database.open(url)
+    database = Database.open(url, pool=MAINTENANCE)
     try:
         async with database.write() as session:
             await load_copies(session, folder, manifest.tables)
@@ -197,7 +197,7 @@ async def _verify(
     manifest: BackupManifest, settings: GatewaySettings, store: ObjectStore, peppers: list[bytes], num_journal: int
 ) -> RestoreReport:
     problems = []
-    database = Database.open(settings.store_url)
+    database = Database.open(settings.store_url, pool=MAINTENANCE)
     try:
         async with database.read() as session:
             await take_snapshot_locks(session)

@@ -50,15 +50,21 @@ _BEGIN_OPTION = "moiety_sqlite_begin"
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Limit of concurrent transactions, and how long another one waits for a connection, also for a new one."""
+    """Limits of the transactions of one engine.
+
+    `size` is the number of concurrent transactions; another one waits up to `wait_s` for a connection, also for a new
+    one. `statement_timeout_s` is of PostgreSQL.
+    """
 
     size: int
     sqlite_size: int  # SQLite has one writer at a time, and each connection has a thread
     wait_s: float
+    statement_timeout_s: float = STATEMENT_TIMEOUT_S
 
 
 SERVING = Pool(10, 5, CONNECT_TIMEOUT_S)
 CHECKING = Pool(5, 5, CONNECT_TIMEOUT_S)  # look-ups of API keys, which must not wait for other work
+MAINTENANCE = Pool(1, 1, CONNECT_TIMEOUT_S, 24 * 3600.0)  # of commands that read or write whole tables
 REPORTING = Pool(4, 3, 8.0)  # separate from requests: reports wait longer, and take no connection of a request
 
 
@@ -103,7 +109,7 @@ def _create_postgres_engine(url: PostgresUrl, opened: OpenConnections, pool: Poo
         pool_pre_ping=True,
         hide_parameters=True,
     )
-    connector = PostgresConnector(url, connect_timeout_s=pool.wait_s, statement_timeout_s=STATEMENT_TIMEOUT_S)
+    connector = PostgresConnector(url, connect_timeout_s=pool.wait_s, statement_timeout_s=pool.statement_timeout_s)
     connect_uncancelled(engine, opened, connector.connect)
     return engine
 
