@@ -26,7 +26,8 @@ def test_the_job_applies_what_the_values_declare(chart: helm_python.Chart, tmp_p
     file.write_text(found["ConfigMap"]["data"]["declared.yaml"])
     wanted = {(one.kind, one.name) for one in read_declared_objects(read_document(file))}
     assert wanted == {
-        ("class", "gold"), ("price", "moiety-demo"), ("tenant", "acme"), ("project", "acme/web"),
+        ("class", "gold"), ("price", "moiety-demo"), ("route", "best"), ("tenant", "acme"),
+        ("project", "acme/web"),
         ("key", "acme/web/ci"), ("limit", "acme: tokens_per_day"), ("limit", "acme: money_per_month"),
     }  # fmt: skip
     assert {"--source=helm", "--prune"} <= {*found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]}
