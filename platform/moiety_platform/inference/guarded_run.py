@@ -23,7 +23,7 @@ class _Held:
     Each message has the number of characters that the sequence had at its end.
     """
 
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     num_chars: int = 0
     num_checked: int = 0
     messages: deque[tuple[int, Tokens | Finished]] = field(default_factory=deque)
@@ -48,7 +48,7 @@ class GuardedRun(InferenceRun):
         while not self._released:
             index, message = await super().__anext__()
             held = self._held.setdefault(index, _Held())
-            held.text += message.text
+            held.parts.append(message.text)
             held.num_chars += len(message.text)
             held.messages.append((held.num_chars, message))
             await self._look(index, held, is_last=isinstance(message, Finished))
@@ -58,11 +58,9 @@ class GuardedRun(InferenceRun):
         """Check the text if a piece is complete, and release what no later check needs."""
         is_due = self._blocks and held.num_chars - held.num_checked >= PIECE_CHARS
         if is_last or is_due:
-            if held.text:
-                await self._checks.check(self._guardrails, self.record, held.text, is_last=is_last)
-            held.num_checked = held.num_chars
-        if is_due and not is_last:
-            held.text = held.text[-MAX_MATCH_CHARS:]
+            if text := "".join(held.parts):
+                await self._checks.check(self._guardrails, self.record, text, is_last=is_last)
+            held.num_checked, held.parts = held.num_chars, [text[-MAX_MATCH_CHARS:]]
         until = held.num_chars if is_last or not self._blocks else held.num_checked - MAX_MATCH_CHARS
         while held.messages and held.messages[0][0] <= until:
             self._released.append((index, held.messages.popleft()[1]))
