@@ -83,7 +83,7 @@ class Routings:
             return int(np.bitwise_count(np.bitwise_or.reduce(rows)).sum()) / experts
 
         same = statistics.fmean(share([kinds[i % len(kinds)]] * 16) for i in range(400))
-        mixed = statistics.fmean(share(rng.choice(kinds, 16)) for _ in range(400))
+        mixed = statistics.fmean(share([str(kind) for kind in rng.choice(kinds, 16)]) for _ in range(400))
         return {"active_of_16_tokens_of_a_kind": round(same, 3), "active_of_16_mixed_tokens": round(mixed, 3)}
 
 

@@ -226,9 +226,10 @@ async def test_an_endpoint_in_a_network_that_is_not_allowed_cannot_be_set(
         for url in ("https://127.0.0.1/check", "http://example.com/check"):
             body = {"name": "g", "stage": "input", "url": url}
             await gateway.admin("PUT", "/guardrails", body, expect=400)
-        for wrong in (
+        wrong_fields: list[dict[str, Any]] = [
             {"detectors": []},
             {"detectors": ["secrets"], "url": "https://example.com"},
             {"detectors": ["x"]},
-        ):
+        ]
+        for wrong in wrong_fields:
             await gateway.admin("PUT", "/guardrails", {"name": "g", "stage": "input", **wrong}, expect=400)

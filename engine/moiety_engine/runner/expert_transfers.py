@@ -65,7 +65,8 @@ class ExpertTransfers:
         self._share, self._group = share, group
         self._queue: SimpleQueue[_Begun | None] = SimpleQueue()
         self._begun: _Begun | None = None
-        self._stream = torch.cuda.Stream(share.device) if share.device.type == "cuda" else None
+        on_cuda = share.device.type == "cuda"
+        self._stream = torch.cuda.Stream(share.device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="expert-transfers", daemon=True)
         self._thread.start()
 
@@ -74,7 +75,7 @@ class ExpertTransfers:
         assert self._begun is None, "a transfer begins before the last one has ended"
         ready = None
         if self._stream is not None:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._share.device))
         self._begun = _Begun(layer, writes, self._share.slot_weights(layer), ready, Future())
         self._queue.put(self._begun)
