@@ -73,6 +73,8 @@ class HostileGateway:
         """Return the status and the decoded answer of a request."""
         self.asked.append(f"{method} {target}")
         path = target.partition("?")[0]
+        if path == "/healthz":
+            return 200, {"status": "ok"}
         if self.refuses:
             return 409, self._error()
         for known, pattern, operation in self._routes:
