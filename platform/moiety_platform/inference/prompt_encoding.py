@@ -32,5 +32,6 @@ async def encode_specially(
     if not (generation.truncates or generation.context_edits):
         return generation, await text.encode_prompts(generation), []
     encode = encode_fitting if generation.truncates else encode_edited
-    record.generation, prompts = await encode(text, generation, card, record)
-    return record.generation, prompts, []
+    edited, prompts = await encode(text, generation, card, record)
+    record.generation = edited
+    return edited, prompts, []
