@@ -215,8 +215,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters, rules = services.replicas, services.adapters, services.rules
-    quotas, files = services.recorder.quotas, (services.images, services.documents)
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, quotas, rules, adapters)
+    files = services.images, services.documents
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, rules, adapters)
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
         services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining
@@ -227,9 +227,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     conversations = ConversationServices(bodies, services.conversations, reader)
     quotes = quote_service_of(pipeline, reader, settings)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(
-        services.authenticator, replicas, texts, bodies, services.images, services.documents, quotas, rules, adapters
-    )
+    models = ModelServices(services.authenticator, replicas, texts, bodies, *files, rules, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(

@@ -148,7 +148,7 @@ class Detokenized(TypedDict):
 
 
 def _takes(body: type[StrictBody]) -> dict[str, Described]:
-    return describes(Described(body={JSON: body}, errors=(404, 429)))
+    return describes(Described(body={JSON: body}, errors=(404,)))
 
 
 _ERRORS: ExceptionHandlersMap = {PlatformError: answer_error_of_version}

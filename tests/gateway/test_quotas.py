@@ -341,32 +341,3 @@ async def test_a_quota_refusal_does_not_count_as_a_missed_slo(limited: Limited) 
         told = [line for line in text.decode().splitlines() if line.startswith("moiety_slo_requests_total{")]
         assert sorted(line.rpartition(" ")[2] for line in told) == ["0.0", "1.0"]
         assert 'moiety_slo_requests_total{attained="true",model="tiny",service_class="standard"} 1.0' in told
-
-
-COUNTED = [
-    ("/tokenize", {"prompt": "hello"}),
-    ("/v1/tokenize", {"messages": HELLO}),
-    ("/detokenize", {"tokens": [65]}),
-    ("/v1/detokenize", {"tokens": [65]}),
-    ("/v1/messages/count_tokens", {"messages": HELLO}),
-    ("/v1/responses/input_tokens", {"input": "hello"}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED, ids=[path for path, _ in COUNTED])
-async def test_counts_of_tokens_are_requests_without_tokens(limited: Limited, path: str, body: dict[str, Any]) -> None:
-    async with limited() as gateway:
-        tokens = await limit(gateway, "tenant", 1000, "tokens_per_day")
-        slots = await limit(gateway, "project", 1, "concurrent_requests")
-        await limit(gateway, "key", 20, "requests_per_minute")
-        encoded = json.dumps({"model": "tiny", **body}).encode()
-        began_s = time.monotonic()
-        answers = [await gateway.request("POST", path, encoded) for _ in range(30)]
-        num_refilled = (time.monotonic() - began_s) / 3 + 1
-        refused = [one for one in answers if one[0] != 200]
-        assert 10 - num_refilled <= len(refused) <= 10, answers
-        status, headers, answer = refused[0]
-        assert status == 429 and b"rate_limit_exceeded" in answer and 0 < int(headers["retry-after"]) <= 3
-        assert (await gateway.request("POST", path, b"{}"))[0] == 400, "a body that cannot be read does not count"
-        assert (await used(gateway, tokens), await used(gateway, slots)) == (0, 0)
-        assert (await served(gateway)).usage.total_tokens

@@ -35,7 +35,6 @@ from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.quota_reservation import count_request
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
@@ -44,7 +43,6 @@ from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
-from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import MESSAGES_PATH, api_key_authorization, fields_of
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
@@ -56,7 +54,7 @@ _COUNTING = describes(
     Described(
         error=AnthropicErrorBody,
         body={JSON: ConversationBody},
-        errors=(404, 429),
+        errors=(404,),
         answer_headers=(MESSAGES_REQUEST_ID,),
     )
 )
@@ -72,7 +70,6 @@ class MessageServices:
     texts: ModelTexts
     images: ImagePreparation
     documents: DocumentPreparation
-    quotas: QuotaEnforcer
     rules: RequestRulesCache
     adapters: AdapterCache | None = None
 
@@ -173,7 +170,6 @@ class TokenCountController(Controller):
         principal = await messages.authenticator.authenticate(api_key_authorization(fields))
         require_scope(principal, INFERENCE_SCOPE)
         body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
-        await count_request(messages.quotas, principal)
         adapter, model = None, await _counted_model(messages, principal, body.model)
         if messages.adapters is not None:
             adapter = await messages.adapters.find(principal.tenant_id, model)

@@ -16,9 +16,7 @@ from moiety_platform.inference.body_fields import StrictBody
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.quota_reservation import count_request
 from moiety_platform.inference.request_body import BodyReader
-from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_head import api_key_authorization, fields_of
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
@@ -37,7 +35,6 @@ class ModelServices:
     bodies: BodyReader
     images: ImagePreparation
     documents: DocumentPreparation
-    quotas: QuotaEnforcer
     rules: RequestRulesCache
     adapters: AdapterCache | None = None
 
@@ -65,10 +62,5 @@ class ModelServices:
         return found | {name: card for name, card in reached.items() if card is not None}
 
     async def receive(self, schema: type[Body], principal: Principal, request: Request[Any, Any, Any]) -> Body:
-        """Return the request's body, and count the request under the rates of its tenant, project and key.
-
-        Raises BadRequest, ContentTooLarge, and the errors of `count_request`.
-        """
-        body = await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)
-        await count_request(self.quotas, principal)
-        return body
+        """Return the request's body. Raises BadRequest or ContentTooLarge."""
+        return await self.bodies.read(schema, request.receive, fields_of(request.scope), principal.tenant_id)

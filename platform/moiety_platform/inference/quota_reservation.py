@@ -95,16 +95,6 @@ def scopes_of(principal: Principal) -> tuple[Scope, ...]:
     )
 
 
-async def count_request(enforcer: QuotaEnforcer, principal: Principal) -> None:
-    """Count a request without billed tokens under the request rates of its tenant, project and key.
-
-    Raises QuotaExceeded, RequestExceedsQuota, or Unavailable while the store is away and the leases do not suffice.
-    """
-    amounts = {Unit.REQUESTS: 1}
-    hold = await enforcer.hold(scopes_of(principal), amounts)
-    hold.settle(amounts)
-
-
 class QuotaReservation:
     """The reservation of one request.
 

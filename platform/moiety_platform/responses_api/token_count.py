@@ -14,6 +14,7 @@ from moiety_platform.inference.generation import Conversation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
+from moiety_platform.request_head import fields_of
 from moiety_platform.responses_api.answer_types import InputTokens
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.item_bodies import ToolItemsBody
@@ -47,7 +48,7 @@ class ResponseTokensController(Controller):
     tags = ("responses",)
     security = [{KEY: list[str]()}, {ANTHROPIC_KEY: list[str]()}]  # noqa: RUF012  read by the framework only
 
-    @post(status_code=200, opt=describes(Described(body={JSON: InputTokensBody}, errors=(404, 429))))
+    @post(status_code=200, opt=describes(Described(body={JSON: InputTokensBody}, errors=(404,))))
     async def count_input_tokens(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
@@ -56,7 +57,8 @@ class ResponseTokensController(Controller):
     ) -> InputTokens:
         """Count a conversation's tokens, as a response would be billed for them."""
         whose = await models.caller(request)
-        given = await models.receive(InputTokensBody, whose, request)
+        fields = fields_of(request.scope)
+        given = await models.bodies.read(InputTokensBody, request.receive, fields, whose.tenant_id)
         body, _ = await reader.resolve(given, whose)
         adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
         base = body.model if adapter is None else adapter.model
