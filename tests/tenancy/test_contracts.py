@@ -52,7 +52,7 @@ def test_the_tenant_arrives_at_its_tightest_limit_with_the_lengths_of_the_traffi
     assert 500 < len(fewer) < 700  # 60 a minute
     with pytest.raises(ContractProblem, match="--input-tokens"):
         contract_arrivals(ContractTerms("standard", 600), [], 600, 0)
-    with pytest.raises(ContractProblem, match="--window-minutes"):
+    with pytest.raises(ContractProblem, match="--window-s"):
         contract_arrivals(ContractTerms("standard", 1e-6), recent, 60, 0)
 
 

@@ -76,7 +76,7 @@ _TERMS = (
     Parameter(
         name="credit_percent",
         type=int,
-        help="Part of a request's cost, in percent, that is refunded if the promise of its quote is broken.",
+        help="Part of a request's cost, in percent, that is refunded if its quote's guarantee is missed.",
     ),
 )
 

@@ -57,9 +57,12 @@ def check(
     weight: Annotated[float, typer.Option(min=0.001, max=1000, help="Weight of the new tenant.")] = 1.0,
     model: Annotated[str | None, typer.Option(help="Model of the recent traffic. If not given, all models.")] = None,
     hours: Annotated[float, typer.Option(min=0.01, max=744, help="Length of the recent traffic, in hours.")] = 168,
-    window_minutes: Annotated[
-        float, typer.Option(min=1, max=600, help="Length of the busiest part of the traffic, which is simulated.")
-    ] = 30,
+    window_s: Annotated[
+        float,
+        typer.Option(
+            min=60, max=36_000, help="Length of the busiest part of the traffic, which is simulated, in seconds."
+        ),
+    ] = 1800,
     device: Annotated[
         str | None,
         typer.Option(help="Simulated device: a preset or a file. If not given, the step times of a running engine."),
@@ -78,7 +81,6 @@ def check(
     terms = ContractTerms(service_class, requests_per_minute, tokens_per_minute, input_tokens, output_tokens, weight)
     classes = {row["name"]: service_of(row) for row in admin.client.get("/classes")["data"]}
     engines = [one for one in admin.client.get("/engines")["data"] if one["healthy"] and serves(one, model)]
-    window_s = 60 * window_minutes
     try:
         recent = busiest_window(recent_arrivals(admin.client, hours, model, classes), window_s)
         own = contract_arrivals(terms, recent, window_s, seed)

@@ -84,7 +84,7 @@ def contract_arrivals(terms: ContractTerms, recent: Sequence[Arrival], window_s:
         at_s += random.expovariate(rate_per_s)
     if not found:
         raise ContractProblem(
-            f"the limits allow fewer than one request in {window_s / 60:g} minutes; give a longer --window-minutes"
+            f"the limits allow fewer than one request in {window_s / 60:g} minutes; give a longer --window-s"
         )
     return found
 
