@@ -366,14 +366,14 @@ class Metrics:
 
     def _make_quotes(self) -> None:
         registry = self.registry
-        self._promises = LabeledCounters(
-            "moiety_quote_promises",
-            "Ended requests with a quote's promise, by whether it was kept.",
-            (*_REQUEST, "kept"),
+        self._guarantees = LabeledCounters(
+            "moiety_quote_guarantees",
+            "Ended requests with a quote's guarantee, by whether it was met.",
+            (*_REQUEST, "met"),
             registry,
         )
         self._credits = LabeledCounters(
-            "moiety_credit_nanodollars", "Credits for broken promises, in nano-dollars.", ("service_class",), registry
+            "moiety_credit_nanodollars", "Credits for missed guarantees, in nano-dollars.", ("service_class",), registry
         )
         text = "Actual divided by predicted {} of requests with a quote; 1 is exact."
         self._ttft_error = LatencyHistograms(
@@ -384,11 +384,11 @@ class Metrics:
         )
 
     def observe_quote(self, row: UsageRow, served_model: str) -> None:
-        """Count one ended request with a quote: its promise, its credit and the error of its prediction."""
+        """Count one ended request with a quote: its guarantee, its credit and the error of its prediction."""
         labels = (served_model, row.service_class)
-        if row.promise_kept is not None:
-            self._promises.add((*labels, "true"), int(row.promise_kept))
-            self._promises.add((*labels, "false"), int(not row.promise_kept))
+        if row.guarantee_met is not None:
+            self._guarantees.add((*labels, "true"), int(row.guarantee_met))
+            self._guarantees.add((*labels, "false"), int(not row.guarantee_met))
         if row.credit_nanodollars:
             self._credits.add((row.service_class,), row.credit_nanodollars)
         if row.predicted_ttft_ms and row.ttft_ms is not None:

@@ -35,15 +35,15 @@ TERMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_quotes_have_the_share_of_kept_promises_and_ratios_that_may_be_missing() -> None:
+def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing() -> None:
     ratios = {"p10": 0.5, "median": 1.0, "p90": 2.0}
     quoted = {
-        "service_class": "standard", "requests": 5, "num_promises": 4, "num_promises_kept": 3,
+        "service_class": "standard", "requests": 5, "num_guarantees": 4, "num_guarantees_met": 3,
         "credit_nanodollars": 2_500_000_000, "credit_reasons": {"ttft": 1}, "ttft_ratio": ratios,
         "duration_ratio": None,
     }  # fmt: skip
     row = quotes_frame([quoted]).iloc[0]
-    assert (row["kept"], row["broken"], row["reasons"], row["credit"]) == (0.75, 1, "ttft 1", 2.5)
+    assert (row["met"], row["missed"], row["reasons"], row["credit"]) == (0.75, 1, "ttft 1", 2.5)
     assert (row["ttft_median"], row["ttft_p90"], row["duration_p90"]) == (1.0, 2.0, None)
     assert quotes_frame([]).empty
 

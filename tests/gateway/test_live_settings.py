@@ -287,7 +287,7 @@ async def margin_of_a_quote(gateway: RunningGateway) -> object:
     gateway.engine.step_costs = StepCosts(1.0, 0.0, (), 0.0, 0.0, 0.0)
     _, _, answer = await gateway.post("/v1/quote", HELLO)
     first = json.loads(answer)["data"][0]
-    return first["promise"]["token_s"] / first["prediction"]["token_s"]
+    return first["guarantee"]["token_s"] / first["prediction"]["token_s"]
 
 
 ROWS = [  # setting, its new value, what is looked at, what it is before and after

@@ -1,4 +1,4 @@
-"""Quotes over HTTP: what they say, what they bind, and the credit for a broken promise."""
+"""Quotes over HTTP: what they say, what they bind, and the credit for a missed guarantee."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def class_load(name: str, predicted_ttft_s: float) -> ClassLoad:
 @pytest.fixture
 def engine(new_card: NewCard) -> FakeEngineClient:
     made = FakeEngineClient(new_card("engine-1", "tiny"))
-    made.step_costs = StepCosts(20.0, 0.0, (), 0.0, 0.0, 0.0)  # so long that no busy machine breaks the promise
+    made.step_costs = StepCosts(20.0, 0.0, (), 0.0, 0.0, 0.0)  # so long that no busy machine misses the guarantee
     return made
 
 
@@ -62,7 +62,7 @@ def standard(quoted: Any) -> Any:
     return next(one for one in quoted["data"] if one["service_class"] == "standard")
 
 
-async def test_a_quote_has_price_times_and_promise_of_each_class_that_the_key_may_use(
+async def test_a_quote_has_price_times_and_guarantee_of_each_class_that_the_key_may_use(
     gateway: RunningGateway, engine: FakeEngineClient
 ) -> None:
     engine.class_loads = [class_load("flex", 7.0)]
@@ -79,7 +79,7 @@ async def test_a_quote_has_price_times_and_promise_of_each_class_that_the_key_ma
     assert best["prediction"] == {
         "first_token_s": 20.0, "token_s": 20.0, "expected_finish_s": 80.0, "max_finish_s": 80.0,
     }  # fmt: skip
-    assert (best["promise"]["first_token_s"], best["promise"]["token_s"]) == (20 * 1.5 + 0.25, 30)
+    assert (best["guarantee"]["first_token_s"], best["guarantee"]["token_s"]) == (20 * 1.5 + 0.25, 30)
     assert (best["credit_percent"], flex["credit_percent"]) == (25, 0)
     assert flex["prediction"]["first_token_s"] == 27.0
     assert await stored(gateway) == []  # nothing is reserved, charged or recorded
@@ -94,34 +94,34 @@ async def test_a_quoted_request_keeps_its_price_and_its_class(
     assert (status, headers["x-moiety-class"]) == (200, "flex")
     (row,) = await stored(gateway)
     assert (row["service_class"], row["cost_nanodollars"]) == ("flex", flex["price"]["max_nanodollars"])
-    assert (row["promise_kept"], row["credit_nanodollars"], row["credit_reason"]) == (True, 0, None)
+    assert (row["guarantee_met"], row["credit_nanodollars"], row["credit_reason"]) == (True, 0, None)
     assert row["predicted_ttft_ms"] == 20_000 and row["predicted_duration_ms"] == 80_000
     assert engine.submits[0].service.name == "flex"
 
 
-async def test_a_broken_promise_is_credited_once_and_the_books_agree(
+async def test_a_missed_guarantee_is_credited_once_and_the_books_agree(
     gateway: RunningGateway, engine: FakeEngineClient
 ) -> None:
     engine.step_costs = StepCosts(0.0, 0.0, (), 0.0, 0.0, 0.0)
-    engine.token_s = 0.3  # the first token is promised after 0.25 s
+    engine.token_s = 0.3  # the first token is guaranteed after 0.25 s
     one = standard(await quote_of(gateway))
-    for _ in range(2):  # the second has the price, not the promise
+    for _ in range(2):  # the second has the price, not the guarantee
         status, _, _ = await send(gateway, one["quote"])
         assert status == 200
     second, first = await stored(gateway)
     full = one["price"]["max_nanodollars"]
     credit = full * 25 // 100
-    assert (first["promise_kept"], first["credit_reason"], first["credit_nanodollars"]) == (False, "ttft", credit)
+    assert (first["guarantee_met"], first["credit_reason"], first["credit_nanodollars"]) == (False, "ttft", credit)
     assert first["cost_nanodollars"] == full - credit
-    assert (second["promise_kept"], second["cost_nanodollars"]) == (None, full)
+    assert (second["guarantee_met"], second["cost_nanodollars"]) == (None, full)
     (total,) = (await gateway.admin("GET", "/usage"))["data"]
     assert total["totals"]["cost_nanodollars"] == 2 * full - credit
     assert total["totals"]["credit_nanodollars"] == credit
-    assert (total["totals"]["num_promises"], total["totals"]["num_promises_kept"]) == (1, 0)
+    assert (total["totals"]["num_guarantees"], total["totals"]["num_guarantees_met"]) == (1, 0)
     report = await gateway.admin("GET", "/usage/reconciliation")
     assert report["agrees"] and report["total"]["credit_nanodollars"] == credit
     text = gateway.metrics.render().decode()
-    assert 'moiety_quote_promises_total{kept="false",model="tiny",service_class="standard"} 1.0' in text
+    assert 'moiety_quote_guarantees_total{met="false",model="tiny",service_class="standard"} 1.0' in text
     assert f'moiety_credit_nanodollars_total{{service_class="standard"}} {float(credit)}' in text
 
 
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_gets_no_credit(gateway: RunningGateway, engi
     async with asyncio.timeout(30):
         while not (rows := await stored(gateway)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert (rows[0]["outcome"], rows[0]["promise_kept"], rows[0]["credit_nanodollars"]) == ("disconnected", None, 0)
+    assert (rows[0]["outcome"], rows[0]["guarantee_met"], rows[0]["credit_nanodollars"]) == ("disconnected", None, 0)
 
 
 async def test_a_quote_does_not_depend_on_streaming_key_order_or_user(gateway: RunningGateway) -> None:
@@ -181,7 +181,7 @@ async def test_every_text_api_can_be_quoted(gateway: RunningGateway, endpoint: s
     status, _, answer = await send(gateway, one["quote"], body, endpoint)
     assert status == 200, answer
     (row,) = await stored(gateway)
-    assert (row["cost_nanodollars"], row["promise_kept"]) == (one["price"]["max_nanodollars"], True)
+    assert (row["cost_nanodollars"], row["guarantee_met"]) == (one["price"]["max_nanodollars"], True)
 
 
 async def test_quotes_that_are_forged_or_of_another_tenant_are_refused(gateway: RunningGateway) -> None:
@@ -211,23 +211,23 @@ async def test_without_learned_step_times_only_the_price_binds(
 ) -> None:
     engine.step_costs = None
     one = standard(await quote_of(gateway))
-    assert (one["prediction"], one["promise"], one["price"] is None) == (None, None, False)
+    assert (one["prediction"], one["guarantee"], one["price"] is None) == (None, None, False)
     engine.token_s = 0.05
     assert (await send(gateway, one["quote"]))[0] == 200
     (row,) = await stored(gateway)
-    assert (row["promise_kept"], row["predicted_ttft_ms"], row["credit_nanodollars"]) == (None, None, 0)
+    assert (row["guarantee_met"], row["predicted_ttft_ms"], row["credit_nanodollars"]) == (None, None, 0)
 
 
-async def test_a_class_that_would_be_refused_now_has_no_promise(
+async def test_a_class_that_would_be_refused_now_has_no_guarantee(
     gateway: RunningGateway, engine: FakeEngineClient
 ) -> None:
     engine.class_loads = [class_load("standard", 1000.0)]
     one = standard(await quote_of(gateway))
-    assert (one["is_overloaded"], one["promise"]) == (True, None) and one["prediction"]["first_token_s"] > 1000
+    assert (one["is_overloaded"], one["guarantee"]) == (True, None) and one["prediction"]["first_token_s"] > 1000
     status, _, _ = await send(gateway, one["quote"])
     assert status == 429
     (row,) = await stored(gateway)
-    assert (row["outcome"], row["promise_kept"], row["credit_nanodollars"]) == ("rejected", None, 0)
+    assert (row["outcome"], row["guarantee_met"], row["credit_nanodollars"]) == ("rejected", None, 0)
 
 
 async def test_a_quote_needs_a_served_endpoint_and_a_valid_body(gateway: RunningGateway) -> None:
@@ -245,7 +245,7 @@ async def test_the_report_compares_predicted_with_actual_times(
     assert (await gateway.post(CHAT_PATH, CHAT))[0] == 200  # without a quote
     await gateway.stored_usage.flush()
     (one,) = (await gateway.admin("GET", "/usage/quotes"))["data"]
-    assert (one["service_class"], one["requests"], one["num_promises"], one["num_promises_kept"]) == (
+    assert (one["service_class"], one["requests"], one["num_guarantees"], one["num_guarantees_met"]) == (
         "standard", 2, 2, 1,
     )  # fmt: skip
     assert one["credit_reasons"] == {"ttft": 1} and one["credit_nanodollars"] > 0

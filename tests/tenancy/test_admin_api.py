@@ -326,8 +326,8 @@ async def test_usage_sums_by_any_grouping(admin: Admin, demo: Demo) -> None:
         "speculative_tokens": 0,
         "speculative_used_tokens": 0,
         "credit_nanodollars": 0,
-        "num_promises": 0,
-        "num_promises_kept": 0,
+        "num_guarantees": 0,
+        "num_guarantees_met": 0,
         "expert_read_bytes": 0,
         "expert_moved_bytes": 0,
     }

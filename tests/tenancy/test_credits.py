@@ -16,8 +16,8 @@ from tests.usage_rows import NOON, make_row
 from moiety_platform.db.session import Database
 from moiety_platform.prices.token_cost import Price
 from moiety_platform.quotes.calibration import QuoteCalibration
-from moiety_platform.quotes.prediction import expected_output_tokens, predict_timing, promise_of
-from moiety_platform.quotes.promise import CreditReason, PromiseOutcome, SequenceTimes, judge_promise
+from moiety_platform.quotes.guarantee import CreditReason, GuaranteeOutcome, SequenceTimes, judge_guarantee
+from moiety_platform.quotes.prediction import expected_output_tokens, guarantee_of, predict_timing
 from moiety_platform.quotes.quote import Quote
 from moiety_platform.quotes.timing import Timing
 from moiety_platform.usage.ledger_entries import correct
@@ -28,7 +28,8 @@ from moiety_platform.usage.row import KILLED, UsageRow
 from moiety_platform.usage.store import insert_rows
 from moiety_wire.engine_load import ClassLoad, Load, StepCosts
 
-PROMISE = Timing(1.0, 0.1)
+PRICE = Price(1, 1, 1)
+GUARANTEE = Timing(1.0, 0.1)
 
 
 def credited_row(request_id: str, cost: int = 75, credit: int = 25) -> UsageRow:
@@ -37,7 +38,7 @@ def credited_row(request_id: str, cost: int = 75, credit: int = 25) -> UsageRow:
         cost_nanodollars=cost,
         credit_nanodollars=credit,
         credit_reason="ttft",
-        promise_kept=False,
+        guarantee_met=False,
         predicted_ttft_ms=5.0,
         predicted_duration_ms=9.0,
     )
@@ -55,7 +56,7 @@ async def entries(database: Database, request_id: str) -> dict[str, int]:
 
 
 async def test_a_credit_is_an_entry_of_its_own_and_repeated_rows_add_none(database: Database) -> None:
-    rows = [credited_row("a"), make_row("b", cost_nanodollars=30, promise_kept=True)]
+    rows = [credited_row("a"), make_row("b", cost_nanodollars=30, guarantee_met=True)]
     for _ in range(2):
         async with database.write() as session:
             await insert_rows(session, rows)
@@ -109,16 +110,28 @@ async def test_credits_of_deleted_requests_stay_in_the_sums(database: Database) 
     assert (await compared(database)).agrees
 
 
-def quote(percent: int = 50, promise: Timing | None = PROMISE) -> Quote:
+def quote(percent: int = 50, guarantee: Timing | None = GUARANTEE) -> Quote:
     return Quote(
-        b"q", "ten_a", "/v1", b"", "demo", "standard", 0, 10, 7, {"standard": Price(1, 1, 1)}, percent, promise, promise
+        b"q",
+        "ten_a",
+        "/v1",
+        b"",
+        "demo",
+        "standard",
+        0,
+        10,
+        7,
+        {"standard": Price(1, 1, 1)},
+        percent,
+        guarantee,
+        guarantee,
     )
 
 
 def judged(
     *times: SequenceTimes, cost: int = 101, completed: bool = True, failed: bool = False, paused: bool = False
-) -> PromiseOutcome:
-    return judge_promise(quote(), times, cost, has_completed=completed, has_failed=failed, was_paused=paused)
+) -> GuaranteeOutcome:
+    return judge_guarantee(quote(), times, cost, has_completed=completed, has_failed=failed, was_paused=paused)
 
 
 @pytest.mark.parametrize(
@@ -132,28 +145,28 @@ def judged(
         ((SequenceTimes(0, 0.5, 0.6),), False, None),
     ],
 )
-def test_a_promise_is_broken_by_a_late_first_or_last_token(
+def test_a_guarantee_is_missed_by_a_late_first_or_last_token(
     times: tuple[SequenceTimes, ...], paused: bool, reason: CreditReason | None
 ) -> None:
     outcome = judged(*times, paused=paused)
-    assert (outcome.is_kept, outcome.reason) == (reason is None, reason)
+    assert (outcome.is_met, outcome.reason) == (reason is None, reason)
     assert outcome.credit_nanodollars == (0 if reason is None else 50)
 
 
-def test_refused_and_cancelled_requests_have_no_promise_and_failed_ones_break_it() -> None:
+def test_refused_and_cancelled_requests_have_no_guarantee_and_failed_ones_break_it() -> None:
     late = SequenceTimes(5, 9.0, 9.0)
-    assert judged(late, completed=False).is_kept is None
+    assert judged(late, completed=False).is_met is None
     assert judged(late, completed=False).credit_nanodollars == 0
     failed = judged(late, completed=False, failed=True)
-    assert (failed.is_kept, failed.reason, failed.predicted_ttft_ms) == (False, CreditReason.FAILED, None)
-    without = judge_promise(quote(100, None), [late], 10, has_completed=True, has_failed=False, was_paused=False)
-    assert (without.is_kept, without.credit_nanodollars) == (None, 0)
+    assert (failed.is_met, failed.reason, failed.predicted_ttft_ms) == (False, CreditReason.FAILED, None)
+    without = judge_guarantee(quote(100, None), [late], 10, has_completed=True, has_failed=False, was_paused=False)
+    assert (without.is_met, without.credit_nanodollars) == (None, 0)
 
 
 @given(st.integers(0, 10**15), st.integers(0, 100))
 def test_a_credit_is_never_more_than_the_cost(cost: int, percent: int) -> None:
     late = [SequenceTimes(1, 9.0, 9.0)]
-    outcome = judge_promise(quote(percent), late, cost, has_completed=True, has_failed=False, was_paused=False)
+    outcome = judge_guarantee(quote(percent), late, cost, has_completed=True, has_failed=False, was_paused=False)
     assert 0 <= outcome.credit_nanodollars <= cost * percent / 100 <= cost
 
 
@@ -188,8 +201,8 @@ def test_more_work_is_never_predicted_sooner(num_tokens: int, num_sequences: int
     less, more = (predict_timing(busy, None, [n], num_sequences) for n in (num_tokens, num_tokens + 1))
     assert less is not None and more is not None
     assert less.first_token_s <= more.first_token_s + 0.0021  # a last step may be shorter
-    promise = promise_of(less, 0.5)
-    assert promise.first_token_s > less.first_token_s and promise.token_s >= less.token_s
+    guarantee = guarantee_of(less, 0.5)
+    assert guarantee.first_token_s > less.first_token_s and guarantee.token_s >= less.token_s
 
 
 def test_the_expected_output_is_the_mean_so_far_and_at_most_the_maximum() -> None:

@@ -330,7 +330,7 @@ asyncio.run(main())
 async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
     database: Database, database_url: str, tmp_path: Path
 ) -> None:
-    credit = {"cost_nanodollars": 75, "credit_nanodollars": 25, "credit_reason": "ttft", "promise_kept": False}
+    credit = {"cost_nanodollars": 75, "credit_nanodollars": 25, "credit_reason": "ttft", "guarantee_met": False}
     rows = [make_row("ended", **credit), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", KILLED, database_url, str(tmp_path / "journal"), msgspec.json.encode(rows).decode()),

@@ -1,4 +1,4 @@
-"""Requests with a quote by class: promises, credits, and actual times divided by predicted ones."""
+"""Requests with a quote by class: guarantees, credits, and actual times divided by predicted ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pandas as pd
 from moiety_dashboard.formatting import ratio
 
 COLUMNS = (
-    *("class", "requests", "kept", "broken", "reasons", "credit", "ttft_median", "ttft_p90"),
+    *("class", "requests", "met", "missed", "reasons", "credit", "ttft_median", "ttft_p90"),
     *("duration_median", "duration_p90"),
 )
 
 
 def quotes_frame(classes: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return one row per class of `/usage/quotes`. `kept` is a share, and `credit` is in dollars."""
+    """Return one row per class of `/usage/quotes`. `met` is a share, and `credit` is in dollars."""
     rows = []
     for one in classes:
         reasons = sorted(one["credit_reasons"].items())
         row = {
             "class": one["service_class"],
             "requests": one["requests"],
-            "kept": ratio(one["num_promises_kept"], one["num_promises"]),
-            "broken": one["num_promises"] - one["num_promises_kept"],
+            "met": ratio(one["num_guarantees_met"], one["num_guarantees"]),
+            "missed": one["num_guarantees"] - one["num_guarantees_met"],
             "reasons": ", ".join(f"{reason} {count}" for reason, count in reasons),
             "credit": one["credit_nanodollars"] / 1e9,
         }

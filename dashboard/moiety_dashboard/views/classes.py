@@ -141,7 +141,7 @@ def terms_form(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     edited["weight"] = third.number_input("Weight", 0.001, 1000.0, float(terms["weight"]))
     edited["price_factor"] = third.number_input("Price factor", 0.0, 100.0, float(terms["price_factor"]))
     edited["credit_percent"] = third.number_input(
-        "Credit for a broken promise, % of the cost", 0, 100, int(terms["credit_percent"])
+        "Credit for a missed guarantee, % of the cost", 0, 100, int(terms["credit_percent"])
     )
     edited["preemptible"] = third.checkbox("Preemptible by higher classes", terms["preemptible"])
     actions = list(OVERLOAD)

@@ -1,4 +1,4 @@
-"""Panel of requests with a quote: how exact the predictions were, which promises were broken, and the credits."""
+"""Panel of requests with a quote: how exact the predictions were, which guarantees were missed, and the credits."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def columns() -> dict[str, Any]:
     return {
         "class": "Class",
         "requests": column.NumberColumn("Quoted requests", format="localized"),
-        "kept": column.NumberColumn("Promises kept", format="percent"),
-        "broken": column.NumberColumn("Broken", format="localized"),
-        "reasons": column.TextColumn("Broken by", help="ttft: late first token; finish: late last token; failed"),
+        "met": column.NumberColumn("Guarantees met", format="percent"),
+        "missed": column.NumberColumn("Missed", format="localized"),
+        "reasons": column.TextColumn("Missed by", help="ttft: late first token; finish: late last token; failed"),
         "credit": column.NumberColumn("Credits", format="dollar"),
         **times,
     }

@@ -1,4 +1,4 @@
-"""Quotes and credits: the terms of classes, and promises, predictions and credits in the usage tables."""
+"""Quotes and credits: the terms of classes, and guarantees, predictions and credits in the usage tables."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ revision = "0033"
 down_revision = "0032"
 
 _SUMS = ("usage_hours", "usage_days")
-_COUNTS = ("credit_nanodollars", "num_promises", "num_promises_kept")
-_OF_REQUEST = ("promise_kept", "predicted_ttft_ms", "predicted_duration_ms", "credit_reason")
+_COUNTS = ("credit_nanodollars", "num_guarantees", "num_guarantees_met")
+_OF_REQUEST = ("guarantee_met", "predicted_ttft_ms", "predicted_duration_ms", "credit_reason")
 
 
 def upgrade() -> None:
-    """Add the columns. Classes grant no credit, and existing rows have neither a promise nor a credit."""
+    """Add the columns. Classes grant no credit, and existing rows have neither a guarantee nor a credit."""
     zero: dict[str, Any] = {"nullable": False, "server_default": "0"}
     op.add_column("service_classes", sa.Column("credit_percent", sa.Integer(), **zero))
-    op.add_column("usage", sa.Column("promise_kept", sa.Boolean()))
+    op.add_column("usage", sa.Column("guarantee_met", sa.Boolean()))
     op.add_column("usage", sa.Column("predicted_ttft_ms", sa.Double()))
     op.add_column("usage", sa.Column("predicted_duration_ms", sa.Double()))
     op.add_column("usage", sa.Column("credit_nanodollars", sa.BigInteger(), **zero))

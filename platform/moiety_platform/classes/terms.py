@@ -24,7 +24,7 @@ _TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name
 class ClassTerms:
     """One class. `downgrade_to` is the class that serves its requests on overload, if its action is to downgrade.
 
-    `credit_percent` is the part of a request's cost that is refunded if the promise of its quote is broken.
+    `credit_percent` is the part of a request's cost that is refunded if the guarantee of its quote is missed.
     """
 
     service: ServiceClass

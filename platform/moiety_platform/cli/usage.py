@@ -36,7 +36,7 @@ TOTALS = {
     "expert_moved": "experts moved",
     "cost": "$",
     "credit": "credit $",
-    "promises": "promises kept",
+    "guarantees": "guarantees met",
     "attainment": "SLO attained",
 }
 DETAILS = (
@@ -58,7 +58,7 @@ REQUESTS = {
     "duration_ms": "duration ms",
     "num_preemptions": "preempted",
     "slo_attained": "SLO attained",
-    "promise_kept": "promise kept",
+    "guarantee_met": "guarantee met",
     "credit": "credit $",
     "credit_reason": "reason",
     "end_user": "end user",
@@ -73,8 +73,8 @@ REQUEST_DETAILS = (
 QUOTES = {
     "service_class": "class",
     "requests": "quoted requests",
-    "promises": "promises kept",
-    "reasons": "broken by",
+    "guarantees": "guarantees met",
+    "reasons": "missed by",
     "credit": "credit $",
     "ttft": "TTFT ÷ predicted (p10 · p50 · p90)",
     "duration": "duration ÷ predicted",
@@ -203,7 +203,7 @@ def quotes(
     end: To = None,
     tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
 ) -> None:
-    """Compare predicted with actual times of requests that had a quote; show kept promises, credits and reasons."""
+    """Compare predicted with actual times of requests that had a quote; show met guarantees, credits and reasons."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     since, until = period_of(hours, begin, end, datetime.now(UTC))
     period = {"since": since.isoformat(), "until": None if until is None else until.isoformat()}
@@ -215,7 +215,7 @@ def quotes(
         {
             **one,
             "credit": credit(one),
-            "promises": promises(one),
+            "guarantees": guarantees(one),
             "reasons": ", ".join(f"{reason} {count}" for reason, count in one["credit_reasons"].items()),
             "ttft": ratios(one["ttft_ratio"]),
             "duration": ratios(one["duration_ratio"]),
@@ -279,7 +279,7 @@ def for_people(totals: dict[str, Any]) -> dict[str, str | None]:
         "attainment": percent(totals),
         "cost": cost(totals),
         "credit": credit(totals),
-        "promises": promises(totals),
+        "guarantees": guarantees(totals),
         "expert_read": in_bytes(totals["expert_read_bytes"]),
         "expert_moved": in_bytes(totals["expert_moved_bytes"]),
     }
@@ -312,9 +312,9 @@ def credit(amounts: dict[str, Any]) -> str | None:
     return dollars(amounts["credit_nanodollars"]) if amounts["credit_nanodollars"] else None
 
 
-def promises(totals: dict[str, Any]) -> str | None:
-    """Return how many of the quotes' promises were kept, such as 8 of 9, or None if there are none."""
-    return f"{totals['num_promises_kept']} of {totals['num_promises']}" if totals["num_promises"] else None
+def guarantees(totals: dict[str, Any]) -> str | None:
+    """Return how many of the quotes' guarantees were kept, such as 8 of 9, or None if there are none."""
+    return f"{totals['num_guarantees_met']} of {totals['num_guarantees']}" if totals["num_guarantees"] else None
 
 
 def ratios(found: dict[str, float] | None) -> str | None:

@@ -16,7 +16,7 @@ from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
 from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers, route_headers
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
-from moiety_platform.quotes.promise import PromiseOutcome, SequenceTimes
+from moiety_platform.quotes.guarantee import GuaranteeOutcome, SequenceTimes
 from moiety_platform.quotes.quoted_request import AcceptedQuote
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
@@ -249,7 +249,7 @@ class RequestRecord:
             return None
         return False
 
-    def promise_outcome(self, quote: AcceptedQuote, cost_nanodollars: int, now_s: float) -> PromiseOutcome:
+    def guarantee_outcome(self, quote: AcceptedQuote, cost_nanodollars: int, now_s: float) -> GuaranteeOutcome:
         """Return what the quote of the request came to, for this cost in nano-dollars; `now_s` is monotonic."""
         elapsed_s = now_s - self.started_s
         engine_s = self._finished_at_engines_s()

@@ -28,7 +28,7 @@ from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
-from moiety_platform.quotes.promise import PromiseOutcome
+from moiety_platform.quotes.guarantee import GuaranteeOutcome
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import EndedRequest
@@ -169,11 +169,11 @@ class RequestRecorder:
         cost = record.reservation.cost(used)
         outcome = None
         if record.quote is not None:
-            outcome = record.promise_outcome(record.quote, cost, self.clock.monotonic())
+            outcome = record.guarantee_outcome(record.quote, cost, self.clock.monotonic())
             cost -= outcome.credit_nanodollars
         row = self._row(record, used, cost, record.reservation.settle(used, cost))
         if outcome is not None:
-            row = with_promise(row, outcome)
+            row = with_guarantee(row, outcome)
         # not a method of the record, which would keep the whole request in memory until its row is stored
         self.usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         self.metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
@@ -322,11 +322,11 @@ class OpenRecord:
         self._recorder.end(record)
 
 
-def with_promise(row: UsageRow, outcome: PromiseOutcome) -> UsageRow:
+def with_guarantee(row: UsageRow, outcome: GuaranteeOutcome) -> UsageRow:
     """Return the row with what the request's quote came to. Its cost already lacks the credit."""
     return msgspec.structs.replace(
         row,
-        promise_kept=outcome.is_kept,
+        guarantee_met=outcome.is_met,
         predicted_ttft_ms=outcome.predicted_ttft_ms,
         predicted_duration_ms=outcome.predicted_duration_ms,
         credit_nanodollars=outcome.credit_nanodollars,

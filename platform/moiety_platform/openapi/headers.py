@@ -45,7 +45,7 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "schema": {"type": "string", "pattern": TAGS_PATTERN},
         },
         QUOTE: {
-            "description": "Quote of this request by `/v1/quote`, which binds its class, price and promise.",
+            "description": "Quote of this request by `/v1/quote`, which binds its class, price and guarantee.",
             "schema": {"type": "string", "pattern": "^mtq_[A-Za-z0-9_=-]{1,4000}$"},
         },
         IF_MATCH: {

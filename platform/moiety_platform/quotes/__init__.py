@@ -1,1 +1,1 @@
-"""Quotes: price, predicted times and promise of a request before it is sent, and credits for broken promises."""
+"""Quotes: price, predicted times and guarantee of a request before it is sent, and credits for missed guarantees."""

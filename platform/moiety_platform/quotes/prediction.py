@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, Load, StepCosts
 
-GRACE_S = 0.25  # of each promise, for what no load report contains
+GRACE_S = 0.25  # of each guarantee, for what no load report contains
 
 
 def predict_timing(
@@ -35,8 +35,8 @@ def predict_timing(
     return Timing(waits_s + prefill_s, token_s)
 
 
-def promise_of(prediction: Timing, margin: float) -> Timing:
-    """Return the times to promise: the predicted ones with a margin, such as 0.5 for half as much again."""
+def guarantee_of(prediction: Timing, margin: float) -> Timing:
+    """Return the times to guarantee: the predicted ones with a margin, such as 0.5 for half as much again."""
     factor = 1 + margin
     return Timing(prediction.first_token_s * factor + GRACE_S, prediction.token_s * factor)
 

@@ -2,7 +2,7 @@
 
 A quote is not stored: the client gets all of it, signed with a key that is derived from the deployment's pepper, and
 sends it back in the header `x-moiety-quote`. So every gateway of the deployment honours it. A quote binds its tenant,
-endpoint, body, model, class, prices and promise until it expires.
+endpoint, body, model, class, prices and guarantee until it expires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ADVICE = "get a new one with POST /v1/quote"
 class Quote(msgspec.Struct, frozen=True, array_like=True):
     """Terms of one request in one class. `prices` has the class and its fallback; None means that there is no price.
 
-    `promise` is None where no times could be predicted, or the class is overloaded.
+    `guarantee` is None where no times could be predicted, or the class is overloaded.
     """
 
     quote_id: bytes
@@ -48,7 +48,7 @@ class Quote(msgspec.Struct, frozen=True, array_like=True):
     prices: dict[str, Price | None]
     credit_percent: int
     prediction: Timing | None
-    promise: Timing | None
+    guarantee: Timing | None
     computed: Timing | None = None  # the prediction without the factors that were learned
 
     def require_lengths(self, num_prompt_tokens: int, max_output_tokens: int) -> None:
@@ -71,7 +71,7 @@ class QuoteSigner:
         others = () if rotation is None else (rotation.coming, rotation.previous)
         self._keys = [_key_of(one) for one in (pepper, *others) if one is not None]
         self.calibration = QuoteCalibration()  # of the quotes that it signs
-        self._used: dict[bytes, int] = {}  # expiry of the quotes whose promise a request has taken, in Unix ms
+        self._used: dict[bytes, int] = {}  # expiry of the quotes whose guarantee a request has taken, in Unix ms
 
     def sign(self, quote: Quote) -> str:
         """Return the quote as text for a header."""
@@ -102,8 +102,8 @@ class QuoteSigner:
             )
         return quote
 
-    def take_promise(self, quote: Quote, now_unix_ms: int) -> bool:
-        """Return whether no earlier request of this process has taken the quote's promise; it is taken now."""
+    def take_guarantee(self, quote: Quote, now_unix_ms: int) -> bool:
+        """Return whether no earlier request of this process has taken the quote's guarantee; it is taken now."""
         if quote.quote_id in self._used:
             return False
         if len(self._used) >= MAX_USED:

@@ -13,7 +13,7 @@ from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.errors import Conflict
 from moiety_platform.quotes.body_digest import RecordedBody
-from moiety_platform.quotes.promise import NO_OUTCOME, PromiseOutcome, SequenceTimes, judge_promise
+from moiety_platform.quotes.guarantee import NO_OUTCOME, GuaranteeOutcome, SequenceTimes, judge_guarantee
 from moiety_platform.quotes.quote import QUOTE_FIELD, Quote, QuoteSigner
 from moiety_platform.request_head import fields_of
 
@@ -34,12 +34,12 @@ class AcceptedQuote:
         has_completed: bool,
         has_failed: bool,
         was_paused: bool,
-    ) -> PromiseOutcome:
+    ) -> GuaranteeOutcome:
         """Return what the quote came to, and learn from the times.
 
-        Its promise is for the first request of this process to which it applies.
+        Its guarantee is for the first request of this process to which it applies.
         """
-        outcome = judge_promise(
+        outcome = judge_guarantee(
             self.terms,
             sequences,
             cost_nanodollars,
@@ -50,7 +50,7 @@ class AcceptedQuote:
         if has_completed and not was_paused and self.terms.computed is not None and sequences:
             first_s, token_s = _measured(sequences)
             self.signer.calibration.observe(self.terms.model, self.terms.computed, first_s, token_s)
-        if outcome.is_kept is None or self.signer.take_promise(self.terms, now_unix_ms):
+        if outcome.is_met is None or self.signer.take_guarantee(self.terms, now_unix_ms):
             return outcome
         return NO_OUTCOME
 

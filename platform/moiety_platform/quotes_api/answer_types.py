@@ -32,7 +32,7 @@ class ClassQuote(msgspec.Struct, frozen=True):
     """Quote of the request in one class. `quote` is the value of the header `x-moiety-quote`.
 
     `price` is null for a model without a price. `prediction` is null while the engine has not learned its step times,
-    and for external engines. Without a prediction, and where the class would be refused now, `promise` is null.
+    and for external engines. Without a prediction, and where the class would be refused now, `guarantee` is null.
     """
 
     service_class: str
@@ -40,7 +40,7 @@ class ClassQuote(msgspec.Struct, frozen=True):
     quote: str
     price: QuotedPrice | None
     prediction: QuotedTimes | None
-    promise: QuotedTimes | None
+    guarantee: QuotedTimes | None
     credit_percent: int
     is_overloaded: bool
 

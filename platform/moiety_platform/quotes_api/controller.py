@@ -70,7 +70,7 @@ class QuoteController(Controller):
         request: Request[Any, Any, Any],
         endpoint: QuotedPath = None,
     ) -> QuoteList:
-        """Quote a request: its price, predicted times and promise in every class that the key may use.
+        """Quote a request: its price, predicted times and guarantee in every class that the key may use.
 
         The body is that of the request. Nothing is reserved or charged.
         """

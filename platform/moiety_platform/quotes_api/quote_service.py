@@ -23,7 +23,7 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.truncation import encode_fitting
 from moiety_platform.prices.token_cost import Price
 from moiety_platform.quotes.body_digest import RecordedBody
-from moiety_platform.quotes.prediction import expected_output_tokens, predict_timing, promise_of
+from moiety_platform.quotes.prediction import expected_output_tokens, guarantee_of, predict_timing
 from moiety_platform.quotes.quote import Quote
 from moiety_platform.quotes.timing import Timing
 from moiety_platform.quotes_api.answer_types import ClassQuote, QuotedPrice, QuotedTimes, QuoteList
@@ -47,7 +47,7 @@ class QuoteTerms:
     """Settings of quotes, which can change for later quotes."""
 
     ttl_s: float  # for which a quote binds
-    margin: float  # of a promise over the prediction
+    margin: float  # of a guarantee over the prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class QuoteService:
         names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
         computed, is_overloaded = _predict(counted, chosen)
         prediction = None if computed is None else services.quotes.calibration.corrected(card.model, computed)
-        promise = None if prediction is None or is_overloaded else promise_of(prediction, self.terms.margin)
+        guarantee = None if prediction is None or is_overloaded else guarantee_of(prediction, self.terms.margin)
         quote = Quote(
             quote_id=secrets.token_bytes(12),
             tenant_id=record.principal.tenant_id,
@@ -165,7 +165,7 @@ class QuoteService:
             prices={name: tariff.prices.get(name) for name in names},
             credit_percent=terms.credit_percent,
             prediction=prediction,
-            promise=promise,
+            guarantee=guarantee,
             computed=computed,
         )
         return ClassQuote(
@@ -174,7 +174,7 @@ class QuoteService:
             quote=services.quotes.sign(quote),
             price=_price(tariff.prices.get(service.name), counted, expected),
             prediction=_times(prediction, counted, expected),
-            promise=_times(promise, counted, expected),
+            guarantee=_times(guarantee, counted, expected),
             credit_percent=terms.credit_percent,
             is_overloaded=is_overloaded,
         )

@@ -147,7 +147,7 @@ class UsageController(Controller):
     async def report_quotes(
         self, database: NamedDependency[Database], usage_filter: UsageFilterDependency
     ) -> QuoteReport:
-        """Compare predicted with actual times of requests that had a quote, by class; their promises and credits.
+        """Compare predicted with actual times of requests that had a quote, by class; their guarantees and credits.
 
         The last 24 hours unless `since` or `until` is given. At most the newest 5,000 of these requests are counted.
         """

@@ -73,7 +73,7 @@ class UsageRecord(Base):
     expert_moved_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     end_user: Mapped[str | None] = mapped_column(Text)
     tags: Mapped[str | None] = mapped_column(Text)
-    promise_kept: Mapped[bool | None]
+    guarantee_met: Mapped[bool | None]
     predicted_ttft_ms: Mapped[float | None] = mapped_column(Double)
     predicted_duration_ms: Mapped[float | None] = mapped_column(Double)
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -86,7 +86,7 @@ class EntryKind(StrEnum):
     METERED = "metered"  # an engine's count for a request whose gateway died; the sequence is that of the answer
     CORRECTED = "corrected"  # the final record of a gateway that was wrongly taken for dead
     SPECULATIVE = "speculative"  # speculative prefill, computed without a request; sequence 0
-    CREDITED = "credited"  # a credit for a broken promise: a negative cost and no tokens; sequence 0
+    CREDITED = "credited"  # a credit for a missed guarantee: a negative cost and no tokens; sequence 0
 
 
 class LedgerEntry(Base):
@@ -136,8 +136,8 @@ class _Sums:
     expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
     expert_moved_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")  # already taken off the cost
-    num_promises: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of quotes, kept or broken
-    num_promises_kept: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    num_guarantees: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of quotes, met or missed
+    num_guarantees_met: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class UsageHour(_Sums, Base):

@@ -270,8 +270,8 @@ def _rows(
         row.speculative_tokens.label("speculative_tokens"),
         row.speculative_used_tokens.label("speculative_used_tokens"),
         row.credit_nanodollars.label("credit_nanodollars"),
-        when(row.promise_kept.is_not(None)).label("num_promises"),
-        when(row.promise_kept.is_(True)).label("num_promises_kept"),
+        when(row.guarantee_met.is_not(None)).label("num_guarantees"),
+        when(row.guarantee_met.is_(True)).label("num_guarantees_met"),
         *_parts_of_bytes(dialect, row),
         *more,
     ).where(in_time, *usage_filter.row_conditions(dialect))
@@ -328,8 +328,8 @@ def _sums(source: Subquery) -> list[ColumnElement[Any]]:
         total(columns.speculative_tokens),
         total(columns.speculative_used_tokens),
         total(columns.credit_nanodollars),
-        total(columns.num_promises),
-        total(columns.num_promises_kept),
+        total(columns.num_guarantees),
+        total(columns.num_guarantees_met),
         *(total(columns[name], WideInteger()) for name in _BYTES),
         *(total(columns[f"{name}_high"]) for name in _BYTES),
     ]

@@ -1,4 +1,4 @@
-"""Requests that had a quote: predicted against actual times, kept promises, credits and their reasons.
+"""Requests that had a quote: predicted against actual times, met guarantees, credits and their reasons.
 
 Percentiles need the single requests, so a report reads the newest of them, at most MAX_READ.
 """
@@ -34,10 +34,10 @@ class QuotedClass(msgspec.Struct, frozen=True):
 
     service_class: str
     requests: int
-    num_promises: int
-    num_promises_kept: int
+    num_guarantees: int
+    num_guarantees_met: int
     credit_nanodollars: int
-    credit_reasons: dict[str, int]  # broken promises by reason
+    credit_reasons: dict[str, int]  # missed guarantees by reason
     ttft_ratio: TimeRatios | None
     duration_ratio: TimeRatios | None
 
@@ -57,7 +57,7 @@ async def report_quotes(session: AsyncSession, usage_filter: UsageFilter) -> Quo
     statement = (
         select(
             row.service_class,
-            row.promise_kept,
+            row.guarantee_met,
             row.credit_nanodollars,
             row.credit_reason,
             row.ttft_ms,
@@ -68,7 +68,7 @@ async def report_quotes(session: AsyncSession, usage_filter: UsageFilter) -> Quo
         .where(
             row.started_at >= usage_filter.since,
             row.started_at < usage_filter.until,
-            or_(row.promise_kept.is_not(None), row.predicted_ttft_ms.is_not(None)),
+            or_(row.guarantee_met.is_not(None), row.predicted_ttft_ms.is_not(None)),
             *usage_filter.row_conditions(session.get_bind().dialect.name),
         )
         .order_by(row.started_at.desc(), row.request_id.desc())
@@ -86,8 +86,8 @@ def _summed(service_class: str, rows: Sequence[Any]) -> QuotedClass:
     return QuotedClass(
         service_class=service_class,
         requests=len(rows),
-        num_promises=sum(row.promise_kept is not None for row in rows),
-        num_promises_kept=sum(row.promise_kept is True for row in rows),
+        num_guarantees=sum(row.guarantee_met is not None for row in rows),
+        num_guarantees_met=sum(row.guarantee_met is True for row in rows),
         credit_nanodollars=sum(row.credit_nanodollars for row in rows),
         credit_reasons=dict(Counter(row.credit_reason for row in rows if row.credit_reason is not None)),
         ttft_ratio=_ratios([(row.ttft_ms, row.predicted_ttft_ms) for row in rows]),

@@ -34,9 +34,9 @@ class UsageTotals(RequestSums, frozen=True):
     attainment: float | None  # share of the requests with an SLO that attained it; rejected ones did not
     speculative_tokens: int  # prefilled speculatively; not part of the prompt tokens
     speculative_used_tokens: int  # part of them that requests began with; more may be used later
-    credit_nanodollars: int  # for broken promises of quotes; already taken off the cost
-    num_promises: int  # of quotes, kept or broken
-    num_promises_kept: int
+    credit_nanodollars: int  # for missed guarantees of quotes; already taken off the cost
+    num_guarantees: int  # of quotes, met or missed
+    num_guarantees_met: int
     # Shares of the experts' weights that engines read, and that they loaded or moved between ranks, in bytes. Null for
     # an administrator of one tenant: the shares depend on the requests of others.
     expert_read_bytes: int | None
@@ -95,10 +95,10 @@ class RequestView(msgspec.Struct, frozen=True):
     expert_moved_bytes: int | None
     end_user: str | None  # that its client named
     tags: dict[str, str]  # that its client gave
-    promise_kept: bool | None  # of its quote; null: no promise, or it does not apply
+    guarantee_met: bool | None  # of its quote; null: no guarantee, or it does not apply
     predicted_ttft_ms: float | None  # by its quote
     predicted_duration_ms: float | None  # by its quote, for its actual output tokens
-    credit_nanodollars: int  # for a broken promise; already taken off the cost
+    credit_nanodollars: int  # for a missed guarantee; already taken off the cost
     credit_reason: str | None  # ttft, finish or failed
     route: str | None  # the name that its client sent, where it is a route
 

@@ -21,7 +21,7 @@ _NAMES = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("good_tokens", "ttft_ms", "num_ttft", "queue_ms", "num_queue", "duration_ms", "preemptions"),
     *("cost_nanodollars", "num_slo_attained", "num_slo_requests", "speculative_tokens", "speculative_used_tokens"),
-    *("expert_read_bytes", "expert_moved_bytes", "credit_nanodollars", "num_promises", "num_promises_kept"),
+    *("expert_read_bytes", "expert_moved_bytes", "credit_nanodollars", "num_guarantees", "num_guarantees_met"),
 )
 
 
@@ -50,8 +50,8 @@ def _amounts(row: UsageRow) -> tuple[float, ...]:
         row.expert_read_bytes,
         row.expert_moved_bytes,
         row.credit_nanodollars,
-        row.promise_kept is not None,
-        row.promise_kept is True,
+        row.guarantee_met is not None,
+        row.guarantee_met is True,
     )
 
 
