@@ -17,7 +17,7 @@ MAX_FACTOR = 20.0
 
 
 @dataclass(slots=True)
-class _Factors:
+class _LogFactors:
     """Logarithms of both factors."""
 
     first: float = 0.0
@@ -28,7 +28,7 @@ class QuoteCalibration:
     """Factors of one gateway process, by served model. For one event loop."""
 
     def __init__(self) -> None:
-        self._factors: dict[str, _Factors] = {}
+        self._factors: dict[str, _LogFactors] = {}
 
     def corrected(self, model: str, computed: Timing) -> Timing:
         """Return the computed times with the model's factors."""
@@ -42,7 +42,7 @@ class QuoteCalibration:
 
         `token_s` is None for an answer of one token.
         """
-        factors = self._factors.setdefault(model, _Factors())
+        factors = self._factors.setdefault(model, _LogFactors())
         factors.first = _mean(factors.first, first_s, computed.first_token_s)
         if token_s is not None:
             factors.token = _mean(factors.token, token_s, computed.token_s)
