@@ -316,7 +316,7 @@ def losses_of(
     if not config.rank_failure_log:
         return None, {}
     within_s, given_up = config.losses_within_s, dict[int, str]()
-    sizes = {name: getattr(layout, name) for name in ("tp", "dcp", "dp", "ep", "pp", "ffn_ranks")}
+    sizes = {name: getattr(layout, name) for name in ("tp", "dp", "ep", "pp", "ffn_ranks", "dcp")}
     group = f"{config.name} at {rendezvous.host}, {', '.join(f'{name} {n}' for name, n in sizes.items())}"
     losses = RankFailureLog(Path(config.rank_failure_log), group, within_s=within_s)
     often = losses.lost_often(config.excluded_after_losses)
