@@ -198,7 +198,7 @@ def test_usage_is_summed_by_tenant(moiety: Callable[..., Any], serve: Any) -> No
     wait_for(lambda: used() == tokens, "the row, which is written with others")
     lines = moiety("usage", "--by", "tenant,model").stdout.replace("┃", "│").splitlines()
     headings, *rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["$", "SLO attained"])
+    assert (headings[:3], headings[-2:]) == (["tenant", "model", "requests"], ["guarantees met", "SLO attained"])
     assert not any("nanodollars" in heading for heading in headings)
     assert ["summed-inc", "moiety-demo", "1"] in [row[:3] for row in rows]
     (exported,) = csv.DictReader(moiety("usage", "--tenant", "summed-inc", "--csv").stdout.splitlines())

@@ -20,6 +20,7 @@ from moiety_platform.bench.environment import describe_environment
 from moiety_platform.bench.load import BenchAnswer, BenchTarget, TargetError, find_target, run_load
 from moiety_platform.bench.report import summarise
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
+from moiety_platform.cli.printing import print_line
 from moiety_platform.printable import printable
 from moiety_workload.errors import BadTrace
 from moiety_workload.generators import draw_poisson
@@ -88,7 +89,7 @@ def serve(
     figures = summarise(answers)
     keys_used = len(set(target.assign_keys(requests)))
     if keys_used < len(set(key)):
-        typer.echo(f"{keys_used} of {len(set(key))} keys are used: the trace has no requests for the others", err=True)
+        print_line(f"{keys_used} of {len(set(key))} keys are used: the trace has no requests for the others", err=True)
     settings |= {"model": target.model, "keys_used": keys_used}
     report = {"environment": describe_environment(), "settings": settings, **figures}
     if as_json:

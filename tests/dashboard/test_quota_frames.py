@@ -1,0 +1,67 @@
+"""Quotas as frames and words: how long they last, and what a new cap would do."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from moiety_dashboard.frames import limits
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def quota(kind: str = "tokens_per_day", **changed: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "id": "q",
+        "level": "tenant",
+        "scope_id": "t",
+        "kind": kind,
+        "cap": 1000,
+        "used": 400,
+        "reserved": 0,
+    }
+    return usual | {"resets_at": "2026-01-02T00:00:00Z"} | changed
+
+
+def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
+    pace = limits.UsageRate(seconds=3600, requests=10, tokens=100, nanodollars=0)
+    frame = limits.quotas_frame([quota()], {"t": "acme"}, {"t": pace}, NOON)
+    assert (frame["scope"][0], frame["share"][0], frame["lasts"][0]) == ("tenant acme", 0.4, "6 h 0 min")
+    slow = limits.quotas_frame([quota()], {}, {"t": limits.UsageRate(3600, tokens=10)}, NOON)
+    assert slow["lasts"][0] == "after its reset"
+    assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "exhausted"
+
+
+def test_a_quota_is_exhausted_where_a_usual_request_does_not_fit_and_not_only_at_its_last_token() -> None:
+    pace = limits.UsageRate(seconds=3600, requests=10, tokens=1000)
+    left = {901: True, 900: False, 1000: True, 999: True, 0: False}  # used, of 1000; a request has 100 tokens
+    for used, is_exhausted in left.items():
+        frame = limits.quotas_frame([quota(used=used)], {}, {"t": pace}, NOON)
+        assert (bool(frame["exhausted"][0]), frame["lasts"][0] == "exhausted") == (is_exhausted, is_exhausted), used
+    assert not limits.quotas_frame([quota(used=999)], {}, {}, NOON)["exhausted"][0]  # the size of a request is unknown
+    told = limits.preview("tokens_per_day", 1000, quota(used=999), pace, NOON)
+    assert "already exhausted" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "amount"),
+    [("requests_per_minute", 1), ("concurrent_requests", 1), ("tokens_per_day", 50), ("money_per_month", 7)],
+)
+def test_the_amount_of_a_usual_request_is_in_the_unit_of_the_quota(kind: str, amount: float) -> None:
+    assert limits.UsageRate(3600, requests=2, tokens=100, nanodollars=14).per_request(kind) == amount
+    assert limits.UsageRate(3600).per_request(kind) == 1
+
+
+def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
+    pace = limits.UsageRate(seconds=3600, requests=600, tokens=100)
+    told = " ".join(limits.preview("tokens_per_day", 800, quota(), pace, NOON))
+    assert "Changes from 1,000 to 800" in told
+    assert "50.0 % of the cap" in told
+    assert "exhausted in 4 h 0 min" in told
+    spent = " ".join(limits.preview("tokens_per_day", 100, quota(), pace, NOON))
+    assert "already exhausted" in spent
+    assert "until 2026-01-02 00:00 UTC" in spent
+    assert "would be rejected" in " ".join(limits.preview("requests_per_minute", 5, None, pace, NOON))
+    assert "All requests are rejected" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))
