@@ -175,15 +175,23 @@ def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
     rank_group.close()
 
 
-def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, ranks: Ranks) -> WeightShard:
-    """Load the part of a position on a rank that serves, without changing its number of threads."""
-    return _load(config, replace(rendezvous, local_num_ranks=1), ranks, None)
+def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, checkpoint: str, ranks: Ranks) -> WeightShard:
+    """Load the part of a position on a rank that serves, without changing its number of threads.
+
+    `checkpoint`: fingerprint at the start. Raises CheckpointError if the files have changed since.
+    """
+    share = _load(config, replace(rendezvous, local_num_ranks=1), ranks, None)
+    if fingerprint(Path(config.model)) != checkpoint:
+        raise CheckpointError(
+            f"the checkpoint {config.model} was changed since this rank has loaded it: restart the engine"
+        )
+    return share
 
 
 def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
     if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts(rank_group.ranks)
-        load = partial(_load_beside_steps, config, rendezvous)
+        load = partial(_load_beside_steps, config, rendezvous, fingerprint(Path(config.model)))
         return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None

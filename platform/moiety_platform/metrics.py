@@ -6,11 +6,15 @@ registry is passed as an argument. `engine_metrics` covers the engines' counters
 
 from __future__ import annotations
 
+import heapq
+import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -23,7 +27,6 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from moiety_platform.tenant_metrics import MAX_TENANTS, TenantCollector
 from moiety_platform.usage.row import UsageRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,6 +43,14 @@ DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # the conventions' e
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _REQUEST = ("model", "service_class")
 _GEN_AI = ("operation", *_REQUEST)
+MAX_TENANTS = 20
+OTHER = "other"  # never a tenant's id, since all begin with ten_
+RANKED_EVERY_S = 60.0
+RETAINED_RANKS = 2  # a tenant keeps its series while it ranks within this multiple of max_tenants
+MAX_RECENT = 10_000  # tenants after which a ranking is forced without a scrape
+
+TOO_MANY_REQUESTS = 429
+
 
 Labels = tuple[str, ...]
 
@@ -114,31 +125,94 @@ def new_registry() -> CollectorRegistry:
     return registry
 
 
-class RetentionMetrics:
-    """Counts of deleted expired rows, in whichever process deletes them."""
+class _SeriesCounts(msgspec.Struct):
+    """Counts of one series."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        rows_help = "Rows deleted by each retention job; `files_without_end` sets an expiry, `usage_days` sums days up."
-        self._rows = Counter("moiety_retention_rows", rows_help, ("retention_job",), registry=registry)
-        failures_help = "Failed runs of each retention job; the log has the error."
-        self._failures = Counter("moiety_retention_failures", failures_help, ("retention_job",), registry=registry)
+    requests: int = 0
+    refused: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
-    def observe(self, job_name: str, num_rows: int) -> None:
-        self._rows.labels(job_name).inc(num_rows)
+    def add(self, row: UsageRow) -> None:
+        self.requests += 1
+        self.refused += row.http_status == TOO_MANY_REQUESTS
+        self.input_tokens += row.prompt_tokens
+        self.output_tokens += row.output_tokens
 
-    def observe_failure(self, job_name: str) -> None:
-        self._failures.labels(job_name).inc()
+    def take(self, other: _SeriesCounts) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class SpeculativePrefillMetrics:
-    """Counts of turns whose next turn was prefilled speculatively."""
+class TenantCollector(Collector):
+    """Collector of the metrics of tenants, with a bounded number of series and bounded memory.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        text = "Conversation turns followed by a speculative prefill, by outcome; the engines count the tokens."
-        self._prefilled_ahead = Counter("moiety_speculative_prefill", text, ("model", "outcome"), registry=registry)
+    The recently busiest tenants have series of their own; all others are summed as `other`. The ranking is updated when
+    metrics are read, at most once a minute. The counts of a tenant that loses its series are added to `other`, so
+    no series ever decreases; a new series starts at zero.
+    """
 
-    def observe(self, model: str, outcome: str) -> None:
-        self._prefilled_ahead.labels(model, outcome).inc()
+    def __init__(self, max_tenants: int = MAX_TENANTS, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._max_tenants = max_tenants
+        self._monotonic = monotonic
+        self._shown: dict[str, _SeriesCounts] = {}
+        self._other = _SeriesCounts()
+        self._recent: defaultdict[str, int] = defaultdict(int)  # tokens and requests since the last ranking
+        self._ranked_s = float("-inf")
+
+    def use(self, max_tenants: int) -> None:
+        """Change the number of tenants with series of their own, from the next scrape on."""
+        self._max_tenants, self._ranked_s = max_tenants, float("-inf")
+
+    def observe(self, row: UsageRow) -> None:
+        """Count one ended request."""
+        tenant_id = row.tenant_id
+        self._recent[tenant_id] += 1 + row.prompt_tokens + row.output_tokens
+        counts = self._shown.get(tenant_id)
+        if counts is None and len(self._shown) < self._max_tenants:
+            counts = self._shown[tenant_id] = _SeriesCounts()
+        (counts or self._other).add(row)
+        if len(self._recent) >= MAX_RECENT:
+            self._rank()
+
+    def collect(self) -> Iterator[Metric]:
+        if self._monotonic() - self._ranked_s >= RANKED_EVERY_S:
+            self._rank()
+        requests = CounterMetricFamily(
+            "moiety_tenant_requests",
+            f"Requests by tenant: the recently busiest tenants, and all others as `{OTHER}`.",
+            labels=["tenant"],
+        )
+        refused = CounterMetricFamily(
+            "moiety_tenant_refused", "Requests rejected with HTTP 429, by tenant.", labels=["tenant"]
+        )
+        tokens = CounterMetricFamily("moiety_tenant_tokens", "Tokens by tenant and kind.", labels=["tenant", "kind"])
+        for tenant_id, counts in (*self._shown.items(), (OTHER, self._other)):
+            requests.add_metric([tenant_id], counts.requests)
+            refused.add_metric([tenant_id], counts.refused)
+            tokens.add_metric([tenant_id, "input"], counts.input_tokens)
+            tokens.add_metric([tenant_id, "output"], counts.output_tokens)
+        yield from (requests, refused, tokens)
+
+    def _rank(self) -> None:
+        """Assign the series to the tenants that were busiest since the last ranking.
+
+        A tenant keeps its series while it is nearly as busy, or no other tenant needs one.
+        """
+        recent, self._recent = self._recent, defaultdict(int)
+        self._ranked_s = self._monotonic()
+        busiest = heapq.nlargest(self._max_tenants * RETAINED_RANKS, recent, key=recent.__getitem__)
+        entering = [tenant_id for tenant_id in busiest[: self._max_tenants] if tenant_id not in self._shown]
+        leaving = sorted(set(self._shown) - set(busiest))
+        num_beyond = len(self._shown) - self._max_tenants  # if max_tenants was reduced
+        for tenant_id in sorted(self._shown, key=lambda known_id: recent.get(known_id, 0))[: max(0, num_beyond)]:
+            self._other.take(self._shown.pop(tenant_id))
+        leaving = [tenant_id for tenant_id in leaving if tenant_id in self._shown]
+        num_free = self._max_tenants - len(self._shown)
+        for tenant_id in leaving[: max(0, len(entering) - num_free)]:
+            self._other.take(self._shown.pop(tenant_id))
+        for tenant_id in entering[: self._max_tenants - len(self._shown)]:
+            self._shown[tenant_id] = _SeriesCounts()
 
 
 class Metrics:

@@ -17,8 +17,8 @@ from sqlalchemy import insert
 from moiety_platform.auth.keys import generate_key, hash_key
 from moiety_platform.bench.closed_loop import run_closed_loop
 from moiety_platform.db.session import Database
+from moiety_platform.metrics import OTHER, RANKED_EVERY_S, TenantCollector
 from moiety_platform.otlp_metrics import EXPORT_TIMEOUT_S, NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
-from moiety_platform.tenant_metrics import OTHER, RANKED_EVERY_S, TenantCollector
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.row import UsageRow
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COUNTER = Path(__file__).resolve().parents[2] / "benchmarks" / "request_calls.py"
 MAX_FILES, MAX_CALLS = 44, 349
 
 
+@pytest.mark.every_value
 def test_a_streamed_chat_of_four_tokens_takes_few_calls_in_few_files() -> None:
     command = [sys.executable, COUNTER, "--requests", "24"]
     counted = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

@@ -22,7 +22,9 @@ PROCESSES = {"gateway": "## The gateway", "engine": "## The engine", "trace stor
 # what no request of a well-behaved test brings about, nor an engine without a model: the list alone knows their labels
 RARE = {
     "moiety_failovers_total", "moiety_route_requests_total", "moiety_route_fallbacks_total",
-    "moiety_shadow_requests_total", "moiety_guardrail_checks_total",
+    "moiety_shadow_requests_total", "moiety_guardrail_checks_total", "moiety_quote_ttft_ratio",
+    "moiety_quote_duration_ratio", "moiety_quote_guarantees_total", "moiety_credit_nanodollars_total",
+    "moiety_serve_restarts_total", "moiety_serve_lost_output_bytes_total",
     "moiety_speculative_prefill_total", "moiety_spans_dropped_total",
     "moiety_retention_rows_total", "moiety_retention_failures_total",
     "moiety_engine_class_rejected_total", "moiety_engine_class_preempted_total",

@@ -370,6 +370,11 @@ async def test_a_backup_of_an_earlier_revision_is_migrated(
 def drop_columns(folder: Path, manifest: dict[str, Any], kept: set[tuple[str, str]]) -> int:
     """Remove other columns than these from the tables of a backup; return the number of removed columns."""
     num_dropped = 0
+    known = {name for name, _ in kept}
+    for table in manifest["tables"]:
+        if table["name"] not in known:  # of a later revision
+            (folder / "database" / f"{table['name']}.copy").unlink()
+    manifest["tables"] = [table for table in manifest["tables"] if table["name"] in known]
     for table in manifest["tables"]:
         places = [place for place, name in enumerate(table["columns"]) if (table["name"], name) in kept]
         num_dropped += len(table["columns"]) - len(places)

@@ -126,6 +126,7 @@ OF_ALL = (
     "/simulations",
     "/declarations",
     "/settings",
+    "/guardrails",
 )  # objects that belong to no tenant
 
 

@@ -23,7 +23,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.files.contents import FileContents
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.idempotency.models import IdempotencyTenant, IdempotentRequest, State
-from moiety_platform.metrics import RetentionMetrics, new_registry
+from moiety_platform.metrics import new_registry
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.kinds import ALWAYS
 from moiety_platform.quota.models import (
@@ -37,6 +37,7 @@ from moiety_platform.quota.models import (
 from moiety_platform.responses_api.models import StoredConversation, StoredResponse
 from moiety_platform.retention.jobs import DAY_MS, retention_jobs_of
 from moiety_platform.retention.leases import claim_job
+from moiety_platform.retention.metrics import RetentionMetrics
 from moiety_platform.retention.models import RetentionJobRecord
 from moiety_platform.retention.service import LEASE_S, ObjectJob, RetentionJob, RetentionService
 from moiety_platform.settings import GatewaySettings

@@ -11,7 +11,8 @@ from sqlalchemy import ColumnElement, func, literal, select
 
 from moiety_platform.db.paging import PageRequest, decode_cursor
 from moiety_platform.db.session import Database
-from moiety_platform.metrics import RetentionMetrics, new_registry
+from moiety_platform.metrics import new_registry
+from moiety_platform.retention.metrics import RetentionMetrics
 from moiety_platform.retention.service import RetentionService
 from moiety_platform.trace_receiver.process import DAY_MS, retention_jobs_of
 from moiety_platform.trace_receiver.settings import TraceSettings

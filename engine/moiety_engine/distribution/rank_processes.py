@@ -38,7 +38,8 @@ class RankProcesses:
 
     def add(self, first_lines: Mapping[int, bytes]) -> None:
         """Start further processes. A former process with the same rank must have been dismissed."""
-        self._processes |= {rank: self._start(line) for rank, line in first_lines.items()}
+        for rank, line in first_lines.items():  # those that were started are known if a later one cannot be
+            self._processes[rank] = self._start(line)
 
     def dismiss(self, ranks: Iterable[int], *, kill: bool = False) -> None:
         """Expect these processes to end, or kill them; their ranks may be used by other processes."""

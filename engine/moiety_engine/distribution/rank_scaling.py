@@ -94,6 +94,8 @@ class ScalingPreparation:
         """
         cloneable: Any = store  # torch's stubs lack `clone`
         self._keys = PrefixStore(f"scaling/{generation}", cloneable.clone())
+        # a connection of its own: the thread may wait for a lost rank, and holds the lock of its connection then
+        self._cancelling = PrefixStore(f"scaling/{generation}", cloneable.clone())
         self._layout, self._rank, self._prepare = layout, rank, prepare
         self._ended: Future[NextGroups] = Future()
         threading.Thread(target=self._run, name="expert-scaling", daemon=True).start()
@@ -108,7 +110,7 @@ class ScalingPreparation:
 
     def cancel(self, reason: str) -> None:
         """Let the preparation fail on all ranks that still wait for others. Called on rank 0."""
-        self._keys.set("cancelled", reason)
+        self._cancelling.set("cancelled", reason)
 
     def _run(self) -> None:
         try:

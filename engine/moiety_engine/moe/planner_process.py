@@ -37,13 +37,19 @@ class PlannerProcess:
         """Send the request; the process is started, or started again, where there is none."""
         if self._process is None or self._process.poll() is not None:
             self.close()
-            self._start()
+            try:
+                self._start()
+            except OSError as exc:  # no memory, or no free descriptor: `take` reports it
+                self._problem = exc
+                return
         self._thread = threading.Thread(target=self._ask, args=(request,), name="expert-planner", daemon=True)
         self._thread.start()
 
     def take(self) -> list[PlannedMove] | None:
         """Return the moves once they are there; see PlacementPlanner."""
-        if self._thread is None or self._thread.is_alive():
+        if self._thread is None and self._problem is None:
+            return None
+        if self._thread is not None and self._thread.is_alive():
             return None
         problem, moves = self._problem, self._moves
         self._thread = self._problem = self._moves = None
@@ -64,13 +70,18 @@ class PlannerProcess:
         self._process = self._link = self._thread = self._problem = self._moves = None
 
     def _start(self) -> None:
-        self._link, other = socket.socketpair()
+        link, other = socket.socketpair()
         with other:
             command = [sys.executable, "-m", __name__, str(other.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=_STANDARD_ERROR
-            )
-        self._link.settimeout(PLAN_S)
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, stdout=_STANDARD_ERROR
+                )
+            except OSError:
+                link.close()
+                raise
+        link.settimeout(PLAN_S)
+        self._link = link
 
     def _ask(self, request: PlanRequest) -> None:
         assert self._link is not None

@@ -66,7 +66,15 @@ class ExpertScaling:
         self._adapter_changes = self._model.adapters.num_changes
         added, additions = range(self._layout.num_ranks, layout.num_ranks), group.additions
         assert additions is not None, "checked before"
-        additions.start(added, num_ranks, generation)
+        try:
+            additions.start(added, num_ranks, generation)
+        except OSError as exc:  # no memory, or no free descriptor
+            additions.dismiss(added, kill=True)
+            self.requested_ranks = self._layout.ffn_ranks
+            self.problem = f"the processes of new ranks cannot be started: {exc.strerror or exc}"
+            self.failed_scalings_total += 1
+            log.warning("expert_ranks_not_changed", reason=self.problem, ranks=self._layout.ffn_ranks)
+            return
         self._controls.send(PrepareExpertRanks(num_ranks, generation))
 
         def admit() -> None:
@@ -83,9 +91,10 @@ class ExpertScaling:
         preparation = self._preparation
         if preparation is None:
             return False
+        if (ended := self._ended_additions()) is not None:  # also when prepared: later its loss ends the group
+            self._give_up(ended)
+            return False
         if not preparation.is_done:
-            if (ended := self._ended_additions()) is not None:
-                self._give_up(ended)
             return False
         try:
             groups = preparation.result()

@@ -58,6 +58,11 @@ class AdmissionGate:
         tenant.num_inflight += num_sequences
         return AdmissionSlot(self, tenant_id, tenant, num_sequences)
 
+    def num_inflight(self, tenant_id: str) -> int:
+        """Return the number of the tenant's sequences in flight."""
+        tenant = self._tenants.get(tenant_id)
+        return 0 if tenant is None else tenant.num_inflight
+
     def forget(self, tenant_id: str) -> None:
         """Forget a tenant without sequences in flight."""
         del self._tenants[tenant_id]

@@ -50,7 +50,7 @@ from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
 from moiety_platform.machine_limits import MachineCollector, MachineLimits
-from moiety_platform.metrics import Metrics, RetentionMetrics, SpeculativePrefillMetrics
+from moiety_platform.metrics import Metrics
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
@@ -68,8 +68,10 @@ from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.jobs import retention_jobs_of
+from moiety_platform.retention.metrics import RetentionMetrics
 from moiety_platform.retention.service import RetentionService
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.speculative_prefill.metrics import SpeculativePrefillMetrics
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector

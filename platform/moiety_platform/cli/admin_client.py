@@ -38,9 +38,24 @@ class AdminClient:
         return answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers).json()
 
     def dry_run(self, method: str, path: str, body: Any, headers: Mapping[str, str], **parameters: Any) -> None:
-        """Send a change that the gateway only checks. Raises NotReachable, NotAllowed or Refused."""
+        """Send a change that the gateway only checks. Raises NotReachable, NotAllowed or Refused.
+
+        Raises CommandError if the gateway has made the change, as one of an earlier release does.
+        """
         wanted = {name: value for name, value in parameters.items() if value is not None}
-        answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers)
+        checked = answer(self.http, method, f"/admin/v1{path}", json=body, params=wanted, headers=headers)
+        if checked.status_code != httpx.codes.NO_CONTENT:
+            raise CommandError(
+                f"the gateway ignores dry runs, so {method} {path} was done; upgrade all gateways, then apply again"
+            )
+
+    def knows_dry_runs(self, headers: Mapping[str, str]) -> bool:
+        """Return whether the gateway knows the header of a dry run, which it then refuses for a GET."""
+        try:
+            self.call("GET", "/tenants", headers=headers, limit=1)
+        except Refused:
+            return True
+        return False
 
     def tagged(self, path: str, **parameters: Any) -> tuple[dict[str, Any], str]:
         """Return one object and its ETag."""

@@ -27,6 +27,12 @@ _SECRETS = re.compile(
 )
 _CARD = re.compile(rf"(?<![0-9])(?:[0-9][ -]?){{{MIN_CARD_DIGITS - 1},{MAX_CARD_DIGITS - 1}}}[0-9](?![0-9])", re.ASCII)
 
+_GROUPED_CARD = re.compile(  # looks ahead, since a date or a CVV beside it must not hide a number
+    r"(?<![0-9])(?=((?:[0-9]{4}[ -]){3}[0-9]{4}(?![0-9])|[0-9]{4}[ -][0-9]{6}[ -][0-9]{5}(?![0-9])))", re.ASCII
+)
+_DOUBLED = str.maketrans("0123456789", "0246813579")  # the digit sum of twice each digit
+_PLAIN_CARD = re.compile(rf"(?<![0-9])([0-9]{{{MIN_CARD_DIGITS},{MAX_CARD_DIGITS}}})(?![0-9])", re.ASCII)
+
 
 def find(text: str, detectors: Iterable[Detector]) -> Detector | None:
     """Return the first of the detectors that finds something in the text, or None."""
@@ -34,15 +40,17 @@ def find(text: str, detectors: Iterable[Detector]) -> Detector | None:
         if detector is Detector.SECRETS:
             if _SECRETS.search(text) is not None:
                 return detector
-        elif any(has_check_digit(match[0]) for match in _CARD.finditer(text)):
+        elif any(has_check_digit(match[0]) for match in _CARD.finditer(text)) or any(
+            has_check_digit(match[1]) for form in (_PLAIN_CARD, _GROUPED_CARD) for match in form.finditer(text)
+        ):
             return detector
     return None
 
 
 def has_check_digit(number: str) -> bool:
     """Return whether the last digit is the check digit of the others (Luhn, US patent 2,950,048, 1960)."""
-    digits = [int(character) for character in number if character.isdecimal()]
+    digits = number.replace(" ", "").replace("-", "")
     if len(set(digits)) == 1:
         return False  # zeros have a right check digit, and are no card
-    doubled = [digit if place % 2 == 0 else digit * 2 - 9 * (digit > 4) for place, digit in enumerate(digits[::-1])]
-    return sum(doubled) % 10 == 0
+    codes = digits[-1::-2].encode(), digits[-2::-2].translate(_DOUBLED).encode()
+    return (sum(map(sum, codes)) - ord("0") * len(digits)) % 10 == 0

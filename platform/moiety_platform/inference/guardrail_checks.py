@@ -172,6 +172,9 @@ async def input_text(generation: Generation, text: ModelText) -> str:
         elif isinstance(prompt, Conversation):
             for message in prompt.messages:
                 texts += _texts_in(message)
+            for tool in () if prompt.tools is None else prompt.tools.tools:  # templates show all of it to the model
+                texts.append(json.dumps(tool.for_template(), ensure_ascii=False))
+            texts += _texts_in(prompt.template_options)
             texts.append(prompt.prefill)
         else:
             texts.append(await text.decode(prompt))

@@ -30,7 +30,8 @@ from moiety_platform.routing.choose import MODEL_NOT_FOUND
 from moiety_wire.trace_events import Reason
 
 MAX_STICKY_CHARS = 4096  # of a conversation's beginning that choose its target
-_OURS = frozenset({"store_unavailable", "server_stopping"})  # codes of failures that another model does not avoid
+_OURS = frozenset({"store_unavailable", "server_stopping", "guardrail_unavailable"})
+"""Codes of failures that another model does not avoid."""
 
 Accept = Callable[[], Awaitable[None]]
 
@@ -43,6 +44,7 @@ class RouteAttempt(msgspec.Struct, frozen=True):
 
     rules: RequestRules
     failover_wait_s: float
+    is_shadow: bool = False  # a copy, which takes no place of its tenant's requests
 
 
 class StartRequest(Protocol):

@@ -228,7 +228,8 @@ class RequestPipeline:
             asked = RoutedRequest(record=record, generation=generation, streams=streams, accept=accept)
             return await start_routed(self.start, asked, terms, services.shadow.copy)
         matched = await self.classify(record, generation, terms.rules.prices)
-        place = services.gate.reserve(record.principal.tenant_id, record.num_sequences)
+        tenant_id = record.principal.tenant_id
+        place = services.gate.reserve(f"{tenant_id} shadow" if terms.is_shadow else tenant_id, record.num_sequences)
         run = None
         try:
             _refuse_unattainable(matched)
@@ -371,6 +372,8 @@ class RequestPipeline:
         credit_tokens = most_tokens
         if record.quote is not None:
             record.quote.terms.require_lengths(num_prompt_tokens, most_tokens)
+            others = self.services.gate.num_inflight(record.principal.tenant_id) - record.num_sequences
+            record.quote = record.quote.for_load(others)
         if are_extensible(matched.states, card.model):
             credit_tokens = min(most_tokens, self.limits.credit_window_tokens)
         record.trace.enter(Phase.HOLD)

@@ -42,6 +42,9 @@ class Failover:
     unix_ns: int
 
 
+CACHED_PART = 10  # a prompt with a larger part in the cache says nothing about the time of one without
+
+
 @dataclass(frozen=True, slots=True)
 class RouteFallback:
     """A model of a route that did not answer, so that the next one was tried."""
@@ -118,6 +121,7 @@ class RequestRecord:
     attribution: Attribution = UNATTRIBUTED
     quote: AcceptedQuote | None = None  # that the request sent
     was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit
+    is_clients_fault: bool = False  # the error is the request's or its answer's, even after a status of 200 was sent
     outcome: str = ""
     http_status: int = 0
     error_code: str | None = None
@@ -225,6 +229,7 @@ class RequestRecord:
         self.outcome = "rejected" if is_refusal else "failed"
         self.http_status = self.answered_status or (200 if self.was_kept_alive else self.status_of(error))
         self.error_code = error.code
+        self.is_clients_fault = error.status in range(400, 500) and not isinstance(error, Overloaded)
         if isinstance(error, Overloaded):
             self.admission_outcome, self.admission_reason = "rejected", error.reason.value
         has_no_answer = isinstance(error, WAIVED) and (self.answered_status is None or not self.output_tokens)
@@ -261,14 +266,14 @@ class RequestRecord:
             )
             for number, one in enumerate(self.progress)
         ]
-        is_theirs = self.http_status in range(400, 500)
         return quote.outcome_of(
             times,
             cost_nanodollars,
             int(self.arrival_unix_ns / 1e6 + elapsed_s * 1000),
             has_completed=self.outcome in COMPLETED,
-            has_failed=self.outcome == "failed" and not is_theirs,
+            has_failed=self.outcome == "failed" and not self.is_clients_fault,
             was_paused=self.was_paused,
+            was_cached=self.cached_tokens * CACHED_PART > self.prompt_tokens,
         )
 
     def _finished_at_engines_s(self) -> dict[int, float]:

@@ -92,7 +92,7 @@ class ShadowTraffic:
         try:
             async with asyncio.timeout(MAX_COPY_S):
                 unchecked = replace(terms.rules, guardrails={ALL_TENANTS: ()})  # the request itself is checked
-                attempt = msgspec.structs.replace(terms, rules=unchecked, failover_wait_s=0.0)
+                attempt = msgspec.structs.replace(terms, rules=unchecked, failover_wait_s=0.0, is_shadow=True)
                 async with await start(record, generation, attempt=attempt) as run:
                     async for _ in run:
                         pass

@@ -37,13 +37,14 @@ class QuoteCalibration:
             return computed
         return Timing(computed.first_token_s * math.exp(factors.first), computed.token_s * math.exp(factors.token))
 
-    def observe(self, model: str, computed: Timing, first_s: float, token_s: float | None) -> None:
+    def observe(self, model: str, computed: Timing, first_s: float | None, token_s: float | None) -> None:
         """Learn from one request: the times that were computed for it without factors, and its actual ones.
 
-        `token_s` is None for an answer of one token.
+        `first_s` is None for a prompt with a cached prefix, `token_s` for an answer of one token.
         """
         factors = self._factors.setdefault(model, _LogFactors())
-        factors.first = _mean(factors.first, first_s, computed.first_token_s)
+        if first_s is not None:
+            factors.first = _mean(factors.first, first_s, computed.first_token_s)
         if token_s is not None:
             factors.token = _mean(factors.token, token_s, computed.token_s)
 

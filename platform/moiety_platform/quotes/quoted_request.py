@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import msgspec
 from litestar.types import Receive, Scope
 
 from moiety_platform.auth.principal import Principal
@@ -25,6 +26,16 @@ class AcceptedQuote:
     terms: Quote
     signer: QuoteSigner
 
+    def for_load(self, num_inflight: int) -> AcceptedQuote:
+        """Return the quote, without its guarantee if the tenant has more sequences in flight than when it was made.
+
+        A quote predicts no later requests: otherwise many quotes of an idle moment, used at once, miss each other.
+        """
+        if num_inflight <= self.terms.num_inflight:
+            return self
+        terms = msgspec.structs.replace(self.terms, guarantee=None, prediction=None, computed=None)
+        return AcceptedQuote(terms, self.signer)
+
     def outcome_of(
         self,
         sequences: Sequence[SequenceTimes],
@@ -34,10 +45,12 @@ class AcceptedQuote:
         has_completed: bool,
         has_failed: bool,
         was_paused: bool,
+        was_cached: bool,
     ) -> GuaranteeOutcome:
         """Return what the quote came to, and learn from the times.
 
-        Its guarantee is for the first request of this process to which it applies.
+        Its guarantee is for the first request of this process to which it applies. Quotes are for prompts without a
+        cached prefix, so a cached one (`was_cached`) teaches no time to the first token.
         """
         outcome = judge_guarantee(
             self.terms,
@@ -49,7 +62,9 @@ class AcceptedQuote:
         )
         if has_completed and not was_paused and self.terms.computed is not None and sequences:
             first_s, token_s = _measured(sequences)
-            self.signer.calibration.observe(self.terms.model, self.terms.computed, first_s, token_s)
+            self.signer.calibration.observe(
+                self.terms.model, self.terms.computed, None if was_cached else first_s, token_s
+            )
         if outcome.is_met is None or self.signer.take_guarantee(self.terms, now_unix_ms):
             return outcome
         return NO_OUTCOME

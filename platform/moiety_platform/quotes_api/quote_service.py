@@ -167,6 +167,7 @@ class QuoteService:
             prediction=prediction,
             guarantee=guarantee,
             computed=computed,
+            num_inflight=services.gate.num_inflight(record.principal.tenant_id),
         )
         return ClassQuote(
             service_class=service.name,

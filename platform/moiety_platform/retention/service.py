@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.metrics import RetentionMetrics
 from moiety_platform.object_storage.store import UNAVAILABLE as OBJECTS_UNAVAILABLE
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.retention.leases import Now, claim_job, delay_job, due
+from moiety_platform.retention.metrics import RetentionMetrics
 
 LEASE_S = 60.0
 PAUSE_S = 0.05

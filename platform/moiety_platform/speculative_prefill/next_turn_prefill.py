@@ -27,12 +27,12 @@ from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
 from moiety_platform.inference.run import InferenceRun
-from moiety_platform.metrics import SpeculativePrefillMetrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.errors import QuotaExceeded
 from moiety_platform.quota.kinds import Unit
 from moiety_platform.quota.lease import Charge, Hold
 from moiety_platform.randomness import ordered_hex
+from moiety_platform.speculative_prefill.metrics import SpeculativePrefillMetrics
 from moiety_platform.speculative_prefill.next_turn_prompt import has_called, next_turns, num_shared
 from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.usage.row import SPECULATIVE, UsageRow

@@ -90,12 +90,13 @@ class LogFile:
     def _rotate(self) -> None:
         """Rename the files and open a new one. If that fails, the current file is continued."""
         try:
-            if self._rotation.num_kept == 0:
-                self.path.unlink()
-            for index in range(self._rotation.num_kept - 1, -1, -1):
-                older = self._rotated(index)
-                if older.exists():
-                    older.replace(self._rotated(index + 1))
+            if self.path.exists():  # else only the new file is missing, which could not be created before
+                if self._rotation.num_kept == 0:
+                    self.path.unlink()
+                for index in range(self._rotation.num_kept - 1, -1, -1):
+                    older = self._rotated(index)
+                    if older.exists():
+                        older.replace(self._rotated(index + 1))
             fd = os.open(self.path, FLAGS, 0o600)
         except OSError:
             return

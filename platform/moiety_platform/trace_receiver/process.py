@@ -25,9 +25,10 @@ from moiety_platform.listening import BACKLOG, bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
 from moiety_platform.machine_limits import MachineLimits
-from moiety_platform.metrics import RetentionMetrics, new_registry
+from moiety_platform.metrics import new_registry
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics, watching
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.retention.metrics import RetentionMetrics
 from moiety_platform.retention.service import RetentionJob, RetentionService
 from moiety_platform.trace_receiver.app import TraceApp, TraceTokens
 from moiety_platform.trace_receiver.settings import TraceSettings

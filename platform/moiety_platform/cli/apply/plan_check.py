@@ -11,7 +11,7 @@ from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.current import Current
 from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import PlanAction, PlanStep
-from moiety_platform.cli.errors import Refused
+from moiety_platform.cli.errors import CommandError, Refused
 from moiety_platform.resources.apply_kind import AdminRequest, DeclaredObject, ObjectPlace
 
 DRY_RUN = {"X-Moiety-Dry-Run": "true"}
@@ -23,8 +23,15 @@ def check_plan(client: AdminClient, steps: list[PlanStep], current: Current) -> 
     """Return for each object that the gateway would refuse the reason. Raises NotReachable or NotAllowed."""
     refused: dict[ObjectPlace, str] = {}
     new_classes = {step.name for step in steps if step.kind == "class" and step.action is PlanAction.CREATE}
+    is_known = False
     for step in steps:
         request = _request_of(step, current)
+        if request is not None and not is_known:
+            is_known = client.knows_dry_runs(DRY_RUN)
+            if not is_known:  # it would make each change that is only to be checked
+                raise CommandError(
+                    "the gateway is of an earlier release without dry runs; upgrade it, then apply again"
+                )
         if request is None or _named_classes(step) & new_classes:
             continue
         try:
