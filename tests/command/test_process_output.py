@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import wait_for
@@ -176,6 +178,31 @@ def test_a_log_is_rotated_by_size_and_keeps_so_many_files(tmp_path: Path) -> Non
     log.close()
     kept = {path.name: path.read_bytes()[:1] for path in tmp_path.iterdir()}
     assert kept == {"engine.log": b"4", "engine.log.1": b"3", "engine.log.2": b"2"}
+
+
+def test_a_log_that_cannot_be_created_anew_keeps_the_rotated_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = LogFile(tmp_path / "engine.log", LogRotation(max_bytes=10, num_kept=2))
+    for index in range(3):
+        log.write(b"%d" % index * 10)
+    open_file = os.open
+
+    def full(path: str, flags: int, *more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_file(path, flags, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", full)
+        for _ in range(6):
+            with contextlib.suppress(OSError):
+                log.write(b"more of it")
+    log.write(b"9" * 10)
+    log.close()
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["engine.log", "engine.log.1", "engine.log.2"]
+    assert (tmp_path / "engine.log.2").read_bytes()[:1] in (b"1", b"2")
 
 
 def test_a_log_is_rotated_by_age_also_after_a_restart(tmp_path: Path) -> None:

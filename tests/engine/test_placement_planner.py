@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -134,3 +137,15 @@ def test_a_cancelled_move_leaves_the_placement_of_the_completed_ones() -> None:
     assert not np.array_equal(before, in_order().physical_to_logical_LR)
     balancer.count(skewed())
     assert balancer.evaluate(2 * EVERY_S, 0.01), "it goes on with the next load"
+
+
+def test_experts_stay_where_they_are_if_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socketpair", fail)
+    planner = PlannerProcess()
+    planner.begin(request())
+    with pytest.raises(PlanFailed, match="Too many open files"):
+        planner.take()
+    assert planner.take() is None

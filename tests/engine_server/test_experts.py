@@ -28,7 +28,8 @@ async def test_loads_report_the_expert_ranks_that_a_gateway_has_asked_for(bench:
         gateway = running.connect()
         await gateway.greet()
         await gateway.send(ScaleExpertRanks(3))
-        await gateway.until_load(lambda load: load.expert_ranks == load.requested_expert_ranks == 3)
+        load = await gateway.until_load(lambda load: load.expert_ranks == load.requested_expert_ranks == 3)
+        assert load.expert_ranks_problem == ""
 
 
 def test_an_answer_to_a_query_that_was_dropped_is_ignored() -> None:

@@ -18,7 +18,8 @@ from moiety_platform.inference.guarded_run import PIECE_CHARS
 from moiety_wire.messages import ModelCard, Submit
 
 from .closing_server import ClosingServer
-from .conftest import RunningGateway, StartGateway
+from .conftest import RunningGateway, StartGateway, ToolCard
+from .test_tool_formats import AROUND, TEMPLATES
 
 CHAT = "/v1/chat/completions"
 CARD = "4111 1111 1111 1111"
@@ -53,7 +54,13 @@ def test_secrets_are_found(text: str) -> None:
     assert find(text, [Detector.CARD_NUMBERS]) is None
 
 
-@pytest.mark.parametrize("text", ["4111111111111111", CARD, "paid by 5500-0000-0000-0004.", "378282246310005"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("4111111111111111", CARD, "paid by 5500-0000-0000-0004.", "378282246310005", f"{CARD} 12/27"),
+        *(f"2026-11-29 {CARD}", "card 4111111111111111 123", "1 4111111111111111"),
+    ],
+)
 def test_card_numbers_are_found(text: str) -> None:
     assert find(text, [Detector.SECRETS, Detector.CARD_NUMBERS]) is Detector.CARD_NUMBERS
 
@@ -233,3 +240,17 @@ async def test_an_endpoint_in_a_network_that_is_not_allowed_cannot_be_set(
         ]
         for wrong in wrong_fields:
             await gateway.admin("PUT", "/guardrails", {"name": "g", "stage": "input", **wrong}, expect=400)
+
+
+async def test_an_input_guardrail_reads_the_tools_that_the_model_reads(
+    start_gateway: StartGateway, tool_card: ToolCard
+) -> None:
+    card = tool_card("qwen3_coder", template=AROUND.replace("CALLS", (TEMPLATES / "qwen3_coder.jinja").read_text()))
+    engine = FakeEngineClient(card)
+    async with start_gateway([engine]) as gateway:
+        await set_guardrail(gateway, "input")
+        function = {"name": "f", "description": f"use {KEY}", "parameters": {"type": "object", "properties": {}}}
+        body = asked("hello", tools=[{"type": "function", "function": function}]) | {"model": "qwen3_coder"}
+        status, _, answer = await gateway.post(CHAT, body)
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "guardrail_blocked")
+        assert engine.submits == []

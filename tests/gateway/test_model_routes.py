@@ -270,3 +270,15 @@ async def test_copies_are_dropped_above_their_number_and_under_load_and_end_with
         assert 'moiety_shadow_requests_total{model="shadow",outcome="dropped",route="tried"} 1.0' in text
         assert 'route="rarely"} ' not in text.split("moiety_shadow_requests_total")[-1]
     assert traffic.num_open == 0 and not shadow.state.num_inflight
+
+
+async def test_copies_for_the_shadow_model_take_no_place_of_their_tenant(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    good, shadow = engines(new_card, "good", "shadow")
+    shadow.token_s = 1000.0
+    async with start_gateway([good, shadow], max_inflight_per_tenant=8) as gateway:
+        await set_route(gateway, "tried", "good", shadow_model="shadow", shadow_percent=100)
+        for _ in range(12):
+            assert (await chat(gateway, "tried"))[0] == 200
+        assert (await chat(gateway, "good", n=4))[0] == 200

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import Conflict
+from moiety_platform.quotes.calibration import QuoteCalibration
+from moiety_platform.quotes.quoted_request import refuse_route
+from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, StepCosts
 
 from .conftest import NewCard, RunningGateway, StartGateway
@@ -253,3 +257,55 @@ async def test_the_report_compares_predicted_with_actual_times(
     assert 0 < ratio["p10"] < ratio["median"] < ratio["p90"] and ratio["p90"] > 100 > ratio["p10"]
     nobody = await gateway.admin("GET", "/usage/quotes?tenant_id=ten_none")
     assert nobody["data"] == []
+
+
+async def test_an_answer_that_the_clients_own_text_ended_is_charged_without_a_credit(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    secret = "AKIA" + "ABCDEFGHIJKLMNOP"
+    engine = FakeEngineClient(new_card("engine-1", "tiny"), lambda submit: [(65, "word ")] * 410 + [(65, secret)])
+    engine.step_costs = StepCosts(20.0, 0.0, (), 0.0, 0.0, 0.0)
+    async with start_gateway([engine], stores_usage=True) as gateway:
+        await gateway.admin("PUT", "/prices", PRICE)
+        await gateway.admin("PATCH", "/classes/standard", {"credit_percent": 100})
+        await gateway.admin("PUT", "/guardrails", {"name": "g", "stage": "output", "detectors": ["secrets"]})
+        body = CHAT | {"max_tokens": 480, "stream": True}
+        quote = standard(await quote_of(gateway, body))["quote"]
+        status, _, answer = await gateway.post(CHAT_PATH, body, headers={"x-moiety-quote": quote})
+        assert status == 200 and b"guardrail_blocked" in answer
+        (row,) = await stored(gateway)
+        assert (row["outcome"], row["credit_nanodollars"], row["guarantee_met"]) == ("failed", 0, None)
+        assert row["cost_nanodollars"] >= 400 * 2000
+
+
+async def test_quotes_of_one_idle_moment_give_one_guarantee_when_they_are_used_at_once(
+    gateway: RunningGateway, engine: FakeEngineClient
+) -> None:
+    engine.step_costs = StepCosts(0.001, 0.0, (), 0.0, 0.0, 0.0)
+    quotes = [standard(await quote_of(gateway)) for _ in range(6)]
+    assert all(one["guarantee"] for one in quotes)
+    engine.token_s = 0.5  # what many at once make of it
+    answers = await asyncio.gather(*(send(gateway, one["quote"]) for one in quotes))
+    assert {status for status, _, _ in answers} == {200}
+    rows = await stored(gateway)
+    assert sum(row["guarantee_met"] is not None for row in rows) == 1
+    assert sum(row["credit_nanodollars"] > 0 for row in rows) == 1
+
+
+def test_cached_prompts_do_not_teach_the_time_of_uncached_ones() -> None:
+    calibration, computed = QuoteCalibration(), Timing(10.0, 0.02)
+    for _ in range(30):
+        calibration.observe("tiny", computed, None, 0.02)
+    assert calibration.corrected("tiny", computed).first_token_s == computed.first_token_s
+
+
+async def test_a_route_is_not_quoted_and_a_quote_of_a_name_that_became_a_route_is_refused(
+    gateway: RunningGateway,
+) -> None:
+    quote = standard(await quote_of(gateway))["quote"]
+    await gateway.admin("PUT", "/routes", {"name": "best", "targets": [{"model": "tiny", "weight": 1}]})
+    refused = await quote_of(gateway, CHAT | {"model": "best"}, expect=400)
+    assert "route" in refused["error"]["message"] and "tiny" in refused["error"]["message"]
+    with pytest.raises(Conflict, match="now a route"):
+        refuse_route("tiny")
+    assert (await send(gateway, quote))[0] == 200

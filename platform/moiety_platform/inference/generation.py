@@ -152,6 +152,12 @@ class Generation(msgspec.Struct, frozen=True):
     prompt_field: str = "prompt"  # the API's field of the prompts, for error messages
     unset_sampling: tuple[str, ...] = ()  # fields of `sampling` that the request left out: the model's defaults apply
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether the only prompt is a conversation with documents."""
+        prompt = self.prompts[0]
+        return isinstance(prompt, Conversation) and bool(prompt.documents)
+
 
 def unset_fields(body: object) -> tuple[str, ...]:
     """Return the sampling parameters that a request's body does not set, or has no fields for."""

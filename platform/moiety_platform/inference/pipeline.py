@@ -233,7 +233,7 @@ class RequestPipeline:
         run = None
         try:
             _refuse_unattainable(matched)
-            if matched.has_images or has_documents(matched.generation):
+            if matched.has_images or matched.generation.has_documents:
                 await self._reserve_least(record, matched)
                 matched = await self.read_files(record, matched, terms.rules.prices)
             text = await services.texts.get(matched.card)
@@ -337,7 +337,7 @@ class RequestPipeline:
         BadRequest, NotFound, Gone, RateLimited or Unavailable.
         """
         services, principal = self.services, record.principal
-        if has_documents(matched.generation):
+        if matched.generation.has_documents:
             generation, replaced = await services.documents.prepare(matched.generation, principal)
             record.ignored_fields += replaced
             matched = await self.classify(record, generation, prices)
@@ -422,11 +422,6 @@ class MatchedRequest(msgspec.Struct, frozen=True):
     adapter: NamedAdapter | None
     adapter_name: str  # the engines' name of it, or an empty text
     has_images: bool
-
-
-def has_documents(generation: Generation) -> bool:
-    prompt = generation.prompts[0]
-    return isinstance(prompt, Conversation) and bool(prompt.documents)
 
 
 def _refuse_unattainable(matched: MatchedRequest) -> None:

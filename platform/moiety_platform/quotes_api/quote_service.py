@@ -17,7 +17,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.generation import Generation
-from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline, has_documents
+from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline
 from moiety_platform.inference.quota_reservation import tariff_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.truncation import encode_fitting
@@ -129,7 +129,7 @@ class QuoteService:
                 param="model",
             )
         matched = await pipeline.classify(record, generation, rules.prices)
-        if matched.has_images or has_documents(matched.generation):
+        if matched.has_images or matched.generation.has_documents:
             matched = await pipeline.read_files(record, matched, rules.prices)
         text, generation = await pipeline.services.texts.get(matched.card), matched.generation
         if generation.truncates or generation.context_edits:
