@@ -137,12 +137,15 @@ def pytest_collection_finish() -> None:
 
 
 _file = pytest.StashKey[Path]()
+_umask = os.umask(0o022)
+os.umask(_umask)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Look through what the files before this one left once, and never again: collections of garbage, of which engines
     make some of their own, cost no more at the end of a run than at its beginning."""
+    os.umask(_umask)  # commands that a test calls in this process set their own
     if item.config.stash.get(_file, None) != item.path:
         item.config.stash[_file] = item.path
         gc.collect()

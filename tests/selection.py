@@ -26,7 +26,7 @@ LONG_S = 0.4  # a test of them takes more than this, while others run on the sam
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
 ROTATED = TESTS / "rotated_tests.txt"  # functions that `make test` runs each third day, with which of the three
-ROTATED_S = 2.0  # the mean of their tests takes more than this
+ROTATED_S = 1.0  # the mean of their tests takes more than this
 DAYS = 3
 
 

@@ -170,7 +170,7 @@ def test_lists_come_from_the_durations_of_a_report(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(selection, "LONG", tmp_path / "long.txt")
     monkeypatch.setattr(selection, "SAMPLED", tmp_path / "sampled.txt")
     monkeypatch.setattr(selection, "ROTATED", tmp_path / "rotated.txt")
-    times = {"test_slow": 2.1, "test_short": 0.01, "test_medium": 0.2}
+    times = {"test_slow": 2.0, "test_short": 0.01, "test_medium": 0.2}
     cases = "".join(
         f'<testcase classname="tests.some.test_file" name="{name}[{number}]" time="{time}"/>'
         for name, time in times.items()
