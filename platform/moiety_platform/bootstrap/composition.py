@@ -181,19 +181,12 @@ async def _open_services(
     idempotency = await _start_idempotency(stack, settings, database, overrides)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
     recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
-    recorder.use(settings)
-    live.follow(["access_log_rate"], recorder.use)
-    stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
+    _start_recorder(stack, settings, live, recorder)
     machine = await _start_machine_limits(stack, settings, metrics)
     meter = await _start_meter(stack, database, stored_usage)
     metrics.registry.register(StoreCollector(clock, store, stored_usage, quotas, meter, recorder))
     contents = AdapterContents(database, objects)
-    engines = Engines(
-        settings, clock, quotas.replica_id, meter, contents,
-        more=overrides.engines, breaker_clock=overrides.breaker_clock,
-    )  # fmt: skip
-    await stack.enter_async_context(engines)
-    quotas.quarantine.is_proven = engines.replicas.have_settled_for
+    engines = await _connect_engines(stack, settings, live, overrides, quotas, meter, contents)
     next_turn_prefill = await stack.enter_async_context(
         NextTurnPrefill(usage, quotas, SpeculativePrefillMetrics(metrics.registry), clock)
     )
@@ -226,7 +219,6 @@ async def _open_services(
     guardrails = await stack.enter_async_context(GuardrailChecks(metrics, administration.reach))
     shadow = ShadowTraffic(recorder, engines.replicas, metrics)
     stack.push_async_callback(shadow.close)
-    live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     for follower in (telemetry, oidc, administration):
         follower.followed_by(live)
     live.follow(["metrics_tenants"], lambda settings: metrics.tenants.use(settings.metrics_tenants))
@@ -244,9 +236,7 @@ async def _open_services(
         responses=responses,
         conversations=ConversationService(database, responses, ConversationStore(overrides.now)),
         cipher=ReasoningCipher(pepper, turn),
-        background=await stack.enter_async_context(
-            BackgroundRuns(responses, ConversationLocks(database, ConversationStore(overrides.now)), settings.drain_s)
-        ),
+        background=await stack.enter_async_context(_background_runs(responses, database, overrides, settings)),
         admin_routes=[admin],
         store=store,
         objects=objects_ready,
@@ -263,6 +253,41 @@ async def _open_services(
         guardrails=guardrails,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+def _start_recorder(
+    stack: AsyncExitStack, settings: GatewaySettings, live: LiveSettings[GatewaySettings], recorder: RequestRecorder
+) -> None:
+    """Let the recorder follow its setting, and finish its records before the stack closes what they need."""
+    recorder.use(settings)
+    live.follow(["access_log_rate"], recorder.use)
+    stack.push_async_callback(recorder.wait_idle, LAST_RECORDS_S)
+
+
+async def _connect_engines(
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    live: LiveSettings[GatewaySettings],
+    overrides: Overrides,
+    quotas: QuotaEnforcer,
+    meter: MeterReader,
+    contents: AdapterContents,
+) -> Engines:
+    """Connect to the engines of the settings, until the stack is closed, and follow their changes."""
+    engines = Engines(
+        settings, overrides.clock, quotas.replica_id, meter, contents,
+        more=overrides.engines, breaker_clock=overrides.breaker_clock,
+    )  # fmt: skip
+    await stack.enter_async_context(engines)
+    quotas.quarantine.is_proven = engines.replicas.have_settled_for
+    live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
+    return engines
+
+
+def _background_runs(
+    responses: ResponseService, database: Database, overrides: Overrides, settings: GatewaySettings
+) -> BackgroundRuns:
+    return BackgroundRuns(responses, ConversationLocks(database, ConversationStore(overrides.now)), settings.drain_s)
 
 
 async def _start_idempotency(
