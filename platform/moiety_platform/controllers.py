@@ -5,10 +5,16 @@ Controllers are the one way to define HTTP handlers. The requests that bypass th
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from litestar import Controller, Router
-from litestar.di import Provide
+from litestar.di import NamedDependency, Provide
+from litestar.params import SkipValidation
+
+from moiety_platform.db.snapshot import Snapshot
+
+RulesDependency = NamedDependency[SkipValidation[Snapshot[Any]]]
+"""Snapshot of prices, routes and guardrails, which a handler that changes one of them makes read them anew."""
 
 
 class UncopiedRouter(Router):

@@ -240,6 +240,7 @@ async def test_an_endpoint_in_a_network_that_is_not_allowed_cannot_be_set(
         ]
         for wrong in wrong_fields:
             await gateway.admin("PUT", "/guardrails", {"name": "g", "stage": "input", **wrong}, expect=400)
+        assert (await gateway.admin("GET", "/guardrails"))["data"] == []
 
 
 async def test_an_input_guardrail_reads_the_tools_that_the_model_reads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,7 +17,8 @@ from moiety_platform.quotes.quoted_request import refuse_route
 from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, StepCosts
 
-from .conftest import NewCard, RunningGateway, StartGateway
+from .conftest import NewCard, RunningGateway, StartGateway, Until
+from .test_documents import asking, part_of
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CHAT_PATH = "/v1/chat/completions"
@@ -309,3 +311,19 @@ async def test_a_route_is_not_quoted_and_a_quote_of_a_name_that_became_a_route_i
     with pytest.raises(Conflict, match="now a route"):
         refuse_route("tiny")
     assert (await send(gateway, quote))[0] == 200
+
+
+async def test_files_are_read_for_a_quote_only_within_the_tenants_limit_of_requests(
+    start_gateway: StartGateway, engine: FakeEngineClient, until: Until
+) -> None:
+    engine.token_s = 1000.0
+    async with start_gateway([engine], max_inflight_per_tenant=1) as gateway:
+        running = asyncio.create_task(gateway.post(CHAT_PATH, CHAT))
+        await until(lambda: bool(engine.submits))
+        with_file = asking(CHAT_PATH, part_of(CHAT_PATH, b"some text")) | {"model": "tiny"}
+        refused = await quote_of(gateway, with_file, expect=429)
+        assert "in flight" in refused["error"]["message"]
+        assert (await quote_of(gateway))["prompt_tokens"] == PROMPT_TOKENS
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running

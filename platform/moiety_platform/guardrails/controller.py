@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody, SkipValidation
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.controllers import RulesDependency
 from moiety_platform.db.session import Database
-from moiety_platform.db.snapshot import Snapshot
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.guardrails import service
 from moiety_platform.guardrails.admin_resource import GUARDRAILS
 from moiety_platform.guardrails.schemas import GuardrailView, GuardrailViews, NewGuardrail
 from moiety_platform.guardrails.service import UrlCheck
 from moiety_platform.openapi.described import fails
-
-RulesDependency = NamedDependency[SkipValidation[Snapshot[Any]]]
 
 
 class GuardrailController(Controller):

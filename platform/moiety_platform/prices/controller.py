@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from litestar import Controller, Response, delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromQuery, JSONBody, SkipValidation
+from litestar.params import FromQuery, JSONBody
 
 from moiety_platform.access.actions import needs
 from moiety_platform.audit.trail import AuditedStore
+from moiety_platform.controllers import RulesDependency
 from moiety_platform.db.session import Database
-from moiety_platform.db.snapshot import Snapshot
 from moiety_platform.etags import Precondition, tagged
 from moiety_platform.openapi.described import fails
 from moiety_platform.prices import service
 from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.prices.schemas import NewPrice, PriceView, PriceViews
-
-RulesDependency = NamedDependency[SkipValidation[Snapshot[Any]]]
 
 
 class PriceController(Controller):

@@ -123,14 +123,20 @@ class QuoteService:
         rules = await pipeline.services.rules.current()
         route = rules.routes.get(generation.model)
         if route is not None:
+            allowed = record.principal.allowed_models
+            models = [model for model in route.models() if allowed is None or model in allowed]
             raise BadRequest(
-                f"{generation.model!r} is a route, which chooses a model for each request: quote one of its models "
-                f"({', '.join(route.models())})",
+                f"{generation.model!r} is a route, which chooses a model for each request: quote one of its models"
+                + (f" ({', '.join(models)})" if models else ""),
                 param="model",
             )
         matched = await pipeline.classify(record, generation, rules.prices)
-        if matched.has_images or matched.generation.has_documents:
-            matched = await pipeline.read_files(record, matched, rules.prices)
+        if matched.has_images or matched.generation.has_documents:  # counts as a request of the tenant meanwhile
+            place = pipeline.services.gate.reserve(record.principal.tenant_id, 1)
+            try:
+                matched = await pipeline.read_files(record, matched, rules.prices)
+            finally:
+                place.release()
         text, generation = await pipeline.services.texts.get(matched.card), matched.generation
         if generation.truncates or generation.context_edits:
             encode = encode_fitting if generation.truncates else encode_edited
