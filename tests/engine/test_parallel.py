@@ -290,6 +290,7 @@ def test_parallel_ranks_share_the_experts_that_all_tokens_go_to(
     processes: RankProcesses, alone: Alone, layout: dict[str, Any]
 ) -> None:
     settings = layout | {"redundant_experts": layout["ep"], "rebalance_every_s": 1.0}
+    settings |= {"rebalance_mode": "blocking"}  # so that the experts have moved before the requests end
     config = settings_of(alone.folders["deepseek_v3"], **settings)
     ours, *_ = processes.work(*ranks_of(config), waves=requests(), hurries=0.05)
     assert_same(alone.says("deepseek_v3"), ours)
