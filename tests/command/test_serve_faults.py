@@ -107,10 +107,10 @@ def test_a_closed_terminal_ends_serve_unless_nohup_started_it(tmp_path: Path, is
     log, data_dir = tmp_path / "log", tmp_path / "data"
 
     command = [sys.executable, "-m", "moiety_platform.cli", "serve", "--scripted", "--port", "0", "--no-dashboard"]
-    nohup = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"] if is_ignored else []
+    hangup = ["env", "--ignore-signal=HUP" if is_ignored else "--default-signal=HUP"]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            ["setsid", "--ctty", *nohup, *command, "--no-traces", "--data-dir", str(data_dir)],
+            ["setsid", "--ctty", *hangup, *command, "--no-traces", "--data-dir", str(data_dir)],
             stdin=its_end,
             stdout=file,
             stderr=file,
