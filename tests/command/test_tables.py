@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import moiety_platform.cli
+from moiety_platform.administration.catalog import RESOURCES
+from moiety_platform.cli import usage
 from moiety_platform.cli.main import main
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_csv, show_json, show_row, show_rows
@@ -25,6 +27,13 @@ def test_a_name_is_neither_markup_nor_an_escape_sequence(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert shown.count("[red]x[/red] [link=http://evil.example]y[/link] :smile: \\u001b]8;;") == 2
+
+
+def test_every_field_that_a_narrow_terminal_omits_is_a_column_of_its_table() -> None:
+    tables = [(one.columns, one.details) for one in RESOURCES if one.columns]
+    tables += [(usage.TOTALS, usage.DETAILS), (usage.REQUESTS, usage.REQUEST_DETAILS)]
+    assert len(tables) > 8
+    assert [name for columns, details in tables for name in details if name not in columns] == []
 
 
 @pytest.mark.parametrize("formula", ["=1+1", "+1+1", "-1+cmd", "@SUM(A1)", "\t=1"])

@@ -40,7 +40,7 @@ TOTALS = {
     "attainment": "SLO attained",
 }
 DETAILS = (
-    "expert_read", "expert_moved", "promises", "credit", "speculative_used_tokens", "speculative_tokens",
+    "expert_read", "expert_moved", "guarantees", "credit", "speculative_used_tokens", "speculative_tokens",
     "preemptions", "mean_duration_ms", "disconnected", "rejected", "cached_tokens", "mean_ttft_ms", "failed",
     "attainment",
 )  # fmt: skip
@@ -66,7 +66,7 @@ REQUESTS = {
     "request_id": "request",
 }
 REQUEST_DETAILS = (
-    "credit_reason", "promise_kept", "credit", "num_preemptions", "tags", "end_user", "slo_attained", "http_status",
+    "credit_reason", "guarantee_met", "credit", "num_preemptions", "tags", "end_user", "slo_attained", "http_status",
     "endpoint", "service_class", "duration_ms", "ttft_ms", "prompt_tokens", "output_tokens", "model",
 )  # fmt: skip
 
