@@ -13,8 +13,11 @@ from moiety_dashboard.frames import attribution, changes, fleet, series, simulat
 from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
+from moiety_dashboard.views.audit import KINDS
 from moiety_dashboard.views.quotas import rows_set_aside
 from moiety_dashboard.views.windows import LIVE
+from moiety_platform.db.base import Base
+from moiety_platform.db.tables import load_tables
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CLASS: dict[str, Any] = {
@@ -32,6 +35,12 @@ TERMS: dict[str, Any] = {
     "name": "standard", "ttft_s": 2.0, "ttft_per_1k_s": 0.2, "tpot_s": 0.1, "completion_s": None, "weight": 1.0,
     "rank": 1, "price_factor": 1.0, "on_overload": "reject",
 }  # fmt: skip
+
+
+def test_the_filter_of_the_audit_log_names_only_kinds_that_the_gateway_logs() -> None:
+    load_tables()
+    assert set(KINDS) - set(Base.metadata.tables) == {"engines"}
+    assert {"tenants", "adapters", "routes", "guardrails", "declarations"} <= set(KINDS)
 
 
 def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing() -> None:

@@ -21,8 +21,8 @@ BEFORE = "audit before"
 KINDS = {
     "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
     "prices": "prices", "routes": "routes", "guardrails": "guardrails",
-    "engines": "engines", "webhooks": "webhooks", "erasures": "data deletions",
-    "audit_log": "audit log",
+    "engines": "engines", "webhooks": "webhooks", "adapters": "adapters",
+    "declarations": "declarations", "idempotent_requests": "stored answers", "audit_log": "audit log",
 }  # fmt: skip
 
 
