@@ -14,7 +14,7 @@ from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.audit import KINDS
-from moiety_dashboard.views.quotas import rows_set_aside
+from moiety_dashboard.views.quotas import quarantined_usage
 from moiety_dashboard.views.windows import LIVE
 from moiety_platform.db.base import Base
 from moiety_platform.db.tables import load_tables
@@ -375,13 +375,13 @@ def test_no_line_is_drawn_over_minutes_in_which_nothing_ended() -> None:
     assert charts.with_gaps(frame, "ttft_ms", "class", timedelta(0)) is frame, "looks come when they come"
 
 
-def test_usage_that_is_set_aside_stands_among_what_does_not_agree() -> None:
-    found = {"set_aside": {"rows": 2, "unreadable_lines": 1, "shown": []}}
-    assert [(one["record"], one["found"]) for one in rows_set_aside(found)] == [
+def test_quarantined_usage_stands_among_what_does_not_agree() -> None:
+    found = {"quarantined_usage": {"rows": 2, "unreadable_lines": 1, "shown": []}}
+    assert [(one["record"], one["found"]) for one in quarantined_usage(found)] == [
         ("quarantined usage rows", "2"),
         ("unreadable usage lines", "1"),
     ]
-    assert rows_set_aside({"set_aside": {"rows": 0, "unreadable_lines": 0}}) == rows_set_aside({}) == []
+    assert quarantined_usage({"quarantined_usage": {"rows": 0, "unreadable_lines": 0}}) == quarantined_usage({}) == []
 
 
 # ── usage by end user and tag ──

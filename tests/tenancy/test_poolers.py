@@ -111,7 +111,7 @@ async def test_everything_works_behind_a_pooler_that_gives_each_transaction_anot
     await second.close()
 
 
-async def test_two_hundred_usage_rows_are_stored_through_a_pooler_and_none_is_set_aside(
+async def test_two_hundred_usage_rows_are_stored_through_a_pooler_and_none_is_quarantined(
     clean_postgres: str, start_pooler: StartPooler, tmp_path: Path
 ) -> None:
     url = await start_pooler(clean_postgres)

@@ -249,7 +249,7 @@ async def test_a_torn_line_is_kept_aside_and_costs_no_other_row(database: Databa
     assert list(folder.glob("*.jsonl")) == []
 
 
-async def test_a_row_that_the_database_refuses_is_set_aside_and_its_neighbours_are_stored(
+async def test_a_row_that_the_database_refuses_is_quarantined_and_its_neighbours_are_stored(
     database: Database, tmp_path: Path
 ) -> None:
     bad = make_row("bad", duration_ms=None)  # what the type checker would have refused

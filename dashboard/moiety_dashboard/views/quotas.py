@@ -96,7 +96,7 @@ def draw_reconciliation(client: AdminClient) -> None:
         return
     found = answer.data
     note = f"{found['since'][:16]} to {found['until'][:16]} UTC"
-    rows = [*different_tenants(found), *different_days(found), *different_windows(found), *rows_set_aside(found)]
+    rows = [*different_tenants(found), *different_days(found), *different_windows(found), *quarantined_usage(found)]
     frame = pd.DataFrame(rows, columns=["record", "found", "expected"])
     with panels.panel("Result", note, [answer], key="reconciliation", frame=frame):
         total = found["total"]
@@ -109,12 +109,12 @@ def draw_reconciliation(client: AdminClient) -> None:
             st.dataframe(frame, hide_index=True, width="stretch")
 
 
-def rows_set_aside(found: Mapping[str, Any]) -> list[dict[str, str]]:
+def quarantined_usage(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return unbilled usage: all quarantined rows, and all unreadable lines."""
-    aside = found.get("set_aside") or {}
+    unbilled = found.get("quarantined_usage") or {}
     counts = {
-        "quarantined usage rows": aside.get("rows", 0),
-        "unreadable usage lines": aside.get("unreadable_lines", 0),
+        "quarantined usage rows": unbilled.get("rows", 0),
+        "unreadable usage lines": unbilled.get("unreadable_lines", 0),
     }
     return [{"record": what, "found": str(count), "expected": "0"} for what, count in counts.items() if count]
 

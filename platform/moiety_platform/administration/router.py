@@ -49,7 +49,7 @@ from moiety_platform.tenants.controller import ProjectController, TenantControll
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
 from moiety_platform.usage.controller import UsageController
-from moiety_platform.usage.quarantined_rows import SetAside
+from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 
 ADMIN_PATH = "/admin/v1"
 DRY_RUN = "x-moiety-dry-run"
@@ -68,13 +68,13 @@ def admin_router(
     *,
     oidc: FindVerifier = lambda: None,
     traces: Database | None = None,
-    set_aside: SetAside | None = None,
+    quarantined_usage: QuarantinedUsage | None = None,
     more: Sequence[ControllerRouterHandler] = (),
 ) -> UncopiedRouter:
     """Return the routes under /admin/v1.
 
     `more` are further handlers behind the same guard. Each route names its action (see access/actions.py). `traces` is
-    the trace store, if it is another database; `set_aside` is the usage that this gateway has set aside.
+    the trace store, if it is another database; `quarantined_usage` is usage that is not billed.
     """
     wrapped = Pepper(pepper)
     check_tables()  # reports a table without a tenant now, and not at the first request of a tenant's administrator
@@ -121,7 +121,7 @@ def admin_router(
             "page": Provide(parse_page, sync_to_thread=False),
             "period": Provide(parse_time_span, sync_to_thread=False),
             "actions": Provide(lambda: ACTIONS, sync_to_thread=False),
-            "set_aside": Provide(lambda: set_aside, sync_to_thread=False),
+            "quarantined_usage": Provide(lambda: quarantined_usage, sync_to_thread=False),
         },
         route_handlers=[
             AuditController,

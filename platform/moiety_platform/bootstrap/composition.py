@@ -205,7 +205,7 @@ async def _open_services(
     telemetry.send_metrics(settings)
     admin = admin_router(
         report_database, authenticator, classes, rules, quotas, pepper, clock,
-        oidc=oidc.find, traces=traces, set_aside=stored_usage.set_aside,
+        oidc=oidc.find, traces=traces, quarantined_usage=stored_usage.quarantined_usage,
         more=[*administration.routes(traces, source, live, reloader), *overrides.admin_routes],
     )  # fmt: skip
     batches = Batches(

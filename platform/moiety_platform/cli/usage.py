@@ -253,13 +253,13 @@ def show_reconciliation(report: dict[str, Any]) -> None:
         )
     for one in report["days"]:
         print_line(f"  tenant {one['tenant_id']}: {one['days']} · {one['hours']}")
-    aside = report.get("set_aside", {})
-    if aside.get("rows") or aside.get("unreadable_lines"):
+    unbilled = report.get("quarantined_usage", {})
+    if unbilled.get("rows") or unbilled.get("unreadable_lines"):
         print_line(
-            f"not billed: {aside['rows']} rows set aside, and {aside['unreadable_lines']} lines that cannot be read; so"
+            f"not billed: {unbilled['rows']} quarantined rows, and {unbilled['unreadable_lines']} unreadable lines;"
         )
-        print_line("requests and bills do not agree; write them to the database: moiety usage restore")
-    for one in aside.get("shown", ()):
+        print_line("so requests and bills do not agree; write them to the database: moiety usage restore")
+    for one in unbilled.get("shown", ()):
         print_line(f"  {one['request_id']} of tenant {one['tenant_id']}, begun {one['started_at']}")
     print_line("limits add up" if not report["windows"] else "limits differ from their leases:")
     for one in report["windows"]:

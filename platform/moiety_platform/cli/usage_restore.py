@@ -1,4 +1,4 @@
-"""Command `moiety usage restore`: writes usage rows that were set aside to the database."""
+"""Command `moiety usage restore`: writes quarantined usage rows to the database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.usage.quarantined_rows import DAMAGED, REFUSED, SetAside
+from moiety_platform.usage.quarantined_rows import DAMAGED, REFUSED, QuarantinedUsage
 from moiety_platform.usage.recorder import storable
 from moiety_platform.usage.rejected_rows import REFUSALS
 from moiety_platform.usage.row import UsageRow
@@ -27,7 +27,7 @@ def restore(
     data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
     database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
 ) -> None:
-    """Write usage rows that were set aside to the database.
+    """Write quarantined usage rows to the database.
 
     Run it where the gateway's data directory is, and again if it was interrupted: each request is billed once. Ends
     with 1 if some remain.
@@ -36,7 +36,7 @@ def restore(
     try:
         restored, left = asyncio.run(restore_rows(settings))
     except (BadDatabaseUrl, PlatformError, OSError) as exc:
-        raise CommandError(f"{exc} No row that was set aside is lost.") from exc
+        raise CommandError(f"{exc} No quarantined row is lost.") from exc
     folder = settings.usage_journal_dir
     print_line(f"{restored} usage rows of {folder} are in the database; {left} rows and lines remain")
     if left:
@@ -57,6 +57,6 @@ async def restore_rows(settings: GatewaySettings) -> tuple[int, int]:
         return True
 
     try:
-        return await SetAside(settings.usage_journal_dir).restore(store)
+        return await QuarantinedUsage(settings.usage_journal_dir).restore(store)
     finally:
         await database.close()

@@ -23,7 +23,7 @@ from moiety_platform.time_span import TimeSpanDependency, parse_time_span
 from moiety_platform.usage.attribution import parse_tag
 from moiety_platform.usage.minutes import GROUPINGS as MINUTE_GROUPINGS
 from moiety_platform.usage.minutes import KEPT_HOURS, MAX_STEP, MinuteReport, parse_groups, sum_minutes
-from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAside
+from moiety_platform.usage.quarantined_rows import EMPTY_QUARANTINE_REPORT, QuarantinedUsage
 from moiety_platform.usage.queries import GROUPINGS, TAG_PREFIX, UsageFilter, list_requests, parse_grouping, sum_usage
 from moiety_platform.usage.quoted_requests import QuoteReport, report_quotes
 from moiety_platform.usage.reconciliation import Reconciliation, reconcile, take_snapshot_locks
@@ -159,13 +159,15 @@ class UsageController(Controller):
         self,
         database: NamedDependency[Database],
         period: TimeSpanDependency,
-        set_aside: NamedDependency[SkipValidation[SetAside | None]],
+        quarantined_usage: NamedDependency[SkipValidation[QuarantinedUsage | None]],
     ) -> Reconciliation:
         """Compare requests, ledger, sums and limits of these hours; the last 24 by default.
 
-        Everything that this gateway has set aside counts, whatever its time.
+        All quarantined usage of this gateway counts, whatever its time.
         """
-        aside = EMPTY_SET_ASIDE_REPORT if set_aside is None else await asyncio.to_thread(set_aside.report)
+        unbilled = EMPTY_QUARANTINE_REPORT
+        if quarantined_usage is not None:
+            unbilled = await asyncio.to_thread(quarantined_usage.report)
         async with database.read() as session:
             await take_snapshot_locks(session)
-            return await reconcile(session, period.since, period.until, aside)
+            return await reconcile(session, period.since, period.until, unbilled)

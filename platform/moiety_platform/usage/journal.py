@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from moiety_platform.usage.quarantined_rows import DAMAGED, SetAside
+from moiety_platform.usage.quarantined_rows import DAMAGED, QuarantinedUsage
 from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
 COMPACT_BYTES = 1024 * 1024  # size from which the live log is rewritten without stored rows
@@ -61,7 +61,7 @@ class Segment:
                 num_lines=len(self._damaged),
                 advice="keep the damaged lines: their usage is not in the database",
             )
-            SetAside(self._path.parent).add_lines(DAMAGED, self._damaged)
+            QuarantinedUsage(self._path.parent).add_lines(DAMAGED, self._damaged)
         self._path.unlink(missing_ok=True)
         self.release()
 

@@ -1,4 +1,4 @@
-"""Usage rows that were set aside: a file of rows that the database refuses for their content, and one of damaged lines.
+"""Quarantined usage rows: a file of rows that the database refuses for their content, and one of damaged lines.
 
 The files are beside the journal. Their rows are not billed, so reconciliation counts them until `restore` has written
 them to the database. Knows the folder, and the database only through the function that it is given.
@@ -20,12 +20,12 @@ REFUSED = "refused.txt"
 DAMAGED = "damaged.txt"
 MAX_SHOWN = 100
 _CLAIMED = ".restoring"  # suffix of a file while its rows are written back
-_LOCK = "set-aside.lock"
+_LOCK = "quarantine.lock"
 
 _decoder = msgspec.json.Decoder(StoredUsageRow)
 
 
-class SetAsideRow(msgspec.Struct, frozen=True):
+class QuarantinedUsageRow(msgspec.Struct, frozen=True):
     """A usage row that is not billed."""
 
     request_id: str
@@ -33,7 +33,7 @@ class SetAsideRow(msgspec.Struct, frozen=True):
     started_at: str
 
 
-class SetAsideReport(msgspec.Struct, frozen=True):
+class QuarantinedUsageReport(msgspec.Struct, frozen=True):
     """Usage that is not billed: rows that the database refused, and unreadable lines.
 
     At most MAX_SHOWN of the rows are listed.
@@ -41,7 +41,7 @@ class SetAsideReport(msgspec.Struct, frozen=True):
 
     rows: int = 0
     unreadable_lines: int = 0
-    shown: list[SetAsideRow] = []
+    shown: list[QuarantinedUsageRow] = []
 
     @property
     def total(self) -> int:
@@ -49,11 +49,11 @@ class SetAsideReport(msgspec.Struct, frozen=True):
         return self.rows + self.unreadable_lines
 
 
-EMPTY_SET_ASIDE_REPORT = SetAsideReport()
+EMPTY_QUARANTINE_REPORT = QuarantinedUsageReport()
 
 
-class SetAside:
-    """Files of set-aside rows in one folder, which several processes may use."""
+class QuarantinedUsage:
+    """Files of quarantined rows in one folder, which several processes may use."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -68,8 +68,8 @@ class SetAside:
             with self._locked():
                 self._append(name, lines)
 
-    def report(self) -> SetAsideReport:
-        """Count everything that is set aside. Raises OSError if a file cannot be read."""
+    def report(self) -> QuarantinedUsageReport:
+        """Count the quarantined rows and lines. Raises OSError if a file cannot be read."""
         rows: dict[str, UsageRow] = {}
         unreadable = 0
         for line in self._lines():
@@ -79,10 +79,10 @@ class SetAside:
             else:
                 rows[row.request_id] = row
         shown = [
-            SetAsideRow(row.request_id, row.tenant_id, row.started_at.isoformat())
+            QuarantinedUsageRow(row.request_id, row.tenant_id, row.started_at.isoformat())
             for row in list(rows.values())[:MAX_SHOWN]
         ]
-        return SetAsideReport(len(rows), unreadable, shown)
+        return QuarantinedUsageReport(len(rows), unreadable, shown)
 
     async def restore(self, store: Callable[[UsageRow], Awaitable[bool]]) -> tuple[int, int]:
         """Store each row and remove the stored ones; return how many were stored, and how many rows and lines remain.

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.quota.models import LeaseState, QuotaLease, QuotaWindow
 from moiety_platform.usage.days import longest_done
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
-from moiety_platform.usage.quarantined_rows import EMPTY_SET_ASIDE_REPORT, SetAsideReport
+from moiety_platform.usage.quarantined_rows import EMPTY_QUARANTINE_REPORT, QuarantinedUsageReport
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_SHOWN = 100
@@ -73,7 +73,7 @@ class QuarantinedLease(msgspec.Struct, frozen=True):
 
 
 class Reconciliation(msgspec.Struct, frozen=True):
-    """Result of a reconciliation; `agrees` says that nothing differs and no usage is set aside.
+    """Result of a reconciliation; `agrees` says that nothing differs and no usage is quarantined.
 
     Quarantined leases are no difference.
     """
@@ -87,7 +87,7 @@ class Reconciliation(msgspec.Struct, frozen=True):
     days: list[DaysDifference]
     windows: list[Window]
     quarantined: list[QuarantinedLease]
-    set_aside: SetAsideReport
+    quarantined_usage: QuarantinedUsageReport
 
 
 async def take_snapshot_locks(session: AsyncSession) -> None:
@@ -100,12 +100,15 @@ async def take_snapshot_locks(session: AsyncSession) -> None:
 
 
 async def reconcile(
-    session: AsyncSession, since: datetime, until: datetime, set_aside: SetAsideReport = EMPTY_SET_ASIDE_REPORT
+    session: AsyncSession,
+    since: datetime,
+    until: datetime,
+    quarantined_usage: QuarantinedUsageReport = EMPTY_QUARANTINE_REPORT,
 ) -> Reconciliation:
     """Compare the usage that started in these hours; the first and the last hour count as a whole.
 
-    At most MAX_SHOWN differences of each kind are listed. `set_aside` is all that the gateway has set aside, whatever
-    its time.
+    At most MAX_SHOWN differences of each kind are listed. `quarantined_usage` counts all quarantined usage of the
+    gateway, whatever its time.
     """
     start, end = _floor(since), _floor(until) + (_HOUR if _floor(until) != until else timedelta())
     counted = func.sum(case((UsageRecord.endpoint != SPECULATIVE_PREFILL, 1), else_=0))
@@ -125,14 +128,14 @@ async def reconcile(
     return Reconciliation(
         since=start,
         until=end,
-        agrees=not differences and not days and not windows and not set_aside.total,
+        agrees=not differences and not days and not windows and not quarantined_usage.total,
         total=_sum(*requests.values()),
         tenants=len(requests),
         differences=differences[:MAX_SHOWN],
         days=days[:MAX_SHOWN],
         windows=windows[:MAX_SHOWN],
         quarantined=await _quarantined(session),
-        set_aside=set_aside,
+        quarantined_usage=quarantined_usage,
     )
 
 

@@ -11,7 +11,7 @@ fails too (disk full), rows stay in memory up to `max_pending`, and each further
 all its fields.
 
 When the database refuses rows: each is tried alone, and only a row whose own values are proved to be the reason (see
-proof.py) is set aside. For any other error, the row goes to the journal and is retried.
+rejected_rows.py) is quarantined. For any other error, the row goes to the journal and is retried.
 
 When the process is killed: from the end of the current event-loop turn on, rows in memory are also in the live log, and
 so are requests that have reached an engine; the next start stores the former unchanged and the latter as failed (see
@@ -37,7 +37,7 @@ import structlog
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
-from moiety_platform.usage.quarantined_rows import SetAside
+from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.rejected_rows import REFUSALS, accepts_plain_rows, is_value_error
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows
@@ -103,7 +103,7 @@ class UsageRecorder:
     ) -> None:
         self._database = database
         self._journal = Journal(journal_dir)
-        self.set_aside = SetAside(journal_dir)
+        self.quarantined_usage = QuarantinedUsage(journal_dir)
         self._live_log = LiveLog(journal_dir)
         self._unlogged: list[UsageRow] = []  # rows of the current turn of the event loop
         self._running: dict[str, UsageRow] = {}
@@ -294,7 +294,7 @@ class UsageRecorder:
         return remain
 
     async def _store(self, rows: Sequence[UsageRow]) -> list[UsageRow]:
-        """Store rows, and set aside those whose own values prevent it; return the rows to retry.
+        """Store rows, and quarantine those whose own values prevent it; return the rows to retry.
 
         The returned rows failed for another reason. Raises Unavailable.
         """
@@ -320,7 +320,7 @@ class UsageRecorder:
                 advice="restore the database; the row is stored again later",
             )
             return list(rows)
-        folder = str(self.set_aside.directory)
+        folder = str(self.quarantined_usage.directory)
         _log.error(
             "usage_row_refused",
             request_id=rows[0].request_id,
@@ -328,7 +328,7 @@ class UsageRecorder:
             journal_dir=folder,
             advice="write the row back with `moiety usage restore` once the cause is corrected",
         )
-        await asyncio.to_thread(self.set_aside.add_row, rows[0])
+        await asyncio.to_thread(self.quarantined_usage.add_row, rows[0])
         self._refused += 1
         return []
 

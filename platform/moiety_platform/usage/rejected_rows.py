@@ -1,4 +1,4 @@
-"""Proof that a usage row itself causes an error: only then may the row be set aside instead of being retried.
+"""Proof that a usage row itself causes an error: only then may the row be quarantined instead of being retried.
 
 The database is queried twice: the row alone fails with an error about values, and a plain row takes the same path
 through the same tables without one. Any other error, of a pooler or a driver, a full disk or a lost race, says nothing

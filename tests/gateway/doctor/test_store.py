@@ -27,7 +27,7 @@ from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.days import day_of, unmark
 from moiety_platform.usage.journal import create_segment, to_line, write_all
 from moiety_platform.usage.models import UsageDayMark, UsageHour
-from moiety_platform.usage.quarantined_rows import SetAside
+from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import UsageRow
 
@@ -182,8 +182,8 @@ async def usage_of_a_killed_gateway(world: World) -> AsyncIterator[Any]:
     yield world.patient
 
 
-async def usage_that_was_set_aside(world: World) -> AsyncIterator[Any]:
-    SetAside(world.patient.settings.usage_journal_dir).add_row(ROW)
+async def usage_in_quarantine(world: World) -> AsyncIterator[Any]:
+    QuarantinedUsage(world.patient.settings.usage_journal_dir).add_row(ROW)
     advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
@@ -279,7 +279,7 @@ async def record(world: World, database: Database, row: UsageRow) -> None:
             previous_pepper_that_nobody_needs: "pepper_previous",
             no_owner_left: "no_owner",
             usage_of_a_killed_gateway: "usage_left",
-            usage_that_was_set_aside: "usage_set_aside",
+            usage_in_quarantine: "usage_quarantined",
             clock_that_runs_ahead: "clock_skew",
             books_that_differ: "books_differ",
             sums_of_a_day_that_differ: "days_differ",

@@ -28,7 +28,7 @@ from moiety_platform.quota.models import Quota
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageHour
-from moiety_platform.usage.quarantined_rows import SetAside
+from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.reconciliation import reconcile, take_snapshot_locks
 
 AREA = "store"
@@ -43,7 +43,7 @@ async def check_store(settings: GatewaySettings, admin_key: str | None, clock: C
     yield revision
     for finding in check_journal(settings.usage_journal_dir):
         yield finding
-    for finding in check_set_aside(settings.usage_journal_dir):
+    for finding in check_quarantined_usage(settings.usage_journal_dir):
         yield finding
     if revision.level is not Severity.OK:
         return
@@ -167,9 +167,9 @@ def check_journal(folder: Path) -> Iterator[Finding]:
         yield fail(AREA, "usage_left", message, advice)
 
 
-def check_set_aside(folder: Path) -> Iterator[Finding]:
-    """Find usage that was set aside and is not billed."""
-    report = SetAside(folder).report()
+def check_quarantined_usage(folder: Path) -> Iterator[Finding]:
+    """Find quarantined usage, which is not billed."""
+    report = QuarantinedUsage(folder).report()
     if report.total:
         message = (
             f"{report.rows} usage rows that the database refused, and {report.unreadable_lines} lines that cannot be "
@@ -177,7 +177,7 @@ def check_set_aside(folder: Path) -> Iterator[Finding]:
         message += f"read, lie in {folder} and are not billed"
         command = f"moiety usage restore --data-dir {shlex.quote(str(folder.parent))}"
         yield fail(
-            AREA, "usage_set_aside", message, "write them to the database, and check the rows that remain", command
+            AREA, "usage_quarantined", message, "write them to the database, and check the rows that remain", command
         )
 
 

@@ -1,4 +1,4 @@
-"""Usage rows that the database refuses: set aside only for errors proved to be theirs, counted, and written back."""
+"""Usage rows that the database refuses: quarantined only for errors proved to be theirs, counted, and written back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
-from moiety_platform.usage.quarantined_rows import DAMAGED, SetAside, SetAsideReport
+from moiety_platform.usage.quarantined_rows import DAMAGED, QuarantinedUsage, QuarantinedUsageReport
 
 from .conftest import PEPPER, Admin, Demo
 from .test_recorder import recording, stored_ids
@@ -89,7 +89,7 @@ async def num_billed(database: Database) -> int:
         return await session.scalar(sa.select(sa.func.count()).select_from(LedgerEntry)) or 0
 
 
-async def test_while_every_row_is_refused_none_is_set_aside_and_all_are_stored_afterwards(
+async def test_while_every_row_is_refused_none_is_quarantined_and_all_are_stored_afterwards(
     database: Database, tmp_path: Path, break_inserts: Break
 ) -> None:
     await break_inserts()
@@ -104,7 +104,7 @@ async def test_while_every_row_is_refused_none_is_set_aside_and_all_are_stored_a
         await recorder.flush()
         assert not recorder.stats().journal_waiting
     assert len(await stored_ids(database)) == await num_billed(database) == 20
-    assert SetAside(tmp_path / "journal").report().total == 0
+    assert QuarantinedUsage(tmp_path / "journal").report().total == 0
 
 
 @pytest.mark.parametrize("dialect", ["postgresql"], indirect=True)
@@ -129,7 +129,7 @@ async def test_a_row_that_fails_for_a_reason_that_is_not_its_own_is_tried_until_
     assert await num_billed(database) == 4
 
 
-async def test_a_row_whose_values_are_refused_is_set_aside_though_it_is_the_only_one(
+async def test_a_row_whose_values_are_refused_is_quarantined_though_it_is_the_only_one(
     database: Database, tmp_path: Path, break_inserts: Break
 ) -> None:
     await break_inserts(request_id="odd")
@@ -137,13 +137,13 @@ async def test_a_row_whose_values_are_refused_is_set_aside_though_it_is_the_only
         recorder.record(make_row("odd"))
         await recorder.flush()
         assert recorder.stats().refused == 1
-    report = SetAside(tmp_path / "journal").report()
+    report = QuarantinedUsage(tmp_path / "journal").report()
     assert (report.rows, report.unreadable_lines) == (1, 0)
     assert [(row.request_id, row.tenant_id) for row in report.shown] == [("odd", "ten_a")]
     assert await num_billed(database) == 0
 
 
-async def test_rows_set_aside_are_restored_once_however_often_it_is_asked(
+async def test_quarantined_rows_are_restored_once_however_often_it_is_asked(
     database: Database, database_url: str, tmp_path: Path, break_inserts: Break
 ) -> None:
     settings = GatewaySettings(data_dir=tmp_path, database_url=database_url)
@@ -154,19 +154,19 @@ async def test_rows_set_aside_are_restored_once_however_often_it_is_asked(
             recorder.record(make_row(request_id))
         await recorder.flush()
     assert await restore_rows(settings) == (0, 1), "which is still refused, and so remains"
-    assert SetAside(folder).report().rows == 1
+    assert QuarantinedUsage(folder).report().rows == 1
     await mend(database)
-    SetAside(folder).add_lines(DAMAGED, [b'{"request_id":"torn'])
-    SetAside(folder).add_row(make_row("fine"))
+    QuarantinedUsage(folder).add_lines(DAMAGED, [b'{"request_id":"torn'])
+    QuarantinedUsage(folder).add_row(make_row("fine"))
     assert await restore_rows(settings) == (2, 1)
     assert await restore_rows(settings) == (0, 1)
     assert await stored_ids(database) == ["fine", "odd"]
     assert await num_billed(database) == 2
-    assert SetAside(folder).report() == SetAsideReport(0, 1, [])
+    assert QuarantinedUsage(folder).report() == QuarantinedUsageReport(0, 1, [])
 
 
 async def test_a_restore_that_the_database_ends_loses_nothing(tmp_path: Path) -> None:
-    aside = SetAside(tmp_path)
+    aside = QuarantinedUsage(tmp_path)
     for request_id in ("a", "b", "c"):
         aside.add_row(make_row(request_id))
     stored = []
@@ -187,29 +187,29 @@ async def test_a_restore_that_the_database_ends_loses_nothing(tmp_path: Path) ->
 
     assert await aside.restore(take) == (4, 0)
     assert aside.report().total == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"set-aside.lock"}  # noqa: ASYNC240
+    assert {path.name for path in tmp_path.iterdir()} == {"quarantine.lock"}  # noqa: ASYNC240
 
 
-async def test_the_reconciliation_counts_what_is_set_aside_and_does_not_agree_then(
+async def test_the_reconciliation_counts_quarantined_usage_and_does_not_agree_then(
     database: Database, demo: Demo, clock: ManualClock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    aside = SetAside(tmp_path / "usage-journal")
+    aside = QuarantinedUsage(tmp_path / "usage-journal")
     classes, prices = ClassCache(database, clock), RequestRulesCache(database, clock)
     quotas = QuotaEnforcer(database, LeaseStore("replica", 20.0), clock)
     authenticator = Authenticator(database, PEPPER, clock)
-    router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, set_aside=aside)
+    router = admin_router(database, authenticator, classes, prices, quotas, PEPPER, clock, quarantined_usage=aside)
     admin = Admin(Litestar([router], logging_config=None), demo.admin_key)
     async with admin.http:
         found = await admin.call("GET", "usage/reconciliation", 200)
         assert found["agrees"]
-        assert found["set_aside"] == {"rows": 0, "unreadable_lines": 0, "shown": []}
+        assert found["quarantined_usage"] == {"rows": 0, "unreadable_lines": 0, "shown": []}
         await asyncio.to_thread(aside.add_row, make_row("r-aside", started_at=clock.now() - timedelta(days=400)))
         await asyncio.to_thread(aside.add_lines, DAMAGED, [b"torn"])
         found = await admin.call("GET", "usage/reconciliation", 200)
     assert not found["agrees"]
-    assert (found["set_aside"]["rows"], found["set_aside"]["unreadable_lines"]) == (1, 1)
+    assert (found["quarantined_usage"]["rows"], found["quarantined_usage"]["unreadable_lines"]) == (1, 1)
     show_reconciliation(found)
     said = capsys.readouterr().out
-    assert "1 rows set aside, and 1 lines that cannot be read" in said
+    assert "1 quarantined rows, and 1 unreadable lines" in said
     assert "moiety usage restore" in said
     assert "r-aside" in said
