@@ -184,7 +184,7 @@ def draw_drain(client: AdminClient) -> None:
     listed = client.get("/engines").data["data"]
     st.session_state[DRAWN] = states_of(listed)
     engines = [engine for engine in listed if engine["card"]]
-    if not engines or not session.may("engines.rest"):
+    if not engines or not session.may("engines.sleep"):
         return
     st.subheader("Take out of service", anchor=False)
     st.caption(

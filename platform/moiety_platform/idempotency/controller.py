@@ -15,7 +15,7 @@ from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.tenants.service import get_tenant
 
 
-class Erased(msgspec.Struct, frozen=True):
+class DeletedAnswers(msgspec.Struct, frozen=True):
     """Number of deleted keys and answers."""
 
     num_keys: int
@@ -28,7 +28,9 @@ class IdempotencyController(Controller):
     tags = ("tenants",)
 
     @delete(status_code=200, opt=needs(DELETE_STORED_ANSWERS))
-    async def erase_kept_answers(self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]) -> Erased:
+    async def delete_stored_answers(
+        self, store: NamedDependency[AuditedStore], tenant_id: FromPath[str]
+    ) -> DeletedAnswers:
         """Delete all answers stored for a tenant's Idempotency-Keys before they expire.
 
         A repeated key is served again.
@@ -38,4 +40,4 @@ class IdempotencyController(Controller):
             num_keys = await KeyStore().erase(session, tenant.id)
             what = {"tenant_id": tenant.id, "num_keys": num_keys}
             note(session, Change("delete", IdempotentRequest.__tablename__, tenant.id, what, None))
-        return Erased(num_keys)
+        return DeletedAnswers(num_keys)
