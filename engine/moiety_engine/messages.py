@@ -84,7 +84,7 @@ class CoreShutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-class CoreSleep(msgspec.Struct, frozen=True, tag="rest"):
+class CoreSleep(msgspec.Struct, frozen=True, tag="sleep"):
     """Free the device's memory, while no request is open, or allocate it again. Answered by CoreSlept."""
 
     asleep: bool
@@ -261,7 +261,7 @@ class CoreStep(msgspec.Struct, frozen=True, tag="step"):
     traced: list[TracedStep] = []
 
 
-class CoreSlept(msgspec.Struct, frozen=True, tag="rested"):
+class CoreSlept(msgspec.Struct, frozen=True, tag="slept"):
     """Answer to CoreSleep: whether the core sleeps now. `problem`: why it did not follow the command."""
 
     asleep: bool

@@ -199,14 +199,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     seq: int
 
 
-class UsageAcknowledgement(msgspec.Struct, frozen=True, tag="settled"):
+class UsageAcknowledgement(msgspec.Struct, frozen=True, tag="usage_acknowledgement"):
     """The usage of these requests of that gateway process is stored; the engine may forget it."""
 
     replica_id: str
     request_ids: list[str]
 
 
-class SleepCommand(msgspec.Struct, frozen=True, tag="rest"):
+class SleepCommand(msgspec.Struct, frozen=True, tag="sleep"):
     """Fall asleep once the open requests have ended, or wake up.
 
     A sleeping engine accepts no requests, and its model uses no device memory. Loads report the progress.
