@@ -43,7 +43,7 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.kv_transfer.connector import rank_transfers_of
 from moiety_engine.loopback import keep_collectives_on_loopback
 from moiety_engine.model.loading import WeightShard, load_options, load_share
-from moiety_engine.mtp_and_draft_model.loading import load_drafter
+from moiety_engine.mtp_and_draft_model.loading import load_draft_model
 from moiety_engine.runner.expert_worker import ExpertWorker
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import Worker, WorkerBase
@@ -94,7 +94,7 @@ def assemble(
     layout = layout_of(config)
     if rendezvous is None and layout.num_ranks == 1:
         model = _load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer()
-        return Assembled(model, _load_drafter(config, model, progress), None, 1)
+        return Assembled(model, _load_draft_model(config, model, progress), None, 1)
     rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
@@ -105,7 +105,7 @@ def assemble(
 
     with abandon_on_error(rank_group):
         model = _load(config, rendezvous, rank_group.ranks, watched).transformer()
-        draft_model = _load_drafter(config, model, watched)
+        draft_model = _load_draft_model(config, model, watched)
         heartbeat.wait_loaded()
     heartbeat.guard()
     if rank_group.excluded:
@@ -128,12 +128,12 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
         signal.signal(number, signal.SIG_IGN)
     with abandon_on_error(rank_group):
         share = _load(config, rendezvous, rank_group.ranks, None)
-        follower = _follower(share, rank_group, config, rendezvous)
+        worker = _worker_of(share, rank_group, config, rendezvous)
         rank_group.heartbeat.send(Loaded())
         if share.options.expert_cache is not None:
             rank_group.heartbeat.report_figures(share.options.expert_cache.figures)
-        with contextlib.closing(follower), explaining():
-            follower.run()
+        with contextlib.closing(worker), explaining():
+            worker.run()
     rank_group.close()
 
 
@@ -169,9 +169,9 @@ def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
     heartbeat.report_waited(ranks.waited)
     rank_group = RankGroup(ranks, Channel(groups.everyone), heartbeat, store)
     with abandon_on_error(rank_group):
-        follower = _follower(shares[0], rank_group, config, rendezvous)
-        with contextlib.closing(follower), explaining():
-            follower.run()
+        worker = _worker_of(shares[0], rank_group, config, rendezvous)
+        with contextlib.closing(worker), explaining():
+            worker.run()
     rank_group.close()
 
 
@@ -188,19 +188,19 @@ def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, checkpoint:
     return share
 
 
-def _follower(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
+def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
     if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts(rank_group.ranks)
         load = partial(_load_beside_steps, config, rendezvous, fingerprint(Path(config.model)))
         return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
-    drafter = load_drafter(config, model)
+    draft_model = load_draft_model(config, model)
     transfers = rank_transfers_of(config.transfer, model, rank_group)
     overlaps = steps_overlap(model, config)
     in_flight = config.steps_in_flight
     return Worker(
-        model, rank_group, drafter, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
+        model, rank_group, draft_model, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
     )
 
 
@@ -370,11 +370,11 @@ def _load(
     return load_share(Path(config.model), **options)
 
 
-def _load_drafter(
+def _load_draft_model(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None
 ) -> Transformer | None:
     try:
-        return load_drafter(config, model, progress)
+        return load_draft_model(config, model, progress)
     except BaseException:
         model.close()
         raise

@@ -19,7 +19,7 @@ from moiety_engine.model.image_settings import image_rules
 from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertLoadTracker
 from moiety_engine.moe.tenants import TenantSlots
-from moiety_engine.mtp_and_draft_model.drafting import DraftModel
+from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.adapter_loading import AdapterLoader

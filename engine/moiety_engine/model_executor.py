@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moiety_engine.kv_transfer.connector import KvConnector
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.moe.tenants import TenantSlots
-    from moiety_engine.mtp_and_draft_model.drafting import DraftModel
+    from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
     from moiety_engine.runner.control_messages import ControlSender
     from moiety_engine.runner.micro_batches import MicroBatchSplit
     from moiety_engine.runner.sizes import Sizes

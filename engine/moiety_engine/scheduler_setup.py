@@ -24,7 +24,7 @@ from moiety_wire.engine_choices import Batching
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
     from moiety_engine.model.transformer import Transformer
-    from moiety_engine.mtp_and_draft_model.drafting import DraftModel
+    from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
     from moiety_engine.runner.sizes import Sizes
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from moiety_engine.config import EngineConfig, Overlap, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
-from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, Drafting, PassCosts
+from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, DraftCost, PassCosts
 from moiety_engine.scheduling.speculative_decoding.draft_model_proposer import DraftModelProposer
 from moiety_engine.scheduling.speculative_decoding.drafted_kv import DraftedKv
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
@@ -179,16 +179,16 @@ def test_blocks_are_known_by_what_the_draft_model_wrote_into_them_last() -> None
 
 def test_passes_cost_by_their_rows_and_what_was_missed_counts_little_by_little() -> None:
     costs = PassCosts()
-    assert Drafting(costs, [Proposal([1], num_behind=1)]).seconds == 0
+    assert DraftCost(costs, [Proposal([1], num_behind=1)]).seconds == 0
     costs.measured([0.01, 0.02, 0.03])
-    drafting = Drafting(costs, [Proposal([-1] * 2, num_behind=1), Proposal([-1], num_behind=9, num_left=10)])
-    drafting.add(0, 0)
-    drafting.add(0, 1)
-    assert drafting.seconds == pytest.approx(0.02) == drafting.counted_s
-    drafting.add(1, 0)
+    draft_cost = DraftCost(costs, [Proposal([-1] * 2, num_behind=1), Proposal([-1], num_behind=9, num_left=10)])
+    draft_cost.add(0, 0)
+    draft_cost.add(0, 1)
+    assert draft_cost.seconds == pytest.approx(0.02) == draft_cost.counted_s
+    draft_cost.add(1, 0)
     behind_s = 0.03 * 9 / 4 - 0.01
-    assert drafting.seconds == pytest.approx(0.03 + behind_s)
-    assert drafting.counted_s == pytest.approx(0.03 + behind_s / 10)
+    assert draft_cost.seconds == pytest.approx(0.03 + behind_s)
+    assert draft_cost.counted_s == pytest.approx(0.03 + behind_s / 10)
     for _ in range(100):
         costs.expect(costs.seconds(1))
         costs.record_seconds(0.005)

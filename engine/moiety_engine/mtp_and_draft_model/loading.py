@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def load_drafter(
+def load_draft_model(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None = None
 ) -> Transformer | None:
-    """Load the drafter that the configuration names, with the model's device, dtype and quantization.
+    """Load the draft model that the configuration names, with the model's device, dtype and quantization.
 
     Returns a draft model, the checkpoint's MTP layer, or None. Of several ranks each loads its own part only. Raises
     InvalidConfig if the vocabularies differ, or if the layout cannot divide the model, and the errors of `load_model`.

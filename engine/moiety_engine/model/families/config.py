@@ -149,10 +149,13 @@ def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> 
     These are the spec of the first MTP layer, if there is one, and the prefixes of all MTP layers, which decoding
     ignores.
     """
-    last, drafting = config["num_hidden_layers"], first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0)
+    last, num_mtp_layers = (
+        config["num_hidden_layers"],
+        first(config, "num_nextn_predict_layers", "num_mtp_layers", default=0),
+    )
     return {
-        "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(drafting)),
-        "mtp": read_layer(config, last) if drafting else None,
+        "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(num_mtp_layers)),
+        "mtp": read_layer(config, last) if num_mtp_layers else None,
     }
 
 

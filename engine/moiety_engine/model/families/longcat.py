@@ -38,11 +38,11 @@ def longcat_flash_features(config: Config) -> Features:
         num_layers = config["num_hidden_layers"] // 2 if "num_hidden_layers" in config else _NUM_LAYERS
     starts = tuple(index // 2 for index in range(2 * num_layers))
     dense = DenseSpec(config["ffn_hidden_size"], activation=read_activation(config))
-    drafting = first(config, "num_nextn_predict_layers", default=1)
+    num_mtp_layers = first(config, "num_nextn_predict_layers", default=1)
     return {
         "block_starts": starts,
         "ignored_prefixes": ("model.mtp.",),
-        "mtp": LayerSpec(_attention(config), dense) if drafting else None,
+        "mtp": LayerSpec(_attention(config), dense) if num_mtp_layers else None,
         "mtp_names": LONGCAT_MTP,
     }
 

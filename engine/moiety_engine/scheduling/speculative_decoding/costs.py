@@ -112,7 +112,7 @@ class PassCosts:
         return taken_s
 
 
-class Drafting:
+class DraftCost:
     """Cost of one step's drafts on the draft model, as one draft token after the other is added.
 
     The first token of a sequence makes the draft model process the tokens that it is behind. The number of these per

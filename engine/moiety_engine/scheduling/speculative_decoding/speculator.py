@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
-from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, Drafting, RowCosts
+from moiety_engine.scheduling.speculative_decoding.costs import MAX_BEHIND, DraftCost, RowCosts
 from moiety_engine.scheduling.speculative_decoding.proposal import Proposal
 from moiety_engine.scheduling.speculative_decoding.proposer import Proposer
 from moiety_engine.scheduling.step_planner import StepPlanner
@@ -94,7 +94,7 @@ class Speculator:
     def _assign_drafts(self, planner: StepPlanner, proposals: list[Proposal], lengths: list[int]) -> None:
         """Give the step drafts of these lengths; a draft model that is too far behind first processes some tokens."""
         behind_left, passes, piece_s = MAX_BEHIND, self._proposer.passes, 0.0
-        drafting = Drafting(passes, proposals)
+        draft_cost = DraftCost(passes, proposals)
         for place, (proposal, length) in enumerate(zip(proposals, lengths, strict=True)):
             if not length:
                 continue
@@ -102,11 +102,11 @@ class Speculator:
                 behind_left -= proposal.num_behind
                 planner.draft(place, proposal.token_ids[:length])
                 for depth in range(length):
-                    drafting.add(place, depth)
+                    draft_cost.add(place, depth)
             elif behind_left == MAX_BEHIND:
                 planner.add_catch_up(place, behind_left)
                 behind_left, piece_s = 0, passes.seconds(behind_left)
-        passes.expect(piece_s + drafting.seconds)
+        passes.expect(piece_s + draft_cost.seconds)
 
     def _propose(self, sequence: Sequence) -> Proposal:
         """Return a proposal for a sequence.
@@ -126,7 +126,7 @@ class Speculator:
         """Return the length of each sequence's draft."""
         likeliest = _by_acceptance(proposals)[: planner.rows_left]
         lengths = [0] * len(proposals)
-        best = self._best(planner.shape, likeliest, Drafting(self._proposer.passes, proposals), slack_s, missed)
+        best = self._best(planner.shape, likeliest, DraftCost(self._proposer.passes, proposals), slack_s, missed)
         for _, place, _ in likeliest[:best]:
             lengths[place] += 1
         return lengths
@@ -135,7 +135,7 @@ class Speculator:
         self,
         shape: StepShape,
         likeliest: list[tuple[float, int, int]],
-        drafting: Drafting,
+        draft_cost: DraftCost,
         slack_s: float,
         missed: float,
     ) -> int:
@@ -150,11 +150,11 @@ class Speculator:
         best, best_rate = 0, (_GAIN_TOGETHER if rows > 1 else _GAIN_ALONE) * tokens / seconds
         for count, (acceptance, place, depth) in enumerate(likeliest, 1):
             tokens += acceptance - missed * (depth == 0)
-            drafting.add(place, depth)
+            draft_cost.add(place, depth)
             if rows + count in self.costs.sizes:
                 seconds = self.costs.seconds(shape, count)
-                rate = tokens / (seconds + drafting.counted_s)
-                if seconds + drafting.seconds <= longest_s and rate > best_rate:
+                rate = tokens / (seconds + draft_cost.counted_s)
+                if seconds + draft_cost.seconds <= longest_s and rate > best_rate:
                     best, best_rate = count, rate
         return best
 
