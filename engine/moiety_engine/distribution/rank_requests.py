@@ -102,7 +102,7 @@ class _Clones:
         raise RequestsClosed("the engine ends")
 
     def warn_ignored(self, name: str, reason: str) -> None:
-        """Log that a value is ignored. Only the first is logged: whoever reaches the store can write many."""
+        """Log that a value is ignored. Only the first is logged: any process that reaches the store can write many."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(

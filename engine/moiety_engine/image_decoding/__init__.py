@@ -1,1 +1,1 @@
-"""Decoding of images that strangers chose, in processes with enforced limits of memory and time."""
+"""Decoding of images of clients, in processes with enforced limits of memory and time."""

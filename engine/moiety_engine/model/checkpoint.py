@@ -97,7 +97,7 @@ def load(
         fewer_bits = _fewer_bits((spec, own, rank_position, form), weights, wanted, found, device, offloading)
     _note_widened(wanted.keys(), found, dtype)
     starting_at = {found[name].names[0]: name for name in wanted}
-    done, straight = 0, DirectRead()
+    done, direct = 0, DirectRead()
     for path in shards:
         with open_tensors(path) as file:
             for start in file.keys():  # noqa: SIM118 - not a mapping
@@ -105,7 +105,7 @@ def load(
                 if name is None or shard_of[start] != path:
                     continue
                 unchanged = fewer_bits is None and found[name].make is as_it_is
-                if unchanged and straight.take(path, start, wanted[name]):
+                if unchanged and direct.take(path, start, wanted[name]):
                     continue
                 of_one = ((part, shard_of[part]) for part in found[name].names)
                 parts = [file.get_tensor(part) if where == path else _tensor(where, part) for part, where in of_one]
@@ -113,7 +113,7 @@ def load(
                 done += sum(part.numel() * part.element_size() for part in parts)
                 if progress is not None:
                     progress(min(done, total), total)
-    for num_bytes in straight.read(torch.get_num_threads()):
+    for num_bytes in direct.read(torch.get_num_threads()):
         done += num_bytes
         if progress is not None:
             progress(min(done, total), total)

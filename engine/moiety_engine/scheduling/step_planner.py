@@ -196,7 +196,7 @@ class StepPlanner:
             num_tokens = min(num_tokens, sequence.request.num_prompt - first)  # a step runs its output tokens first
         end = first + num_tokens
         grown = kv.grow(sequence, end)
-        assert grown, "available_tokens promised blocks that are not there"
+        assert grown, "available_tokens counted blocks that are not free"
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.padded_row.length - end, 0), max(0, self.rows_left - num_tokens)) if ends else 0
         pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)

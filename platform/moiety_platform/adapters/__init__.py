@@ -1,1 +1,1 @@
-"""LoRA adapters of tenants: kept in the database, named by clients as models, sent to engines on first use."""
+"""LoRA adapters of tenants: kept in the object store, named by clients as models, sent to engines on first use."""

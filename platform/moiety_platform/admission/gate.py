@@ -1,7 +1,7 @@
 """Bounds of admission at this gateway, before a request reaches an engine.
 
 Each tenant has a bound on its sequences in flight, each key one on its open streams, and a class that is overloaded
-refuses what is certainly hopeless. Tenants take turns on the event loop.
+refuses requests that would certainly miss their SLO. Tenants take turns on the event loop.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import msgspec
 from moiety_platform.engine_client.base import Connection, EngineClient, EngineState
 from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, NotFound, PlatformError, Unavailable
 from moiety_platform.randomness import random_hex
-from moiety_platform.routing.choose import Prefix, RequestNeed, is_handed_over, kv_address_of
+from moiety_platform.routing.choose import Prefix, RequestNeed, kv_address_of, needs_decode_engine
 from moiety_platform.routing.circuit_breaker import RequestOutcome
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import ServiceClass
@@ -66,7 +66,7 @@ class Placement:
         client, state = self._replicas.choose(
             self._model, self._service, prefix, avoid, need, context_tokens, self._images
         )
-        if not is_handed_over(state, need):
+        if not needs_decode_engine(state, need):
             return Place(client, state.connection)
         partner_client, partner = self._replicas.choose_partner(
             self._model, self._service, avoid, context_tokens, self._images

@@ -181,13 +181,13 @@ class InferenceRun:
                 return sequence, message
 
     async def _hand_over(self, sequence: Sequence, finished: Finished) -> None:
-        """Submit a sequence whose prompt is computed to the engine that goes on with it, or, if that is gone, to any.
+        """Submit a sequence whose prompt is computed to its decode engine, or, if that is gone, to any.
         Raises Unavailable where there is none."""
         partner, transfer_id = sequence.hand_over(finished)
         del self._of_stream[sequence.stream]
         try:
             await self._submit_to(sequence, partner, self._served(sequence), transfer_id)
-            sequence.was_handed_over()
+            sequence.mark_handoff()
         except Unavailable as error:
             self.placement.exclude_engine(partner.connection, error)
             await self._submit_elsewhere(sequence, error)

@@ -54,7 +54,7 @@ class Sequence:
         self.prefill_done: list[Finished] = []  # ends of prefill engines
         self._place: Place | None = None
         self._no_more_expected: Callable[[], None] | None = None  # ends the announcement at the decode engine
-        self._was_handed_over = False  # to the current engine, which has not admitted it yet
+        self._is_handoff = False  # the current engine decodes after another's prefill, and has not admitted it yet
         self._submit = submit
         self.output_ids: list[int] = []  # received from all engines
         self._connection: Connection | None = None
@@ -134,7 +134,7 @@ class Sequence:
         await self.close()  # also the announcement of a submission that failed
         earlier = None if self._connection is None else self.stream
         submit = self._submit if earlier is None or self.accepted is None else self._resumed(earlier, service)
-        self._place, self._was_handed_over = place, False
+        self._place, self._is_handoff = place, False
         if transfer_id:
             submit = msgspec.structs.replace(submit, transfer_id=transfer_id)
         elif place.partner is not None:
@@ -167,7 +167,7 @@ class Sequence:
                 self._outcome.delivered()
         elif isinstance(message, Accepted):
             self.accepted, self.failure, self._is_admitted_there = self.accepted or message, None, True
-            self._was_handed_over = False
+            self._is_handoff = False
         elif isinstance(message, Finished) and self._outcome is not None:
             self._outcome.succeeded()
 
@@ -177,16 +177,18 @@ class Sequence:
         Returns the decode engine and the id of the KV transfer, "" if there was none. Called once.
         """
         place = self._place
-        assert place is not None and place.partner is not None and place.hand_over is not None, "else none hands over"
+        assert place is not None and place.partner is not None and place.hand_over is not None, (
+            "only a prefill engine ends so"
+        )
         self.prefill_done.append(finished)
         if self._outcome is not None:
             self._outcome.succeeded()
         self._place = None
         return place.partner, "" if finished.detail else place.hand_over.transfer_id
 
-    def was_handed_over(self) -> None:
-        """Mark the sequence as handed over to the current engine. If that engine does not admit it, another one may."""
-        self._was_handed_over = True
+    def mark_handoff(self) -> None:
+        """Mark the current engine as the decode engine. If it does not admit the sequence, another one may."""
+        self._is_handoff = True
 
     def note_failure(self, error: PlatformError, unix_ns: int) -> None:
         """Record the engine's error for the trace and for the engine's circuit breaker."""
@@ -201,7 +203,7 @@ class Sequence:
         `failure` is then the cause of the failover, not a later engine's error: a sequence that was admitted is not
         answered with another engine's refusal.
         """
-        is_moving = (self.failure is not None or self._was_handed_over) and self.accepted is not None
+        is_moving = (self.failure is not None or self._is_handoff) and self.accepted is not None
         is_the_requests = isinstance(error, EngineRefused) and error.blames_request
         if self.failure is None or (isinstance(self.failure, EngineRefused) and not is_the_requests):
             self.failure = error  # of several errors, prefer one that the client may retry

@@ -62,7 +62,7 @@ class ObjectStoreReadiness(ReadinessCheck):
         where = self._objects.name
         if found is not None and found.partition(".")[0] != deployment_id:
             if self._is_own and mark is None:  # the database was lost, and made anew beside its objects
-                return await self._set_aside(found.partition(".")[0])
+                return await self._keep_lost_objects(found.partition(".")[0])
             return f"{where} belongs to another database: set object_store_url to a folder or a prefix of its own"
         if mark is None and found is None:
             return f"{where} did not keep the object {MARK_KEY}; check that object_store_url allows writing and reading"
@@ -76,11 +76,11 @@ class ObjectStoreReadiness(ReadinessCheck):
             )
         return ""
 
-    async def _set_aside(self, deployment_id: str) -> str:
+    async def _keep_lost_objects(self, deployment_id: str) -> str:
         """Rename the folder of a lost database, and begin an empty one. Return the reason for another check."""
-        kept = await self._objects.set_aside(deployment_id)
-        log.warning("object_store_moved_aside", deployment_id=deployment_id, folder=str(kept))
-        return f"the objects of the lost database {deployment_id} were set aside in {kept}"
+        kept = await self._objects.rename_folder(deployment_id)
+        log.warning("object_store_renamed", deployment_id=deployment_id, folder=str(kept))
+        return f"the objects of the lost database {deployment_id} were moved to {kept}"
 
     async def _record(self) -> tuple[str, str | None]:
         """Return the id of the deployment, made once, and the mark."""

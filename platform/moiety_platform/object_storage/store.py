@@ -99,13 +99,13 @@ class ObjectStore:
             reason = str(exc).partition("\n")[0]
             raise Unavailable(f"the object store {name} cannot be opened: {reason}; check object_store_url") from exc
 
-    async def set_aside(self, deployment_id: str) -> Path:
+    async def rename_folder(self, deployment_id: str) -> Path:
         """Rename the local folder so that its objects stay, and begin an empty one. Return the renamed folder.
 
         Raises Unavailable where that fails.
         """
         folder = self._folder
-        assert folder is not None, "only a local folder is set aside"
+        assert folder is not None, "only a local folder is renamed"
         kept = folder.with_name(f"{folder.name}-of-{deployment_id[:12]}")
 
         def rename() -> None:

@@ -278,8 +278,8 @@ def can_continue_prefill(engine: EngineState) -> bool:
     return _role(engine) is not EngineRole.PREFILL and engine.card is not None and bool(engine.card.kv_address)
 
 
-def is_handed_over(first: EngineState, need: RequestNeed) -> bool:
-    """Return whether another engine continues a request with that need that was submitted to `first`."""
+def needs_decode_engine(first: EngineState, need: RequestNeed) -> bool:
+    """Return whether `first` only prefills a request with that need, so that another engine decodes it."""
     return need is RequestNeed.ANSWER and _role(first) is EngineRole.PREFILL
 
 

@@ -26,8 +26,8 @@ OK = 200
 def claim_port(host: str, port: int, option: str) -> int:
     """Return the port after checking that it is free; port 0 becomes a free one.
 
-    The server listens on it later, so a free one is not among the ports that the kernel meanwhile gives to whoever asks
-    for any. Raises CannotListen, naming the option.
+    The server listens on it later, so a free one is not among the ports that the kernel meanwhile gives to others.
+    Raises CannotListen, naming the option.
     """
     if port == 0:
         return _claim_any(host, option)

@@ -56,17 +56,17 @@ class PrefillPlanner:
         `must_fill`: no step is running, so that nothing is computed until the next one if this one is empty.
         """
         now_s = now_ns / 1e9
-        set_aside: list[Sequence] = []
+        deferred: list[Sequence] = []
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
-        while planner.prefill_rows_left > 0 and len(set_aside) < MAX_EXAMINED:
+        while planner.prefill_rows_left > 0 and len(deferred) < MAX_EXAMINED:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
             reason = None
             if self._must_wait(sequence, full, closed):
-                set_aside.append(sequence)
+                deferred.append(sequence)
                 continue
             if sequence.state is not SequenceState.RUNNING:
                 reason = self._join(sequence, planner, view, joinable, now_ns)
@@ -76,7 +76,7 @@ class PrefillPlanner:
                         other.timeline.num_overtaken += 1
             if reason is not None:
                 sequence.timeline.delay = reason
-                set_aside.append(sequence)
+                deferred.append(sequence)
                 if reason is Reason.NO_BLOCKS:
                     view.lacks_blocks = True
                     blocked.append(sequence)
@@ -85,10 +85,10 @@ class PrefillPlanner:
                 continue
             given = self._advance(sequence, planner)
             if given is not _Given.ALL:
-                set_aside.append(sequence)
+                deferred.append(sequence)
             if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
-        self.put_back(set_aside, now_s)
+        self.put_back(deferred, now_s)
         if planner.prefill_rows_left > 0 and len(full) < self._kv.count:
             self.continue_prefills(planner, now_s)
         self._fill_empty(planner, now_s, must_fill=must_fill)

@@ -27,7 +27,7 @@
 {{- include "moiety.validateSizes" . -}}
 {{- include "moiety.validatePods" . -}}
 {{- include "moiety.validateDeclared" . -}}
-{{- include "moiety.validateEntrances" . -}}
+{{- include "moiety.validateIngress" . -}}
 {{- $store := .Values.objectStore -}}
 {{- if and $store.url $store.volume.existingClaim -}}
 {{- fail "objectStore.url and objectStore.volume.existingClaim are both set: files and adapters are stored either in a bucket or on a volume, so leave one of the two empty" -}}
@@ -118,7 +118,7 @@
 {{- end -}}
 
 {{/* How clients reach the release. */}}
-{{- define "moiety.validateEntrances" -}}
+{{- define "moiety.validateIngress" -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
 {{- end -}}
