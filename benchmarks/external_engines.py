@@ -31,7 +31,7 @@ from on_checkpoint import HERE, find_or_make_checkpoint, make_parser, write_repo
 from moiety_platform.bench.environment import describe_environment
 
 ENGINES: dict[str, Callable[..., Any]] = {"vllm": vllm.serve, "llama.cpp": llama_cpp.serve}
-RESULTS = {"vllm": "external_engines.json", "llama.cpp": "foreign_engines_llama_cpp.json"}
+RESULTS = {"vllm": "external_engines.json", "llama.cpp": "external_engines_llama_cpp.json"}
 CHECKS = (checks.answers, checks.bill, checks.disconnect, limits, checks.isolation, checks.killed)
 
 

@@ -230,15 +230,15 @@ def record(folder: Path, options: argparse.Namespace) -> tuple[int, int, list[Vi
     Only answers are recorded, not prompts, which need nearly all experts.
     """
     visits: list[Visit] = []
-    foreseen: dict[int, Any] = {}
+    predicted: dict[int, Any] = {}
     begin, expect = LayerExperts.begin, LayerExperts.expect
 
     def beginning(self: LayerExperts, chosen_TK: Any) -> None:
-        visits.append(Visit(self._layer, chosen_TK.copy(), foreseen.pop(self._layer, None)))
+        visits.append(Visit(self._layer, chosen_TK.copy(), predicted.pop(self._layer, None)))
         begin(self, chosen_TK)
 
     def expecting(self: LayerExperts, chosen_TK: Any) -> None:
-        foreseen[self._layer] = chosen_TK.copy()
+        predicted[self._layer] = chosen_TK.copy()
         expect(self, chosen_TK)
 
     offload = OffloadConfig(what=Offload.EXPERTS, memory_bytes=1 << 40, folder=str(options.work / "experts"))
@@ -270,16 +270,16 @@ def simulate(recorded: tuple[int, int, list[Visit]]) -> dict[str, Any]:
     hottest = np.sort(counts, axis=1)[:, ::-1]
     ways: dict[str, Any] = {}
     for eviction in KEEP:
-        for speculative_prefill in ("none", "router", "router where it pays", "co-occurrence"):
-            name = str(eviction) if speculative_prefill == "none" else f"{eviction}, prefetch by {speculative_prefill}"
-            ways[name] = replay(visits, num_experts, num_layers, slots, eviction, speculative_prefill)
+        for predictor in ("none", "router", "router where it pays", "co-occurrence"):
+            name = str(eviction) if predictor == "none" else f"{eviction}, prefetch by {predictor}"
+            ways[name] = replay(visits, num_experts, num_layers, slots, eviction, predictor)
         name = f"{eviction}, slots for all layers together"
         ways[name] = replay(visits, num_experts, num_layers, slots, eviction, "none", together=True)
     return {
         "experts": num_experts,
         "slots_a_layer": slots,
         "picks_of_the_hottest_quarter": round(float(hottest[:, :slots].sum() / counts.sum()), 3),
-        "foreseen": {name: quality(visits, num_experts, name) for name in ("router", "co-occurrence")},
+        "predicted": {name: quality(visits, num_experts, name) for name in ("router", "co-occurrence")},
         "ways": ways,
     }
 
@@ -290,7 +290,7 @@ def replay(
     num_layers: int,
     slots: int,
     eviction: ExpertEviction,
-    speculative_prefill: str,
+    predictor_name: str,
     *,
     together: bool = False,
 ) -> dict[str, float]:
@@ -304,15 +304,11 @@ def replay(
         wanted = np.unique(visit.chosen_TK) + first
         learned = predictor.prefetch(visit)
         predicted = (
-            None
-            if speculative_prefill == "none"
-            else learned
-            if speculative_prefill == "co-occurrence"
-            else visit.prefetched_TK
+            None if predictor_name == "none" else learned if predictor_name == "co-occurrence" else visit.prefetched_TK
         )
         if predicted is not None:
             missing = [expert for expert in np.unique(predicted) if cache.slot_E[expert] < 0]
-            if accuracies[visit.layer].is_worthwhile or "where it pays" not in speculative_prefill:
+            if accuracies[visit.layer].is_worthwhile or "where it pays" not in predictor_name:
                 loads += fetch(cache, np.unique(predicted))
             accuracies[visit.layer].record_predictions(len(np.intersect1d(missing, wanted)), len(missing))
         cache.visited(wanted)

@@ -107,7 +107,7 @@ async def measure(model: str, folder: Path, options: argparse.Namespace) -> dict
         load = (await admin("GET", "/admin/v1/engines"))["data"][0]["load"]
         return summary(pairs) | {
             "usage": {one["group"]["tenant_name"]: {count: one["totals"][count] for count in COUNTS} for one in usage},
-            "engine": {name: value for name, value in load.items() if name.startswith("foreseen")},
+            "engine": {name: value for name, value in load.items() if name.startswith("speculative")},
         }
 
 
@@ -149,12 +149,13 @@ def replay(trace: Path) -> dict[str, Any]:
 
 def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return medians, and the ratio of each pair."""
-    ratios = sorted(pair["foreseen"]["ttft_ms"] / pair["plain"]["ttft_ms"] for pair in pairs)
+    ratios = sorted(pair["speculative"]["ttft_ms"] / pair["plain"]["ttft_ms"] for pair in pairs)
     return {
         "turns": len(pairs),
         "load_average": os.getloadavg()[0],
         "ttft_ms": {
-            name: round(statistics.median(pair[name]["ttft_ms"] for pair in pairs), 1) for name in ("foreseen", "plain")
+            name: round(statistics.median(pair[name]["ttft_ms"] for pair in pairs), 1)
+            for name in ("speculative", "plain")
         },
         "ttft_ratio": {
             name: round(ratios[int(part * (len(ratios) - 1))], 3)
@@ -162,7 +163,7 @@ def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         },
         "uncached_tokens": {
             name: round(statistics.mean(pair[name]["prompt"] - pair[name]["cached"] for pair in pairs), 1)
-            for name in ("foreseen", "plain")
+            for name in ("speculative", "plain")
         },
         "prompt_tokens": round(statistics.mean(pair["plain"]["prompt"] for pair in pairs), 1),
     }
@@ -241,7 +242,7 @@ async def serving(folder: Path, flags: list[str]) -> AsyncIterator[Any]:
                 return told.json()
 
             keys = {}
-            for name, speculative_prefill in (("foreseen", "free"), ("plain", "off")):
+            for name, speculative_prefill in (("speculative", "free"), ("plain", "off")):
                 tenant = await admin(
                     "POST", "/admin/v1/tenants", {"name": name, "speculative_prefill": speculative_prefill}
                 )
