@@ -56,6 +56,14 @@ def test_links_to_headings_are_of_headings_that_exist(page: Path) -> None:
     assert not [f"{target.name}#{anchor}" for target, anchor in targets if anchor not in anchors_of(target)]
 
 
+def test_the_source_tree_of_the_architecture_page_has_every_package() -> None:
+    tree = (DOCS / "architecture.md").read_text(encoding="utf-8").split("## Source tree")[1]
+    parts = [ROOT / "platform/moiety_platform", ROOT / "engine/moiety_engine", ROOT / "engine"]
+    packages = [path.parent.name for part in parts for path in sorted(part.glob("*/__init__.py"))]
+    assert len(packages) > 80
+    assert [name for name in packages if not re.search(rf"\b{name}/", tree)] == []
+
+
 def test_the_glossary_names_code_that_exists() -> None:
     rows = [line.split("|") for line in (DOCS / "glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
     named = [path for row in rows for path in re.findall(r"`((?:platform|engine|kernels|helm)/[^`]*)`", row[3])]
