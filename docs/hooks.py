@@ -38,6 +38,10 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite links between the pages of `docs/` and files of the repository."""
     uri = page.file.src_uri
+    if uri.startswith(f"{FOLDER}/benchmarks/results/"):
+        page.meta["search"] = {"exclude": True}  # tables of figures
+    elif uri.startswith(FOLDER) or uri == "glossary.md":
+        page.meta["search"] = {"boost": 0.25}  # the page of a term comes first
     if uri.startswith(FOLDER):
         origin = ROOT / uri.removeprefix(f"{FOLDER}/")
         return _OWN_LINK.sub(lambda found: "](" + _from_repository(origin, found[1]), markdown)
