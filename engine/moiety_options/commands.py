@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from moiety_options.declaration import DeclaredOption, declared_options
-from moiety_options.sizes import format_size, parse_size
+from moiety_options.sizes import format_size, size_parser
 
 Options = TypeVar("Options")
 
@@ -47,7 +47,7 @@ def typer_option(declared: DeclaredOption) -> Any:
     option = declared.option
     further: dict[str, Any] = {}
     if option.is_size:
-        further = {"parser": parse_size, "metavar": "SIZE"}
+        further = {"parser": size_parser(option.min), "metavar": "SIZE"}
         if declared.default is not None:
             further["show_default"] = format_size(declared.default)
     elif declared.type in (int, float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import typer
 
@@ -19,6 +20,19 @@ def parse_size(text: str | int) -> int:
     decimal = str(text).strip().upper().endswith("B") and not binary
     power = " KMGT".index(unit.upper() or " ")
     return int(float(number) * (1000 if decimal else 1024) ** power)
+
+
+def size_parser(least: float | None) -> Callable[[str | int], int]:
+    """Return a parser of sizes that raises typer.BadParameter for fewer than `least` bytes; None: no such bound."""
+    if least is None:
+        return parse_size
+
+    def parse_bounded_size(text: str | int) -> int:
+        if (num_bytes := parse_size(text)) < least:
+            raise typer.BadParameter(f"{text!r} is too small; write at least {format_size(int(least))}")
+        return num_bytes
+
+    return parse_bounded_size
 
 
 def format_size(num_bytes: int) -> str:

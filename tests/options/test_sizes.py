@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from moiety_options.sizes import format_size, parse_size
+from moiety_options.sizes import format_size, parse_size, size_parser
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,10 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 @given(integers(0, 1 << 50))
 def test_a_formatted_size_is_read_as_the_same_number(num_bytes: int) -> None:
     assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+def test_a_size_below_the_least_one_is_refused_with_the_least_one() -> None:
+    parse = size_parser(4096)
+    assert parse("4KiB") == parse(4096) == 4096
+    with pytest.raises(typer.BadParameter, match="at least 4KiB"):
+        parse("4095")

@@ -54,7 +54,10 @@ class ServeArguments(ServingOptions):
         min=0,
     )
     log_max_bytes: int = option(
-        16 * 1024 * 1024, "Size at which the log file of a process is rotated, in bytes.", min=4096
+        16 << 20,
+        "Size at which the log file of a process is rotated, such as 50MiB; at least 4KiB.",
+        min=4096,
+        is_size=True,
     )
     log_max_age_h: float = option(
         0.0, "Age at which the log file of a process is rotated, in hours; 0: it is rotated by size only.", min=0
