@@ -74,7 +74,7 @@ class Cluster:
         return [sys.executable, "-m", "moiety_platform.cli", *arguments], self._environment
 
     def process(self, kind: str, number: int) -> subprocess.Popen[bytes]:
-        """The running process, or the last one."""
+        """Return the running process, or the last one."""
         return self._processes[kind, number]
 
     def _engine(self, number: int) -> list[str]:

@@ -64,8 +64,10 @@ def main() -> None:
 def _rivals(
     checkpoint: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Callable[[], dict[str, Any]]], dict[str, str]]:
-    """Return those that run the checkpoint, tried once, and why others do not. transformers is there if one of them
-    does not run it."""
+    """Return the servers that run the checkpoint, tried once, and the reasons of the others.
+
+    transformers is among them if one of the others does not run it.
+    """
     vllm_python = install_vllm(options.work / "vllm")
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "vllm_cpu": lambda: _run_vllm(vllm_python, checkpoint, options),
@@ -153,7 +155,10 @@ def _run_llama_cpp(checkpoint: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def _output_of(command: list[Any], environment: os._Environ[str] | dict[str, str]) -> str:
-    """Raises subprocess.CalledProcessError, with what it wrote to stderr, also if it took more than LIMIT_S."""
+    """Run a command and return its output.
+
+    Raises subprocess.CalledProcessError with its stderr, also if it took more than LIMIT_S.
+    """
     arguments = [str(part) for part in command]
     pipe = subprocess.PIPE
     running = subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)

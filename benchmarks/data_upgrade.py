@@ -122,7 +122,7 @@ class Release:
         return str(answer.json()["choices"][0]["message"]["content"])
 
     def contents(self) -> dict[str, Any]:
-        """What the folder holds, as the admin API lists it."""
+        """Return the contents of the folder, as the admin API lists them."""
         found = {name: self.run(*words, "--json") for name, words in LISTINGS.items()}
         found["usage"] = self.run("usage", "--by", "tenant,model", "--json")
         found["reconcile"] = self.run("usage", "reconcile", "--json")

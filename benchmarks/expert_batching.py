@@ -74,7 +74,7 @@ class VirtualClock:
 
 @dataclass
 class Figures:
-    """What one arm did in its measured steps."""
+    """Figures of one arm in its measured steps."""
 
     steps_s: list[float] = field(default_factory=list)  # wall-clock time
     tokens: int = 0

@@ -1,6 +1,7 @@
 """Injected faults: functions of the scene that break something, wait, and repair it before they return.
 
-The stage's supervisor restarts processes that ended, as a cluster does."""
+The stage's supervisor restarts processes that ended, as a cluster does.
+"""
 
 from __future__ import annotations
 

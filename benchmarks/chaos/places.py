@@ -22,7 +22,7 @@ BEFORE_ALL = "50"  # priority of a rule that cuts, before those that allow
 
 
 class CannotStage(Exception):
-    """This machine lacks something; the message says what to do."""
+    """Error of a machine that lacks something; the message says what to do."""
 
 
 def enter(module: str) -> None:

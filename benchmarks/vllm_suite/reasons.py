@@ -1,4 +1,4 @@
-"""Which of vLLM's test files run, and why some of their tests fail against Moiety."""
+"""Files of vLLM's tests that run, and the reasons why some of their tests fail against Moiety."""
 
 from __future__ import annotations
 

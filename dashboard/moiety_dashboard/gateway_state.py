@@ -1,4 +1,4 @@
-"""Whether the gateway responds, and the answers that a session shows while it does not.
+"""State of the gateway, and the answers that a session shows while it does not respond.
 
 A gateway that is stopped still accepts connections, so a request to it ends after many seconds only. A short probe
 before each drawing finds that out; the page then shows the last answers, marked with their time.

@@ -43,7 +43,7 @@ class KvDtype(StrEnum):
 
 
 class RebalanceMode(StrEnum):
-    """When experts are moved to other ranks."""
+    """Mode in which experts are moved to other ranks."""
 
     ASYNC = "async"  # beside the steps
     BLOCKING = "blocking"  # between two steps

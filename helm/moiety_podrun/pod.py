@@ -70,7 +70,7 @@ class Pod:
 
     @property
     def process(self) -> int | None:
-        """Its container's process, through which its namespaces can be entered."""
+        """Return its container's process, through which its namespaces can be entered."""
         return self._containers[0].process_id
 
     async def run_to_end(self) -> None:

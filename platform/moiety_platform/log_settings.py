@@ -10,7 +10,7 @@ from moiety_platform.reloadable import fixed, live
 
 
 class LogSettings(ProcessSettings):
-    """What a gateway logs, and how."""
+    """Level, format and rate of a gateway's log."""
 
     log_level: Literal["debug", "info", "warning", "error"] = live("info", "Lowest level of log events.")
     log_format: Literal["auto", "json", "console"] = fixed(

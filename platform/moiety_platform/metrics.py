@@ -219,7 +219,7 @@ class Metrics:
     """Metrics of one gateway process."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
-        """At most `max_tenants` tenants have series of their own."""
+        """Create the metrics. At most `max_tenants` tenants have series of their own."""
         self.registry = new_registry()
         self.tenants = TenantCollector(max_tenants)
         self.registry.register(self.tenants)

@@ -32,6 +32,6 @@ def is_unseen(character: str) -> bool:
 
 
 def _escaped(character: str) -> str:
-    """Return the `\\uXXXX` of a character, two of them beyond the basic plane, so that JSON reads it back."""
+    r"""Return the `\uXXXX` of a character, two of them beyond the basic plane, so that JSON reads it back."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

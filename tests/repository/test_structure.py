@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ["platform", "engine", "kernels", "dashboard", "migrations"]
 MAX_FILE_LINES = 450
+FRAGMENT = re.compile(r"(Of|What|That|Which|Who|Whose|Whether|Where|When|How|As|By|For|From|In|To)\b")
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -52,3 +54,16 @@ def test_no_python_file_is_too_long() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert len(lengths) > 1000
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_no_docstring_opens_as_a_fragment_that_continues_the_name() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}": text
+        for root in (*SOURCE_ROOTS, "helm", "benchmarks")
+        for path in (ROOT / root).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+    }
+    assert len(found) > 10_000
+    assert [place for place, text in found.items() if FRAGMENT.match(text)] == []

@@ -18,6 +18,7 @@ def temperature_of(city: str) -> str:
 
     Args:
         city: Name of the city.
+
     """
     return tasks.RESULT
 

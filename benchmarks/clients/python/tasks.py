@@ -59,6 +59,7 @@ def temperature_of(city: str) -> str:
 
     Args:
         city: Name of the city.
+
     """
     assert city == "Basel", f"the tool was called with {city!r}"
     return RESULT

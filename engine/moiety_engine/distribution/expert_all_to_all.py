@@ -114,7 +114,7 @@ class ExpertAllToAll(Protocol):
 
     @property
     def may_repeat(self) -> bool:
-        """Whether `repeat_needed` may return True at the end of this pass."""
+        """Return whether `repeat_needed` may return True at the end of this pass."""
         ...
 
     def begin_pass(self, *, repeatable: bool, repeats: bool) -> None:

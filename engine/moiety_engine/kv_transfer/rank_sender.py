@@ -37,7 +37,7 @@ class _Shard(NamedTuple):
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What one rank of the other engine gets of a prompt's KV."""
+    """KV of a prompt that one rank of the other engine gets."""
 
     address: str
     views: ShardViews
@@ -47,7 +47,7 @@ class _Outgoing:
 
 @dataclass(slots=True)
 class _OutgoingPart:
-    """This rank's part of a prompt's KV."""
+    """Part of a prompt's KV that this rank sends."""
 
     transfer_id: str
     num_tokens: int

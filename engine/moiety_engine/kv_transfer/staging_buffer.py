@@ -42,7 +42,7 @@ class Progress(IntEnum):
 
 @dataclass(slots=True)
 class _Part:
-    """What one rank of the sending engine sends."""
+    """Part that one rank of the sending engine sends."""
 
     begin: Begin
     buffer_B: Tensor

@@ -82,7 +82,7 @@ class ExpertTransfers:
 
     @property
     def is_done(self) -> bool:
-        """Whether the transfer has ended, on all ranks if it succeeded."""
+        """Return whether the transfer has ended, on all ranks if it succeeded."""
         return self._begun is not None and self._begun.ended.done()
 
     def wait(self) -> float | None:

@@ -39,7 +39,7 @@ class CoreEvents(Protocol):
     def on_message(self, message: ToServer) -> None: ...
 
     def on_death(self, reason: str) -> None:
-        """Called when the core has ended or hangs without a request to stop. No more messages follow."""
+        """Handle a core that has ended or hangs without a request to stop. No more messages follow."""
 
 
 class CoreLink(Protocol):

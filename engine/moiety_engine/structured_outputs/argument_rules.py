@@ -20,9 +20,10 @@ _MAX_REFERENCES = 16  # one after another
 
 
 class ArgumentRules:
-    """Rules of the arguments of some tools. `json_schemas` are those of the rules `json_0`, `json_1` …
+    """Rules of the arguments of some tools.
 
-    Subclasses write the parameters of a format. Parameters come in the order of the schema's `properties`.
+    `json_schemas` are those of the rules `json_0`, `json_1` and so on. Subclasses write the parameters of a format.
+    Parameters come in the order of the schema's `properties`.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ _CONTROL_ESCAPE = r"\\u00([01][0-9a-fA-F]|7[fF])"
 
 
 class ChunkedStrings:
-    """Rules of the strings of one grammar. `has_control_escapes`: whether control characters may be `\\u` escapes."""
+    r"""Rules of the strings of one grammar. `has_control_escapes`: whether control characters may be `\u` escapes."""
 
     def __init__(self, num_limits: int, *, has_control_escapes: bool) -> None:
         self.chunk_chars = CHUNK_CHARS if num_limits <= MANY_LIMITS else CHUNK_CHARS_OF_MANY

@@ -1,7 +1,7 @@
-"""Regular expressions rewritten for the grammar library so that every match is a match in each dialect in use.
+r"""Regular expressions rewritten for the grammar library so that every match is a match in each dialect in use.
 
 JSON Schema's patterns are ECMA-262 expressions, but validators read them with their own language's engine, which
-differs in `.`, `\\d`, `\\w` and `\\s` beyond ASCII. A pattern of a value is therefore rewritten to match only what
+differs in `.`, `\d`, `\w` and `\s` beyond ASCII. A pattern of a value is therefore rewritten to match only what
 ECMA-262, Python and Rust all match. Characters that only the library reads as operators become literals. An expression
 for a whole answer is rewritten to match only what Python and Rust both match; where they differ otherwise, it is
 refused.
@@ -169,7 +169,7 @@ class _PatternRewrite:
         return code
 
     def _numbered(self, begin: int, letter: str) -> int:
-        """Consume `\\xHH`, `\\uHHHH`, also as a pair of surrogates, or `\\u{H…}`."""
+        r"""Consume `\xHH`, `\uHHHH`, also as a pair of surrogates, or `\u{H…}`."""
         text = self._pattern
         match = _NUMBERED.match(text, begin)
         if match is None:

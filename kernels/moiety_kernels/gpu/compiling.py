@@ -82,7 +82,7 @@ _KEY = "with what ptxas says"  # part of the compiler's cache key, since the cac
 def _with_ptxas_figures(
     _backend: Any = None, stages: Any = None, *_of_the_compiler: Any, **_more_of_it: Any
 ) -> tuple[str, str] | None:
-    """Hook of the compiler; called without arguments, it returns its part of the cache key."""
+    """Check a stage of the compiler; called without arguments, return this hook's part of the cache key."""
     if stages is not None and "cubin" in stages:
         make = stages["cubin"]
         stages["cubin"] = lambda ptx, metadata: _assembled(make, ptx, metadata)

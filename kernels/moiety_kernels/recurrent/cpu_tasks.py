@@ -1,5 +1,4 @@
-"""Shared parts of the CPU tasks of recurrent layers: the sequences' arguments, and the block of a state that a task
-owns.
+"""Shared parts of the CPU tasks of recurrent layers: the sequences' arguments, and the block of a task's state.
 
 A task of a recurrence is one sequence's tokens in COLUMNS columns of one value head's state. T tokens, H key heads of
 width K, M value heads of width V, N slots, S sequences.

@@ -13,7 +13,7 @@ from moiety_platform.config_file import ConfigFileError, read_config_section
 
 
 def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of an eager `--config`: make the command's table the defaults of its options."""
+    """Make the command's table the defaults of its options: the callback of an eager `--config`."""
     if path is None:
         return None
     section = context.info_name or ""

@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ContractTerms:
-    """What the new tenant may send: its class, weight and limits per minute.
+    """Contract of the new tenant: its class, weight and limits per minute.
 
     Without lengths, its requests have those of the recent traffic.
     """

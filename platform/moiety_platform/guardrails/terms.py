@@ -18,14 +18,14 @@ class GuardrailStage(StrEnum):
 
 
 class GuardrailAction(StrEnum):
-    """What a finding causes."""
+    """Effect of a finding."""
 
     BLOCK = "block"
     OBSERVE = "observe"
 
 
 class GuardrailFailure(StrEnum):
-    """What a check causes that fails or does not end in time."""
+    """Effect of a check that fails or does not end in time."""
 
     OPEN = "open"  # the text passes
     CLOSED = "closed"  # the request fails

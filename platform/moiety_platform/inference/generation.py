@@ -154,7 +154,7 @@ class Generation(msgspec.Struct, frozen=True):
 
     @property
     def has_documents(self) -> bool:
-        """Whether the only prompt is a conversation with documents."""
+        """Return whether the only prompt is a conversation with documents."""
         prompt = self.prompts[0]
         return isinstance(prompt, Conversation) and bool(prompt.documents)
 

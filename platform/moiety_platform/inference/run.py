@@ -52,7 +52,8 @@ class InferenceRun:
     reads slowly pauses its sequences instead of filling memory.
 
     A sequence whose engine fails it is submitted to another with the output that has come, and goes on after it; the
-    reader sees nothing of it. Raises what the engine failed with where there is no other."""
+    reader sees nothing of it. Raises what the engine failed with where there is no other.
+    """
 
     record: RequestRecord
     chosen: ChosenClass
@@ -181,8 +182,10 @@ class InferenceRun:
                 return sequence, message
 
     async def _hand_over(self, sequence: Sequence, finished: Finished) -> None:
-        """Submit a sequence whose prompt is computed to its decode engine, or, if that is gone, to any.
-        Raises Unavailable where there is none."""
+        """Submit a sequence whose prompt is computed to its decode engine, or, if that is gone, to any other.
+
+        Raises Unavailable if there is none.
+        """
         partner, transfer_id = sequence.hand_over(finished)
         del self._of_stream[sequence.stream]
         try:
@@ -196,8 +199,10 @@ class InferenceRun:
         await self._extend(sequence)
 
     async def _fail_over(self, sequence: Sequence, error: PlatformError) -> None:
-        """Submit a sequence that its engine has ended with that error to another. Raises the error where it is not
-        the engine's, and what made the sequence move where no other engine takes it."""
+        """Submit a sequence that its engine has ended with that error to another engine.
+
+        Raises the error if the engine did not cause it, and the cause of the failover if no other engine accepts it.
+        """
         sequence.note_failure(error, self.clock.unix_ns())
         if (suspicion := sequence.suspicion_of(error)) is not None:
             raise suspicion
@@ -237,7 +242,7 @@ class InferenceRun:
         self.record.attempts.append(sequence.attempt)
 
     def _served(self, sequence: Sequence) -> ServiceClass:
-        """The class that the sequence was admitted to, or else the chosen one."""
+        """Return the class that the sequence was admitted to, or else the chosen one."""
         accepted = sequence.accepted
         return self.chosen.service if accepted is None else self.chosen.served(accepted.served_class)
 

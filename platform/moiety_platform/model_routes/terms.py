@@ -16,7 +16,7 @@ import msgspec
 
 
 class Stickiness(StrEnum):
-    """What keeps its target while the weights of a route stay the same."""
+    """Object that keeps its target while the weights of a route stay the same."""
 
     NONE = "none"
     TENANT = "tenant"

@@ -1,7 +1,7 @@
-"""Log probabilities in the format of `/v1/completions`: token names and the offset of each token in the text.
+r"""Log probabilities in the format of `/v1/completions`: token names and the offset of each token in the text.
 
 Tokens are distinguished by id, or by their bytes where an engine sends no id. A token whose bytes alone are no valid
-UTF-8 is named as OpenAI names it, `bytes:\\xe6\\x97`. If several tokens have the same text, the sampled token is named
+UTF-8 is named as OpenAI names it, `bytes:\xe6\x97`. If several tokens have the same text, the sampled token is named
 by the text, otherwise the most likely one. The others are named `token_id:5`.
 """
 

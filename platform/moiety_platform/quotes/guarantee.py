@@ -27,7 +27,7 @@ class SequenceTimes(msgspec.Struct, frozen=True):
 
 
 class GuaranteeOutcome(msgspec.Struct, frozen=True):
-    """What a quote came to. `is_met` is None where the guarantee does not apply."""
+    """Outcome of a quote. `is_met` is None where the guarantee does not apply."""
 
     is_met: bool | None
     reason: CreditReason | None

@@ -22,7 +22,7 @@ HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LogRotation:
-    """When a log is rotated, and how many rotated files are kept. `max_age_s` 0: not by age."""
+    """Time at which a log is rotated, and the number of rotated files that are kept. `max_age_s` 0: not by age."""
 
     max_bytes: int = 16 * 1024 * 1024
     max_age_s: float = 0.0
