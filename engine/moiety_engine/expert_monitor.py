@@ -10,11 +10,9 @@ from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery
 if TYPE_CHECKING:
     from moiety_engine.expert_profiler import ExpertProfiler
     from moiety_engine.moe.history import ExpertPace
-    from moiety_engine.moe.load import StepExperts
     from moiety_engine.moe.load_watch import CountTransfers, ExpertLoadTracker
     from moiety_engine.runner.expert_scaling import ExpertScaling
     from moiety_engine.runner.rebalancing import Rebalancing
-    from moiety_engine.scheduling.plan import Plan
 
 
 class ExpertMonitor:
@@ -28,6 +26,7 @@ class ExpertMonitor:
         profiler: ExpertProfiler | None = None,
     ) -> None:
         self._watch = watch
+        self.is_active = watch is not None
         self.rebalancing, self.scaling = rebalancing, scaling
         self.meter = ExpertMeter(profiler)
 
@@ -35,10 +34,6 @@ class ExpertMonitor:
     def pace(self) -> ExpertPace | None:
         """Newest figures of the experts' load in a step; None without experts."""
         return None if self._watch is None else self._watch.pace
-
-    @property
-    def is_active(self) -> bool:
-        return self._watch is not None
 
     def update(self, now_s: float, transfers: CountTransfers, *, worked: bool) -> None:
         """Count the load of the steps so far, and move experts if that is due. `worked` means that a step ran."""
@@ -63,11 +58,6 @@ class ExpertMonitor:
         self.scaling.cancel("the engine ended in the meantime")
         if self.rebalancing is not None:
             self.rebalancing.close()
-
-    def charge(self, plan: Plan, experts: StepExperts | None) -> None:
-        """Charge the requests of a step for the experts that it used, before the step is committed."""
-        if experts is not None:
-            self.meter.charge(plan, experts)
 
     def active_profile(self, num_running: int) -> bytes:
         """Return the packed profile of the experts that recent steps used; b"" if none are sampled or none run."""

@@ -68,6 +68,8 @@ class EngineLoop:
         self._reporter = reporter
         self._clock_ns = clock_ns
         self._flights: deque[InFlightStep | PipelinedStep] = deque()  # launched, and not collected
+        self._is_pipelined = executor.steps_in_flight > 1
+        self._is_alone = executor.controls.rank_group is None  # no rank can be lost
         self._forgotten: set[str] = set()  # deleted tenants
         self._tenant_blocks = TenantBlocks()
         self.prefix_changes: PrefixChangeLog | None = None
@@ -111,25 +113,19 @@ class EngineLoop:
         In a pipeline that is full, the oldest step's result is collected first. Return False if there was nothing to
         do.
         """
+        device_state = self.executor.awake()
+        if self._is_alone:
+            return self._step(device_state)
         with self.executor.controls.explaining():
-            return self._step(self.executor.awake())
+            return self._step(device_state)
 
     def _step(self, device_state: DeviceState) -> bool:
-        is_pipelined = self.executor.steps_in_flight > 1
+        is_pipelined = self._is_pipelined
         if is_pipelined and len(self._flights) == self.executor.steps_in_flight:
             self._collect(device_state)
-        disk, draft = self.intake.disk, self.executor.draft
-        if disk is not None:
-            disk.run_copies(device_state.move)
-        self.intake.queue_ready()
-        plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=not self.intake.has_pending)
-        device_state.copy_blocks(plan)
-        if draft is not None:
-            plan = draft.fill(plan, device_state.runner.sampled_L)
-        if self.first_steps is not None and plan.chunks:
-            self._note_first_steps(plan)
+        plan = self._plan(device_state)
         launched = device_state.runner.launch(plan) if plan.chunks else None
-        if launched is not None:
+        if launched is not None and launched.invalid_rows:
             self._end_mispredicted(launched)
         if self.experts.is_active:
             now_s = self._clock_ns() / 1e9
@@ -148,6 +144,22 @@ class EngineLoop:
         if launched is not None and overlaps:
             self.scheduler.launched(plan)
         return launched is not None or num_before > 0
+
+    def _plan(self, device_state: DeviceState) -> Plan:
+        """Queue the requests whose waits are over, plan a step, and run the copies that it needs."""
+        disk, draft, waits = self.intake.disk, self.executor.draft, self.intake.pending_requests.waits
+        if disk is not None:
+            disk.run_copies(device_state.move)
+        if waits:
+            self.intake.queue_ready()
+        plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=not waits)
+        if device_state.copies_blocks:
+            device_state.copy_blocks(plan)
+        if draft is not None:
+            plan = draft.fill(plan, device_state.runner.sampled_L)
+        if self.first_steps is not None and plan.chunks:
+            self._note_first_steps(plan)
+        return plan
 
     def expert_load(self, ask: ExpertLoadQuery) -> ExpertLoad:
         """Return the load of the experts, a few seconds old at most."""
@@ -285,8 +297,10 @@ class EngineLoop:
     def take_outputs(self) -> CoreStep | None:
         """Return what happened since the last call; None if nothing did."""
         admissions, refusals = self.scheduler.take_verdicts()
-        self._reporter.add_outputs(self.scheduler.speculative_prefill.take_ended())
-        self._reporter.add_failures(*refusals)
+        if self.scheduler.speculative_prefill.ended:
+            self._reporter.add_outputs(self.scheduler.speculative_prefill.take_ended())
+        if refusals:
+            self._reporter.add_failures(*refusals)
         return self._reporter.take(admissions, self.load, self._clock_ns)
 
     def load(self) -> CoreLoad:
@@ -338,18 +352,23 @@ class EngineLoop:
             return
         flight = self._flights.popleft()
         found = device_state.runner.collect(flight)
-        self.experts.charge(flight.plan, found.experts)
-        now_ns = self._clock_ns()
-        reporter = self._reporter
-        reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)
-        good_scores = [one for one in found.scores if one[0] not in found.bad_scores]
-        reporter.add_outputs(CoreOutput(key, [], scores=scores) for key, scores in good_scores)
-        self._end_non_finite(now_ns, found.bad_scores)
+        if found.experts is not None:
+            self.experts.meter.charge(flight.plan, found.experts)
+        now_ns, reporter = self._clock_ns(), self._reporter
+        is_traced = reporter.tracer.is_due(now_ns)
+        if is_traced:
+            reporter.tracer.ended(flight.plan, self.scheduler, self.steps_total, now_ns, self.experts.pace)
+        if found.scores:
+            good_scores = [one for one in found.scores if one[0] not in found.bad_scores]
+            reporter.add_outputs(CoreOutput(key, [], scores=scores) for key, scores in good_scores)
+            self._end_non_finite(now_ns, found.bad_scores)
         of_step = (found.token_ids, found.logprobs, now_ns, found.vectors, found.non_finite)
         came = self.scheduler.commit(flight.plan, *of_step)
-        reporter.tracer.committed(came)
+        if is_traced:
+            reporter.tracer.committed(came)
         reporter.add_outputs(came)
-        self._end_non_finite(now_ns)
+        if self.scheduler.output_processor.non_finite_keys:
+            self._end_non_finite(now_ns)
         self.steps_total += 1
 
     def _end_non_finite(self, now_ns: int, also: Iterable[int] = ()) -> None:

@@ -67,12 +67,12 @@ class PendingRequests:
         self._images = PendingImages()
         stages = (kv_receiver, self._images, adapters, compile_queue, disk)
         self._stages: list[_PendingStage] = [stage for stage in stages if stage is not None]
-        self._waits: dict[int, _Wait] = {}  # of all pending requests, by key
+        self.waits: dict[int, _Wait] = {}  # of all pending requests, by key; the loop asks it in each step
         self._clock_ns = clock_ns
 
     @property
     def is_empty(self) -> bool:
-        return not self._waits
+        return not self.waits
 
     @property
     def num_waiting_for_images(self) -> int:
@@ -80,18 +80,18 @@ class PendingRequests:
 
     def must_wait(self, submit: CoreSubmit) -> bool:
         """Hold a request that has something to wait for. Return whether it waits."""
-        self._waits[submit.key] = _Wait(self._clock_ns(), submit.credit_tokens)
+        self.waits[submit.key] = _Wait(self._clock_ns(), submit.credit_tokens)
         if submit.transfer_id and self._kv_receiver is not None:
             self._kv_receiver.add_request(submit)
             return True
         waits = self._waits_for_images(submit) or self._waits_in_memory(submit) or self._waits_for_disk(submit, None)
         if not waits:
-            del self._waits[submit.key]
+            del self.waits[submit.key]
         return waits
 
     def extend(self, key: int, credit_tokens: int, *, last: bool) -> bool:
         """Raise a pending request's credit. Return False if no request with this key is pending."""
-        wait = self._waits.get(key)
+        wait = self.waits.get(key)
         if wait is None:
             return False
         wait.credit_tokens = max(wait.credit_tokens, credit_tokens)
@@ -100,7 +100,7 @@ class PendingRequests:
 
     def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Give a pending request its decoded images, in whichever stage it is."""
-        if key in self._waits:
+        if key in self.waits:
             self._images.add_images(key, images)
 
     def remove_request(self, key: int) -> CoreSubmit | None:
@@ -108,7 +108,7 @@ class PendingRequests:
         pending = next((found for stage in self._stages if (found := stage.remove_request(key)) is not None), None)
         if pending is not None:
             self._images.forget_images(key)
-            del self._waits[key]
+            del self.waits[key]
         return pending
 
     def take_ready(self) -> Iterator[ReadyRequest]:
@@ -134,7 +134,7 @@ class PendingRequests:
         """Return the failures of the requests that cannot be served."""
         refused = self._adapters.take_refused() + self._compile_queue.take_refused()
         for one in refused:
-            del self._waits[one.key]
+            del self.waits[one.key]
         return refused
 
     def _waits_for_images(self, submit: CoreSubmit) -> bool:
@@ -160,6 +160,6 @@ class PendingRequests:
         return self._disk is not None and self._disk.must_wait(submit, grammar)
 
     def _ready(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> ReadyRequest:
-        wait = self._waits.pop(submit.key)
+        wait = self.waits.pop(submit.key)
         submit = msgspec.structs.replace(submit, credit_tokens=wait.credit_tokens)
         return ReadyRequest(submit, grammar, wait.is_last, wait.received_ns)

@@ -54,17 +54,17 @@ class RequestIntake:
         self.requests_total = 0
         self._scheduler = scheduler
         self._reporter = reporter
-        self._pending_requests = PendingRequests(kv_connector.kv_receiver, adapters, grammars, disk, clock_ns)
+        self.pending_requests = PendingRequests(kv_connector.kv_receiver, adapters, grammars, disk, clock_ns)
         self._clock_ns = clock_ns
 
     @property
     def has_pending(self) -> bool:
         """True if requests wait to be queued."""
-        return not self._pending_requests.is_empty
+        return not self.pending_requests.is_empty
 
     def image_metrics(self) -> dict[str, float]:
         """Return fields of `LoadMetrics`; none for a model that takes no images."""
-        return {} if self.image_rules is None else {"images_waiting": self._pending_requests.num_waiting_for_images}
+        return {} if self.image_rules is None else {"images_waiting": self.pending_requests.num_waiting_for_images}
 
     @property
     def waits_for_others(self) -> bool:
@@ -100,22 +100,22 @@ class RequestIntake:
             submit = self.kv_connector.depart(submit)
         if self.disk is not None and submit.adapter:
             submit = msgspec.structs.replace(submit, cache_salt=self.disk.salted(submit))
-        if not self._pending_requests.must_wait(submit):
+        if not self.pending_requests.must_wait(submit):
             self._queue(ReadyRequest(submit, None, False, self._clock_ns()))
 
     def extend_credit(self, key: int, credit_tokens: int, *, last: bool) -> None:
         """Raise a request's credit to `credit_tokens`, a total."""
-        if not self._pending_requests.extend(key, credit_tokens, last=last):
+        if not self.pending_requests.extend(key, credit_tokens, last=last):
             ended = self._scheduler.extend(key, credit_tokens, last=last, now_ns=self._clock_ns())
             self._reporter.add_output(ended)
 
     def add_images(self, key: int, images: tuple[PromptImage, ...]) -> None:
         """Give a request its decoded images. A request that has ended is ignored."""
-        self._pending_requests.add_images(key, images)
+        self.pending_requests.add_images(key, images)
 
     def abort_request(self, key: int, reason: FinishReason) -> None:
         """End a request before the next step; its blocks are free when this returns."""
-        pending = self._pending_requests.remove_request(key)
+        pending = self.pending_requests.remove_request(key)
         if pending is not None:
             num_resumed = len(pending.resumed_ids or ())
             ended = CoreFinish(reason, "", 0, num_resumed, 0, 0, self._clock_ns(), pending.service.name, (), 0)
@@ -125,13 +125,13 @@ class RequestIntake:
 
     def queue_ready(self) -> None:
         """Queue the pending requests whose waits are over, and report those that cannot be served."""
-        if self._pending_requests.is_empty:
+        if self.pending_requests.is_empty:
             return
-        for ready in self._pending_requests.take_ready():
+        for ready in self.pending_requests.take_ready():
             self._queue(ready)
             if ready.is_last:
                 self.extend_credit(ready.submit.key, ready.submit.credit_tokens, last=True)
-        self._reporter.add_failures(*self._pending_requests.take_refused())
+        self._reporter.add_failures(*self.pending_requests.take_refused())
 
     def close(self) -> None:
         """Close the links to other engines, the grammar processes and the adapters' thread."""

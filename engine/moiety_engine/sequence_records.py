@@ -42,6 +42,7 @@ class RequestFacts:
     num_resumed: int  # output tokens that another engine generated before
     grammar: GrammarHandle | None  # grammar state of its output; derived from the tokens alone
     images: PromptImages | None = None
+    is_greedy: bool = False  # each of its tokens is the largest unmodified logit's, and nothing else is wanted of a row
 
     @classmethod
     def of(
@@ -68,6 +69,7 @@ class RequestFacts:
             num_resumed=len(submit.resumed_ids or ()),
             grammar=grammar,
             images=_images_of(submit),
+            is_greedy=grammar is None and _is_greedy(submit),
         )
 
 
@@ -112,6 +114,13 @@ class BlockHashes(msgspec.Struct, eq=False, gc=False):
                     parent = block_hash(parent + image.digest, [-2, image.start])  # no token is -2
             parent = block_hash(parent, tokens[begin : begin + block_size])
             hashes.append(parent)
+
+
+def _is_greedy(submit: CoreSubmit) -> bool:
+    sampling = submit.sampling
+    draws = sampling.temperature > 0 or sampling.num_logprobs is not None or sampling.token_rules is not None
+    penalized = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
+    return not (draws or penalized or sampling.logit_bias or submit.min_tokens or submit.thought_budget is not None)
 
 
 def _images_of(submit: CoreSubmit) -> PromptImages | None:

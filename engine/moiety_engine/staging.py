@@ -56,7 +56,7 @@ class Staging:
 
     def mark(self) -> DeviceMark:
         """Return a mark that passes when all work queued so far is done."""
-        return DeviceMark(torch.cuda.current_stream(self._device).record_event() if self._on_cuda else None)
+        return DeviceMark(torch.cuda.current_stream(self._device).record_event()) if self._on_cuda else PASSED
 
     def _through_locked(self, values: np.ndarray) -> Tensor:
         begin = self._used
@@ -85,6 +85,9 @@ class DeviceMark:
         """Wait until the mark has passed; other threads may run meanwhile."""
         if self._event is not None:
             self._event.synchronize()
+
+
+PASSED = DeviceMark(None)  # of work that is done
 
 
 def _locked(num_bytes: int) -> Tensor:

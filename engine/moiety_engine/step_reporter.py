@@ -46,13 +46,18 @@ class StepReporter:
 
         `load` returns the load figures, and is called only when they are due.
         """
-        failures, traced = self._failures, self.tracer.take()
-        if not self._outputs and not failures and not admissions and not traced:
+        outputs, failures, traced = self._outputs, self._failures, self.tracer.kept and self.tracer.take()
+        if not outputs and not failures and not admissions and not traced:
             return None
-        ended = [output.key for output in self._outputs if output.finish] + [one.key for one in failures]
-        for key in ended:
-            self._adapters.ended(key)
-        outputs = self._kv_connector.with_transfer_results(self._outputs, failures)
-        is_due = self._load_reporter.is_due(clock_ns(), is_news=bool(ended or admissions))
+        num_ended = len(failures)
+        for output in outputs:
+            if output.finish:
+                num_ended += 1
+                self._adapters.ended(output.key)
+        for failure in failures:
+            self._adapters.ended(failure.key)
+        if num_ended:
+            outputs = self._kv_connector.with_transfer_results(outputs, failures)
+        is_due = self._load_reporter.is_due(clock_ns(), is_news=bool(num_ended or admissions))
         self._outputs, self._failures = [], []
-        return CoreStep(outputs, failures, load() if is_due else None, admissions, traced)
+        return CoreStep(outputs, failures, load() if is_due else None, admissions, traced or [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 from moiety_wire.experts import OTHER_TENANTS
 
@@ -33,7 +34,7 @@ class TenantSlots:
         A new tenant gets a free slot if there is one. The empty tenant name has slot NO_TENANT.
         """
         known, weight_of = self._slot_of, self._weight_of
-        slots = [known.get(tenant_id, -1) for tenant_id in tenants]
+        slots = list(map(known.get, tenants, repeat(-1)))
         if -1 in slots:
             for part, (tenant_id, count) in enumerate(zip(tenants, num_tokens, strict=True)):
                 if slots[part] < 0:

@@ -6,12 +6,14 @@ Converting long lists to arrays in each step would take more of a step's time th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from moiety_engine.sequence import Sequence
 
+_first_blocks = attrgetter("kv.blocks")
 _SMALLEST = 16  # blocks of a new row of a new row
 _MIN_KEPT_ROWS = 512  # number of rows that are never worth dropping
 
@@ -51,7 +53,7 @@ class BlockTables:
 
     def of(self, sequence: Sequence) -> np.ndarray:
         """Return the sequence's blocks as int32; a view that is valid until the sequence's next step."""
-        blocks = self.blocks(sequence)
+        blocks = self.blocks(sequence) if self._table else sequence.kv.blocks
         row = self._rows.get(sequence)
         if row is None or row.blocks is not blocks or row.num_read > len(blocks):
             row = self._rows[sequence] = _TableRow(blocks, 0, np.empty(_SMALLEST, dtype=np.int32))
@@ -77,7 +79,7 @@ class BlockTables:
 
     def of_decodes(self, sequences: list[Sequence], positions: list[int], block_size: int) -> HostTable:
         """Return the table of a step that decodes one token of each sequence, at these positions."""
-        tables = [s.kv.blocks for s in sequences] if not self._table else [self.blocks(s) for s in sequences]
+        tables = map(_first_blocks, sequences) if not self._table else map(self.blocks, sequences)
         slots = [
             table[position // block_size] * block_size + position % block_size
             for table, position in zip(tables, positions, strict=True)

@@ -61,6 +61,8 @@ class DeviceState:
         """Allocate the state. `kv_connector` connects to other engines' KV; see Runner for the other options."""
         self._model, self._sizes, self._controls = model, sizes, controls
         self._kv_receiver = kv_connector.kv_receiver
+        has_states = bool(model.spec.recurrent_layers)
+        self.copies_blocks = self._kv_receiver is not None or sizes.num_host_blocks > 0 or has_states  # in some steps
         scratch = int(sizes.graphs)  # one block that no sequence gets
         with controls.run_on_all_ranks(_allocation(sizes, scratch)):
             self._allocate(sizes.num_blocks + scratch, sizes.num_state_slots, sizes.num_record_tokens)
@@ -102,7 +104,8 @@ class DeviceState:
 
         Call it before the plan runs.
         """
-        self.move(Copies(plan.swap_out, plan.swap_in))
+        if plan.swap_out or plan.swap_in:
+            self.move(Copies(plan.swap_out, plan.swap_in))
         if plan.state_replays or plan.state_copies:
             self._controls.move_states(plan.state_replays, plan.state_copies)
             self._state_copier.replay(0, plan.state_replays)

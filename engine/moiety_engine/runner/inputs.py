@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from operator import attrgetter, getitem
 
 import numpy as np
 import torch
@@ -26,6 +27,12 @@ from moiety_engine.runner.token_owners import owners_of_decodes, owners_of_parts
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
+
+# Applied to all chunks of a step without a call of Python for each.
+_sequence_of, _kind_of = attrgetter("sequence"), attrgetter("num_tokens", "samples", "num_pad")
+_num_computed, _tokens_of = attrgetter("kv.num_computed"), attrgetter("tokens")
+_ONE_TOKEN = (1, True, 0)  # kind of a decode
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +144,10 @@ class BatchBuilder:
         The wanted rows are, each group in the plan's order: for each chunk that samples, the rows of its newest token
         and its draft; then the rows of the chunks that embed; then the rows before the prompt tokens that are scored.
         """
-        sequences = [chunk.sequence for chunk in plan.chunks]
-        self._keep_tables(sequences)
-        if plan.num_decode == len(sequences) > 0 and all(map(_decodes_one, plan.chunks)):
+        sequences = list(map(_sequence_of, plan.chunks))
+        if plan.num_decode == len(sequences) > 0 and all(map(_ONE_TOKEN.__eq__, map(_kind_of, plan.chunks))):
             return self._arrange_decodes(sequences)
+        self._keep_tables(sequences)  # each sequence has such a step at first
         return self._arrange(plan, self._tenants)
 
     def arrange_groups(self, plan: Plan, num_groups: int) -> list[HostBatch]:
@@ -162,13 +169,15 @@ class BatchBuilder:
 
         Most steps are of this kind.
         """
-        size, every = self._block_size, range(len(sequences))
-        positions = [sequence.kv.num_computed for sequence in sequences]
+        size = self._block_size
+        positions = list(map(_num_computed, sequences))
         rotary = positions if self._features is None else decode_positions(sequences, positions)
-        token_ids = [sequences[s].tokens[positions[s]] for s in every]
-        pending = [s for s in every if token_ids[s] == PENDING]
+        token_ids = list(map(getitem, map(_tokens_of, sequences), positions))
+        pending = [s for s, token in enumerate(token_ids) if token == PENDING] if PENDING in token_ids else []
         for s in pending:
             token_ids[s] = 0
+        context_len_S = np.array(positions, dtype=np.int32)
+        context_len_S += 1
         ones, rows, starts = _of_decodes(len(sequences))
         table = self._tables.of_decodes(sequences, positions, size)
         return HostBatch(
@@ -177,18 +186,22 @@ class BatchBuilder:
             slots_T=table.slots_T,
             owner_T=owners_of_decodes(self._tenants, sequences, ones),
             query_start_S1=starts,
-            context_len_S=np.array([position + 1 for position in positions], dtype=np.int32),
+            context_len_S=context_len_S,
             block_table_SB=table.block_table_SB,
             wanted_rows_L=rows,
             num_scored=0,
-            pending_rows_P=np.array(pending, dtype=np.int64),
-            sampled_rows_P=np.array([sequences[s].pending_row for s in pending], dtype=np.int64),
+            pending_rows_P=np.array(pending, dtype=np.int64) if pending else _NO_ROWS,
+            sampled_rows_P=np.array([sequences[s].pending_row for s in pending], dtype=np.int64)
+            if pending
+            else _NO_ROWS,
             num_decode=len(sequences),
             max_context=max(positions) + 1,
             max_query=1,
             adapter_T=self._adapters_of(sequences, np.array(ones)) if self._adapters else None,
-            further_tables=tuple([host_table.of_decodes(sequences, positions, size) for host_table in self._further]),
-            states=self._states_of(sequences, positions, starts),
+            further_tables=tuple([host_table.of_decodes(sequences, positions, size) for host_table in self._further])
+            if self._further
+            else (),
+            states=None if self._num_record_tokens is None else self._states_of(sequences, positions, starts),
         )
 
     def _arrange(self, plan: Plan, tenants: TenantSlots | None) -> HostBatch:
@@ -296,10 +309,6 @@ class BatchBuilder:
         if not any(names):
             return None
         return np.repeat(np.array([slot_of[name] if name else -1 for name in names], dtype=np.int64), lengths)
-
-
-def _decodes_one(chunk: Chunk) -> bool:
-    return chunk.num_tokens == 1 and chunk.samples and not chunk.num_pad
 
 
 @functools.cache

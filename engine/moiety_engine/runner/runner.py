@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,12 +41,14 @@ from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
 from moiety_engine.sampling.token_masks import TokenMasks
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.staging import DeviceMark, Staging
+from moiety_engine.staging import PASSED, DeviceMark, Staging
 
 if TYPE_CHECKING:
     from moiety_engine.model.decode_programs import Replayed  # which imports numba
 
 _IN_ORDER = np.zeros(0, dtype=np.int64)  # order with a single rank group
+_NO_KEYS: frozenset[int] = frozenset()
+_is_greedy = attrgetter("request.is_greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,8 @@ class Runner:
         self.staging.begin_step()
         if self.features is not None:
             self._encode_images(plan, self.features)
-        hosts, rows = self._arrange(plan), rows_of(plan)
+        hosts = [self._builder.arrange(plan)] if self._num_groups == 1 else self._arrange_groups(plan)
+        rows = rows_of(plan)
         if self._controls.steps_in_flight > 1:
             return self._begin(plan, hosts, rows)
         best = self._best(hosts, rows)
@@ -166,12 +170,14 @@ class Runner:
             self._newest = self._launch(plan, hosts, rows)
         else:
             self._sampled = best
-            self._newest = InFlightStep(plan, best, None, None, DeviceMark(None), [], self._experts_of(plan, hosts))
+            self._newest = InFlightStep(plan, best, None, None, PASSED, [], self._experts_of(plan, hosts))
         return self._newest
 
     def _experts_of(self, plan: Plan, hosts: list[HostBatch]) -> StepExperts | None:
         """Return the experts that the chunks of the step used, after a mark; None where they are not counted."""
-        return self._counted(plan, self._moved_by(plan, hosts))
+        if self._expert_counter is None:
+            return None
+        return self._counted(plan, None if self._model.expert_cache is None else self._moved_by(plan, hosts))
 
     def _counted(self, plan: Plan, moved_P: np.ndarray | None) -> StepExperts | None:
         """Return the experts of the newest counted pass; None where they are not counted."""
@@ -213,7 +219,7 @@ class Runner:
         Most steps on a CPU are of this kind. A torch call takes 50 µs or more when the step's weights have just passed
         through the CPU caches. Returns None for other steps, without having computed anything.
         """
-        if self._kv_sender is not None or not all(map(is_plain, rows)):
+        if self._kv_sender is not None or not (all(map(_is_greedy, rows)) or all(map(is_plain, rows))):
             return None
         made = self._decode(hosts, with_logits=True)
         return None if made is None or made.logits is None else Best.of(made.logits)
@@ -305,12 +311,9 @@ class Runner:
             scores = score(self._model, hidden_LD[end:], of_prompts, self.staging)
         return unit_ED, scores
 
-    def _arrange(self, plan: Plan) -> list[HostBatch]:
-        """Return the step's batch of each rank group."""
-        groups = self._num_groups
-        if groups == 1:
-            return [self._builder.arrange(plan)]
-        return with_adapter_rows(self._builder.arrange_groups(plan, groups))
+    def _arrange_groups(self, plan: Plan) -> list[HostBatch]:
+        """Return the step's batch of each of several rank groups."""
+        return with_adapter_rows(self._builder.arrange_groups(plan, self._num_groups))
 
     def collect(self, flight: InFlightStep | PipelinedStep) -> StepResults:
         """Wait for the results of the oldest launched step and return them."""
@@ -320,7 +323,7 @@ class Runner:
         token_ids, logprobs = flight.drawn.unpack()
         vectors = [] if flight.unit_ED is None else as_bytes(flight.unit_ED)
         scores = [] if flight.scores is None else flight.scores.unpack()
-        bad_scores = frozenset(key for key, one in scores if not are_finite(one))
+        bad_scores = frozenset(key for key, one in scores if not are_finite(one)) if scores else _NO_KEYS
         non_finite = flight.drawn.non_finite_rows()
         return StepResults(token_ids, logprobs, vectors, scores, non_finite, bad_scores, flight.experts)
 

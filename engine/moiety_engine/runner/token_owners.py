@@ -6,12 +6,15 @@ T tokens of a step.
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moiety_engine.moe.tenants import NO_TENANT
 from moiety_kernels.expert_count import MAX_SLOTS, PART_SHIFT, owner_code
+
+_tenant_of = attrgetter("request.tenant")
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,7 +33,7 @@ def owners_of_decodes(
     """
     if tenants is None:
         return np.zeros(len(ones), dtype=np.int64)
-    slots = tenants.slots_of([sequence.request.tenant for sequence in sequences], ones)
+    slots = tenants.slots_of(list(map(_tenant_of, sequences)), ones)
     if tenants.rank_weights is None:
         owner_T: np.ndarray = np.array(slots, dtype=np.int64) | _plain_codes(len(slots))
         return owner_T

@@ -140,5 +140,6 @@ def rows_of(plan: Plan, *, as_launched: bool = False) -> list[Row]:
         if chunk.samples:
             sequence = LaunchedSequence(chunk.sequence) if as_launched else chunk.sequence
             rows.append(sequence)
-            rows += [Drafted(sequence, chunk.draft[:end]) for end in range(1, len(chunk.draft) + 1)]
+            if chunk.draft:
+                rows += [Drafted(sequence, chunk.draft[:end]) for end in range(1, len(chunk.draft) + 1)]
     return rows

@@ -278,6 +278,8 @@ def _filter(
 
 def is_plain(row: Row) -> bool:
     """Return whether the row's token is the largest unmodified logit's, without log-probabilities."""
+    if row.request.is_greedy:
+        return True
     sampling = row.request.submit.sampling
     if sampling.temperature > 0 or sampling.num_logprobs is not None or row.request.grammar is not None:
         return False

@@ -26,11 +26,7 @@ class PipelineDivision:
     def __init__(self, queues: RequestQueues, step_time: StepTimeModel, limits: SchedulerLimits) -> None:
         self._queues, self._step_time, self._limits = queues, step_time, limits
         self.num_steps = limits.steps_in_flight
-
-    @property
-    def is_active(self) -> bool:
-        """True if several steps are in flight, so that a sequence waits for its sampled token."""
-        return self.num_steps > 1
+        self.is_active = self.num_steps > 1  # several steps are in flight: a sequence waits for its sampled token
 
     def decodes_of_step(self, decoding: list[Chunk]) -> list[Chunk]:
         """Return the decodes of the next step, in the same order: an equal part of the work of each rank group.

@@ -204,10 +204,11 @@ class Scheduler:
         planner = StepPlanner(self.groups, rows, self.step_time, answers, self.encoder_work)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
-        while planner.empty and not self._running and self._preemptor.break_deadlock(now_ns):
+        while not planner.num_rows and not self._running and self._preemptor.break_deadlock(now_ns):
             self._plan_into(planner, now_ns)
-        self._preemptor.free_stuck_groups(planner, self._running, now_ns)
-        if may_prefill_ahead and self.idle and planner.empty:
+        if self.groups.count > 1:
+            self._preemptor.free_stuck_groups(planner, self._running, now_ns)
+        if may_prefill_ahead and not planner.num_rows and self.idle:
             self.speculative_prefill.plan_into(planner, now_ns)
         return planner.finish(self._preemptor.preempted, now_ns)
 
@@ -259,9 +260,10 @@ class Scheduler:
         for chunk in plan.chunks[plan.num_decode :]:
             if self.queues.computed(chunk.sequence) or chunk.sequence in self.queues.verifying:
                 self.policy.discard(chunk.sequence)  # it needs no more prefill
-        if plan.is_speculative_prefill:
+        if not plan.num_decode and plan.is_speculative_prefill:
             self.speculative_prefill.launched(plan, plan.planned_ns)
-        self._retire_padding_rows()
+        if self._strategy.padded:
+            self._retire_padding_rows()
         self.queues.invalidate_sums()
 
     def commit(
@@ -285,12 +287,13 @@ class Scheduler:
         outputs, got_token = self.output_processor.process(plan, token_ids, logprobs, now_ns, embeddings, non_finite)
         self.output_tokens_total += len(got_token)
         self.policy.decoded(got_token)
-        self._retire_padding_rows()
+        if self._strategy.padded:
+            self._retire_padding_rows()
         self.queues.renew_sums()
         seconds = self._step_timing.committed(plan, now_ns)
         if plan.chunks and seconds > 0:
             self.step_time.observe(plan.shape, seconds)
-        if plan.chunks and seconds > 0 and not plan.is_speculative_prefill:
+        if plan.chunks and seconds > 0 and (plan.num_decode or not plan.is_speculative_prefill):
             self.policy.stepped(seconds, plan.shape, now_ns / 1e9)
             if plan.shape.prefill_rows:
                 self.prefill_seconds_total += seconds
@@ -342,12 +345,15 @@ class Scheduler:
     def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
         """Add decodes, then as much prefill as fits."""
         decoding = self._preemptor.secure_decodes(now_ns)
+        division = self._division
         if not self._strategy.padded:  # the rows of a padded batch run together
-            decoding = self._division.decodes_of_step(self.policy.decodes_of_step(decoding, now_ns / 1e9))
-        own_due_s, context = self.queues.sums_of(decoding)
-        due_s = self._division.earliest_due_s(own_due_s)
+            decoding = self.policy.decodes_of_step(decoding, now_ns / 1e9)
+            decoding = division.decodes_of_step(decoding) if division.is_active else decoding
+        due_s, context = self.queues.sums_of(decoding)
         planner.add_decodes(decoding, context)
-        planner.limit_prefill(self._division.max_prefill_rows())
+        if division.is_active:
+            due_s = division.earliest_due_s(due_s)
+            planner.limit_prefill(division.max_prefill_rows())
         if self.policy.num_queued and planner.rows_left > 0:
             view = BatchView(
                 planner.shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from moiety_engine.images.encoder_cost import EncoderWork, ImageEncoding
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
@@ -122,7 +123,8 @@ class StepPlanner:
         self._decoding = None
         self._decode_context += context
         self.num_rows += len(chunks)
-        self._take_answer_rows(len(chunks))
+        if self._answer_rows_left is not None:
+            self._answer_rows_left -= len(chunks)
         if self._kv.count > 1:
             for chunk in chunks:
                 self._taken_of_group[chunk.sequence.kv.group] += 1
@@ -262,7 +264,7 @@ class StepPlanner:
         return sequence in self._decoding
 
     def finish(self, preempted: list[Sequence], planned_ns: int) -> Plan:
-        copies = self._kv.take_copies()
+        """Return the step, with the copies, replays and KV loads that are queued."""
         if self.num_drafted:  # recurrent layers take runs of single tokens first
             self._decodes.sort(key=lambda chunk: bool(chunk.draft))
         return Plan(
@@ -271,11 +273,19 @@ class StepPlanner:
             num_rows=self.num_rows,
             preempted=preempted,
             shape=self.shape,
-            swap_out=copies.outs,
-            swap_in=copies.ins,
-            state_replays=self._kv.take_state_replays(),
-            state_copies=self._kv.take_state_copies(),
-            kv_loads=self._kv.take_kv_loads(),
             planned_ns=planned_ns,
             catch_ups=self._catch_ups,
+            **({} if self._kv.moves_nothing else self._take_moves()),
         )
+
+    def _take_moves(self) -> dict[str, Any]:
+        """Return the plan's copies, replays and KV loads."""
+        kv = self._kv
+        copies = kv.take_copies()
+        return {
+            "swap_out": copies.outs,
+            "swap_in": copies.ins,
+            "state_replays": kv.take_state_replays(),
+            "state_copies": kv.take_state_copies(),
+            "kv_loads": kv.take_kv_loads(),
+        }

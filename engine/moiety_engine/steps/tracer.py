@@ -29,28 +29,27 @@ class StepTracer:
     """Tracer of steps, owned by the loop."""
 
     def __init__(self, per_s: float) -> None:
-        self._sampler = StepSampler(per_s)
-        self._kept: deque[TracedStep] = deque(maxlen=MAX_KEPT)
+        self.is_due = StepSampler(per_s).is_due  # of a time in ns: whether to trace the step that ends now
+        self.kept: deque[TracedStep] = deque(maxlen=MAX_KEPT)
         self._ended: TracedStep | None = None
 
     def ended(self, plan: Plan, scheduler: Scheduler, number: int, now_ns: int, experts: ExpertPace | None) -> None:
         """Record a step that has ended but is not yet committed: its requests still have the state of that step."""
-        if self._sampler.is_due(now_ns):
-            keys = list(map(_KEY, plan.chunks))
-            self._ended = TracedStep(_step(plan, scheduler, number, now_ns, experts), keys)
+        keys = list(map(_KEY, plan.chunks))
+        self._ended = TracedStep(_step(plan, scheduler, number, now_ns, experts), keys)
 
     def committed(self, outputs: Iterable[CoreOutput]) -> None:
         """Add the step's output tokens: with speculative decoding they are known only at the commit."""
         if self._ended is not None:
             num_tokens = sum(len(output.token_ids) for output in outputs)
             step = msgspec.structs.replace(self._ended.step, num_output_tokens=num_tokens)
-            self._kept.append(TracedStep(step, self._ended.keys))
+            self.kept.append(TracedStep(step, self._ended.keys))
             self._ended = None
 
     def take(self) -> list[TracedStep]:
         """Return the steps traced since the last call."""
-        kept = list(self._kept)
-        self._kept.clear()
+        kept = list(self.kept)
+        self.kept.clear()
         return kept
 
 

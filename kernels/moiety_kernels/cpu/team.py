@@ -217,7 +217,8 @@ class Team:
     def replay(self, program: Program) -> None:
         """Run the program's jobs again in sequence, on the current contents of its tensors."""
         with self._calling:
-            self._wake_all()
+            if True in self._asleep:
+                self._wake_all()
             state, scratch, _ = self.addresses
             _replay(state, scratch, program.address, program.num_jobs)
 

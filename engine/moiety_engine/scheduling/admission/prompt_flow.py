@@ -52,10 +52,8 @@ class PromptFlow:
         """Record that the tokens no longer wait: their request has started or ended."""
         self._ranks[rank].pending_tokens -= num_tokens
 
-    def record_step(self, seconds: float, prefill_tokens: int, *, backlogged: bool) -> None:
-        """Record a step and its prompt tokens. `backlogged` says whether other prompts waited."""
-        if not backlogged:
-            return
+    def record_backlogged_step(self, seconds: float, prefill_tokens: int) -> None:
+        """Record a step, while other prompts waited, and its prompt tokens."""
         rate = prefill_tokens / seconds
         if self._served_per_s is None:
             self._served_per_s = self.best_per_s

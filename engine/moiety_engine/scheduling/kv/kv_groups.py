@@ -50,6 +50,7 @@ class KvGroups:
         self.first = self._ledgers[0]
         self.count = len(self._ledgers)
         self._has_states = any(kv.states is not None for kv in self._ledgers)
+        self._has_host = any(kv.host is not None for kv in self._ledgers)
 
     def __iter__(self) -> Iterator[KvLedger]:
         return iter(self._ledgers)
@@ -108,6 +109,13 @@ class KvGroups:
                 blocks_left = kv.pool.num_free - kv.num_blocks_to_start(hits, num_tokens)
                 candidates.append(GroupCandidate(group, load_tokens[group], len(hits) * kv.block_size, blocks_left))
         request.kv.group = best_group(candidates, num_tokens)
+
+    @property
+    def moves_nothing(self) -> bool:
+        """True if no copies, replays or KV loads are queued, as in most steps without a host tier."""
+        if self._has_states or self._has_host:
+            return False
+        return not (self.first.kv_loads if self.count == 1 else any(kv.kv_loads for kv in self._ledgers))
 
     def take_copies(self) -> Copies:
         """Return the copies of all groups, once per plan.

@@ -58,7 +58,7 @@ class KvLedger(StateLedger):
         self.swapped_in_total = 0
         self.host_hit_blocks_total = 0  # blocks of prefix hits that were on the host
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
-        self._kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
+        self.kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
         self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, end_retention=self._end_retention)
         pool.kept = self.retention
         if states is not None:
@@ -150,7 +150,7 @@ class KvLedger(StateLedger):
         grown = self.grow(sequence, end)
         assert grown, "a sequence was started without blocks for all its tokens"
         tables = [table[: self.blocks_for(end)] for table in sequence.kv.tables]
-        self._kv_loads[sequence.key] = KvLoad(sequence.key, first, tables, sequence.kv.firsts, sequence.kv.state_slot)
+        self.kv_loads[sequence.key] = KvLoad(sequence.key, first, tables, sequence.kv.firsts, sequence.kv.state_slot)
         # The states at earlier ends, and at this one before the next plan, are not there to be kept.
         sequence.kv.snapshot_ends = tuple(one for one in sequence.kv.snapshot_ends if one * self.block_size > end)
         sequence.kv.num_computed = sequence.kv.peak_computed = end
@@ -158,7 +158,7 @@ class KvLedger(StateLedger):
 
     def take_kv_loads(self) -> list[KvLoad]:
         """Return the queued KV loads, once per plan, to run after the copies."""
-        kv_loads, self._kv_loads = list(self._kv_loads.values()), {}
+        kv_loads, self.kv_loads = list(self.kv_loads.values()), {}
         return kv_loads
 
     # ── full blocks ──
@@ -201,7 +201,7 @@ class KvLedger(StateLedger):
 
     def release(self, sequence: Sequence) -> None:
         """Release all device and host blocks; the computed contents may still be hit by their hashes."""
-        if self._kv_loads.pop(sequence.key, None) is not None:  # its KV is not loaded yet
+        if self.kv_loads.pop(sequence.key, None) is not None:  # its KV is not loaded yet
             sequence.kv.num_transferred_tokens = sequence.kv.num_computed
         elif sequence.kv.num_sealed:
             self._retain_released(sequence)
@@ -399,7 +399,7 @@ class KvLedger(StateLedger):
     def _host_places(self, sequence: Sequence) -> list[int | None] | None:
         """Return `_known_on_host` if the host tier has enough free blocks and there is KV to swap out; else None."""
         host, states = self.host, self.states
-        if host is None or (states is not None and not states.num_host_free) or sequence.key in self._kv_loads:
+        if host is None or (states is not None and not states.num_host_free) or sequence.key in self.kv_loads:
             return None
         if sequence.kv.num_computed == 0 or not sequence.kv.blocks:
             return None

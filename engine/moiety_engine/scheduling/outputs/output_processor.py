@@ -69,10 +69,14 @@ class OutputProcessor:
                 if sequence.pending_row < 0:
                     self.tokens_past_stop_total += 1
                     continue
-                output = self._take_samples(chunk, [token, *drafted], now_ns, first, non_finite)
-                if output is None:
-                    continue
-                got_token += [sequence] * len(output.token_ids)
+                if chunk.draft or non_finite or self._queues.verifying:
+                    output = self._take_samples(chunk, [token, *drafted], now_ns, first, non_finite)
+                    if output is None:
+                        continue
+                    got_token += [sequence] * len(output.token_ids)
+                else:
+                    output = self._take_token(sequence, *token, now_ns)
+                    got_token.append(sequence)
                 outputs.append(output)
             elif chunk.embeds:
                 outputs += self._take_vector(sequence, next(embedded), now_ns)

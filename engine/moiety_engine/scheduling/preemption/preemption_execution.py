@@ -60,7 +60,7 @@ class Preemptor:
         Other decoding sequences stay out of the step or are preempted.
         """
         decoding = self._queues.decoding
-        short = self._short_of_a_block()
+        short = self._short_of_a_block() if self._queues.filled else []
         if not short:
             return list(decoding.values())
         waiting: list[Sequence] = []

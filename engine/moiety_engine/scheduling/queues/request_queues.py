@@ -18,6 +18,8 @@ from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.sequence import Sequence, SequenceState
 
 by_arrival = attrgetter("request.order")
+_next_due_s, _num_computed = attrgetter("deadlines.next_due_s"), attrgetter("kv.num_computed")
+_predicted_output = attrgetter("predicted_output")
 
 
 class RequestQueues:
@@ -81,12 +83,12 @@ class RequestQueues:
     def predicted_output(self) -> float:
         """Return the predicted total output of all running requests, in tokens."""
         if self._predicted_output is None:
-            self._predicted_output = sum([sequence.predicted_output for sequence in self.running])
+            self._predicted_output = sum(map(_predicted_output, self.running))
         return self._predicted_output
 
     def renew_sums(self) -> None:
         """Renew the sums over running sequences, right after the results of a step were recorded."""
-        self.invalidate_sums()
+        self._decode_sums = self._predicted_output = None
         self._sums_of_all()
         self.predicted_output()
 
@@ -198,8 +200,8 @@ class RequestQueues:
 
     def _sums_of_all(self) -> tuple[float, int]:
         if self._decode_sums is None:
-            due_s = min([sequence.deadlines.next_due_s for sequence in self.decoding], default=math.inf)
-            self._decode_sums = due_s, sum([sequence.kv.num_computed for sequence in self.decoding])
+            due_s = min(map(_next_due_s, self.decoding), default=math.inf)
+            self._decode_sums = due_s, sum(map(_num_computed, self.decoding))
         return self._decode_sums
 
     def _remove_running(self, sequence: Sequence) -> None:

@@ -85,7 +85,7 @@ class SpeculativePrefill:
         self._watch = ConversationWatch[_Wanted](self.patterns)  # by the hash of the prompt's last full block
         self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
         self._planned: _Wanted | None = None
-        self._ended: list[CoreOutput] = []
+        self.ended: list[CoreOutput] = []  # since the last `take_ended`
 
     # ── requested prefills ──
 
@@ -138,7 +138,7 @@ class SpeculativePrefill:
 
     def take_ended(self) -> list[CoreOutput]:
         """Return the prefills that ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def forget(self) -> None:
@@ -280,4 +280,4 @@ class SpeculativePrefill:
             expert_read_bytes=sequence.experts.read_bytes,
             expert_moved_bytes=sequence.experts.moved_bytes,
         )
-        self._ended.append(CoreOutput(sequence.key, [], None, finish))
+        self.ended.append(CoreOutput(sequence.key, [], None, finish))

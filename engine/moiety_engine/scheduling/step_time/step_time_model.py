@@ -10,6 +10,8 @@ an initial guess. Pure Python: seven coefficients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import mul
 from typing import NamedTuple
 
 from moiety_wire.engine_load import StepCosts
@@ -55,7 +57,7 @@ class StepTimeModel:
         self.coefficients = [float(c) for c in coefficients]
         self._guess = list(self.coefficients)
         self._bias = bias
-        self._gram = [[0.0] * _NUM_TERMS for _ in range(_NUM_TERMS)]
+        self._gram = [[0.0] * (i + 1) for i in range(_NUM_TERMS)]
         self._moment = [0.0] * _NUM_TERMS
         self.num_observed = 0
         self.relative_error = 0.0  # mean absolute error of predictions made before the step was observed
@@ -98,18 +100,19 @@ class StepTimeModel:
         if seconds <= 0:
             return
         terms = _terms(shape)
-        predicted = sum(c * x for c, x in zip(self.coefficients, terms, strict=True))
+        predicted = sum(map(mul, self.coefficients, terms))
         self.num_observed += 1
         weight = max(0.02, 1 / self.num_observed)
         self.relative_error += weight * (abs(predicted - seconds) / seconds - self.relative_error)
         if self.num_observed > 16 and not 0.2 < seconds / max(predicted, 1e-9) < 5:
             seconds = predicted * (5 if seconds > predicted else 0.2)  # clip outliers, such as a hiccup of the machine
         scale = 1 / seconds
-        scaled = [x * scale for x in terms]
-        for i, row in enumerate(self._gram):
+        scaled = tuple(map(mul, terms, repeat(scale)))
+        moment = self._moment
+        for i, row in enumerate(self._gram):  # its lower half: it is symmetric
             x_i = scaled[i]
-            self._moment[i] = self._moment[i] * _FORGET + x_i
-            for j in range(_NUM_TERMS):
+            moment[i] = moment[i] * _FORGET + x_i
+            for j in range(i + 1):
                 row[j] = row[j] * _FORGET + x_i * scaled[j]
         if self.num_observed % _REFIT_STEPS == 0 or self.num_observed < _REFIT_STEPS:
             self._refit()
@@ -141,7 +144,7 @@ class StepTimeModel:
         guess = self._guess
         active = list(range(_NUM_TERMS))
         while True:
-            matrix = [[self._gram[i][j] for j in active] for i in active]
+            matrix = [[self._gram[max(i, j)][min(i, j)] for j in active] for i in active]
             vector = [self._moment[i] for i in active]
             for k, i in enumerate(active):
                 hold = _RIDGE / max(guess[i], 1e-9) ** 2

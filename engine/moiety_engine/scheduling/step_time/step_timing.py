@@ -25,7 +25,7 @@ class StepTiming:
 
     def committed(self, plan: Plan, now_ns: int) -> float:
         """Return the step's duration in seconds, without the time it waited for the previous step."""
-        begun_ns, self._committed_ns = self.begun_ns(plan), now_ns
+        begun_ns, self._committed_ns = max(plan.planned_ns, self._committed_ns), now_ns
         self._running.popleft()
         return (now_ns - begun_ns) / 1e9
 

@@ -129,8 +129,10 @@ class Moiety(Policy):
         self._queue.update_boost_lane(seconds)
         self._kv_admission.time_passed(seconds)
         self._slo.record_step(seconds)
-        self._flow.record_step(seconds, shape.prefill_rows, backlogged=self._queue.num_queued > 0)
-        self._slo.refresh(now_s)
+        if self._queue.num_queued:
+            self._flow.record_backlogged_step(seconds, shape.prefill_rows)
+        if now_s >= self._slo.refresh_at_s:
+            self._slo.refresh(now_s)
         self._unaccounted_s += seconds
         if self._unaccounted_s >= 1.0:
             for accounts in self._accounts.values():

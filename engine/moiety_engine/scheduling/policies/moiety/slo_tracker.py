@@ -19,7 +19,7 @@ class SloTracker:
         self._tuning = tuning
         self._flow = flow
         self._seen: dict[str, tuple[float, ServiceClass]] = {}  # last arrival and class, by name
-        self._refresh_at_s = 0.0
+        self.refresh_at_s = 0.0
         self.tpot_s = math.inf  # shortest TPOT target of the recent classes
         self.ttft_s = math.inf
         self.best_rank = 0
@@ -54,9 +54,9 @@ class SloTracker:
 
     def refresh(self, now_s: float) -> None:
         """Drop classes that were not seen recently, and update the figures."""
-        if now_s < self._refresh_at_s:
+        if now_s < self.refresh_at_s:
             return
-        self._refresh_at_s = now_s + _REFRESH_S
+        self.refresh_at_s = now_s + _REFRESH_S
         oldest_s = now_s - self._tuning.remembered_s
         self._seen = {name: seen for name, seen in self._seen.items() if seen[0] >= oldest_s}
         self.tpot_s = self.ttft_s = self.best_tpot_s = self.best_ttft_s = math.inf

@@ -108,10 +108,11 @@ class UrgencyQueue:
 
     def update_boost_lane(self, seconds: float) -> None:
         """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
-        unused = sum(
-            min(lacked, s.num_uncomputed) for s, lacked in self._on_lane.items() if s.state is not SequenceState.ENDED
-        )
-        self._on_lane.clear()
+        unused, lane = 0, self._on_lane
+        if lane:
+            open_ = [(s, lacked) for s, lacked in lane.items() if s.state is not SequenceState.ENDED]
+            unused = sum(min(lacked, sequence.num_uncomputed) for sequence, lacked in open_)
+            lane.clear()
         self._lane_s += self._tuning.boost_part * seconds + unused * self._slo.token_s
         self._lane_s = min(self._tuning.lane_saved_s, self._lane_s)
 
