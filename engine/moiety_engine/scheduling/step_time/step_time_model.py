@@ -186,5 +186,5 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
                     row_k[j] -= factor * row_i[j]
                 vector[k] -= factor * vector[i]
     for i in reversed(range(size)):
-        vector[i] = (vector[i] - sum(matrix[i][j] * vector[j] for j in range(i + 1, size))) / matrix[i][i]
+        vector[i] = (vector[i] - sum(map(mul, matrix[i][i + 1 :], vector[i + 1 :]))) / matrix[i][i]
     return vector
