@@ -1,5 +1,6 @@
 """Decode steps on a CPU are recorded and replayed in families that scale, add or normalize by other operations than the
-usual ones, and replayed steps say what transformers says."""
+usual ones, and in those with recurrent layers or sparse attention. Replayed steps say what transformers says, and what
+the same steps say without a recording."""
 
 from __future__ import annotations
 
@@ -21,6 +22,18 @@ RECORDED = [
     "mistral4",
     "phimoe",
 ]
+RECURRENT = [
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "minimax",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "zaya",
+]
+SPARSE = ["axk2", "deepseek_v32", "glm_moe_dsa", "longcat_flash"]
 PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(60)]
 NUM_READ, NUM_REPLAYED = 50, 8
 
@@ -45,3 +58,30 @@ def test_decode_steps_are_recorded_and_say_what_transformers_says(
     expected = torch.stack([checkpoint.logprobs(one.token_ids), checkpoint.logprobs(other.token_ids)], dim=1)
     ours = torch.stack(found).log_softmax(-1)
     assert (ours - expected[NUM_READ : NUM_READ + NUM_REPLAYED]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("variant", [*RECURRENT, *SPARSE])
+def test_replayed_steps_have_the_bits_of_steps_without_a_recording(
+    make_checkpoint: Any, make_driver: Any, variant: str
+) -> None:
+    checkpoint = make_checkpoint(variant)
+    recorded, plain = (make_driver(checkpoint.folder) for _ in range(2))
+    plain.model._programs = None
+    found = [_logits_of_steps(driver) for driver in (recorded, plain)]
+    programs = recorded.model._programs
+    assert set(programs._recorded) == {(1, False), (2, False)}
+    assert torch.equal(*found)
+
+
+def _logits_of_steps(driver: Driver) -> torch.Tensor:
+    """Return the logits of decode steps of two sequences, one of which pauses, and of a third in the slots of one."""
+    one, other = Sequence(list(PROMPT)), Sequence(list(reversed(PROMPT)))
+    driver.step([(one, 30), (other, 17)])
+    found = []
+    for both in (True, True, True, False, False, True, True):
+        found += driver.step([(one, 1), (other, 1)] if both else [(other, 1)])
+    third = Sequence(list(PROMPT[5:]), state_slot=one.state_slot)
+    driver.step([(third, 20)])
+    for _ in range(3):
+        found += driver.step([(other, 1), (third, 1)])
+    return torch.cat(found)

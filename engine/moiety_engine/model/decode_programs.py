@@ -1,13 +1,16 @@
 """Recording and replay of decode steps on a CPU, without Python between the operations.
 
-For a few rows the interpreter would take a large part of a step, for some dozens a few percent. The jobs that the
-layers run for a number of sequences are therefore recorded once, on persistent buffers, and then replayed in one call,
-like a CUDA graph: immediately for a few sequences, for more once that number has occurred often enough to pay for it.
-A pass that computes anything outside our kernels cannot be recorded and runs without replay.
+For a few rows the interpreter would take a large part of a step, for some dozens a few percent. What the layers compute
+for a number of sequences is therefore recorded once, on persistent buffers, and then replayed, like a CUDA graph:
+immediately for a few sequences, for more once that number has occurred often enough to pay for it. Layers that only our
+kernels compute are replayed in one call; torch operations between the kernels are called one by one (`pass_recording`).
 
 For a few sequences the embedding lookup and the logits are recorded with the layers if our kernels compute them: a step
 is then a few array copies and one call. With 32 sequences this was a tenth slower than running those two with torch
 around the layers' program.
+
+Recurrent states stay in their slots, whose numbers are inputs of a program. A step with a draft is not replayed, since
+the tokens of a draft are one run.
 
 S sequences, T tokens of the step (as many), D model width, V vocabulary, B blocks per row.
 """
@@ -16,23 +19,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from moiety_engine.model.adapter_stacks import AdaptedRows
-from moiety_engine.model.batch import GroupTable
-from moiety_kernels.cpu.team import Program, team
+from moiety_engine.model.batch import GroupTable, RecurrentRows
+from moiety_engine.model.pass_recording import PassProgram, record_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
+    from collections.abc import Sequence
 
     from moiety_engine.model.batch import Batch, KvCache
-    from moiety_kernels.cpu.team import Job
+    from moiety_engine.model.pass_recording import PassRecording
 
 MAX_SEQUENCES = 64
 FEW_SEQUENCES = 8  # up to this number a step is recorded when it first occurs
@@ -40,28 +41,6 @@ STEPS_TO_PAY = 4  # occurrences before a larger step is recorded, since each rec
 MIN_TABLE_WIDTH = 64  # blocks; a wider table needs a new recording, at twice the width
 
 _Kind = tuple[int, bool]  # sequences, and whether any has an adapter
-
-_ALLOCATIONS = {"empty", "empty_like"}
-_QUERIES = {"data_ptr", "dim", "element_size", "is_contiguous", "numel", "stride", "__len__"}
-_QUERIES |= {"__get__"}  # shape, dtype …
-_VIEWS = {"as_strided", "unsqueeze", "view"}
-
-
-class _Watch(TorchFunctionMode):
-    """Function mode that keeps allocated tensors and detects whether torch itself computed anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-        self.only_kernels = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.__name__ in _ALLOCATIONS:
-            self.tensors.append(result)
-        elif func.__name__ not in _QUERIES | _VIEWS:
-            self.only_kernels = False
-        return result
 
 
 class _Table(Protocol):
@@ -71,6 +50,19 @@ class _Table(Protocol):
     def slots_T(self) -> np.ndarray: ...  # noqa: N802
     @property
     def block_table_SB(self) -> np.ndarray: ...  # noqa: N802
+
+
+class _States(Protocol):
+    """Runs of a step that recurrent layers see; see runner.state_rows.HostStates."""
+
+    @property
+    def slots_R(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def begins_R(self) -> np.ndarray: ...  # noqa: N802
+    @property
+    def num_single(self) -> int: ...
+    @property
+    def recorded_rows_K(self) -> np.ndarray: ...  # noqa: N802
 
 
 class Decodes(Protocol):
@@ -92,6 +84,8 @@ class Decodes(Protocol):
     def adapter_T(self) -> np.ndarray | None: ...  # noqa: N802
     @property
     def further_tables(self) -> Sequence[_Table]: ...
+    @property
+    def states(self) -> _States | None: ...
 
 
 class Pass(Protocol):
@@ -115,9 +109,11 @@ class _Inputs:
         "adapter_T",
         "context_len_S",
         "further_tables",
+        "has_state_S",
         "owner_T",
         "positions_T",
         "slots_T",
+        "state_slot_S",
         "table_SB",
         "token_ids_T",
         "width",
@@ -131,13 +127,22 @@ class _Inputs:
         self.table_SB = own.block_table_SB.numpy()
         self.width = self.table_SB.shape[1]
         self.further_tables = [(table.slots_T.numpy(), table.block_table_SB.numpy()) for table in own.further_tables]
+        states = own.states
+        self.state_slot_S = None if states is None else states.slots_R.numpy()
+        self.has_state_S = None if states is None else states.has_state_R.numpy()
 
     def take(self, step: Decodes) -> bool:
         """Copy a step into the arrays; return False, without a change, if it does not fit."""
-        table_SB, owner_T = step.block_table_SB, self.owner_T
+        table_SB, owner_T, states = step.block_table_SB, self.owner_T, step.states
         width = table_SB.shape[1]
         if width > self.width or (owner_T is None and step.owner_T.any()):
             return False
+        if states is not None:
+            if states.num_single != len(self.token_ids_T) or len(states.recorded_rows_K):
+                return False
+            assert self.state_slot_S is not None, "the model has no recurrent layers"
+            self.state_slot_S[:] = states.slots_R
+            np.logical_not(states.begins_R, out=self.has_state_S)
         self.token_ids_T[:] = step.token_ids_T
         self.positions_T[:] = step.positions_T
         self.slots_T[:] = step.slots_T
@@ -166,8 +171,8 @@ class Replayed:
 class _Recorded:
     """Recorded programs, the inputs that they read, and all memory that they write."""
 
-    layers: Program
-    whole: Program | None  # for a few sequences: embedding, layers and logits
+    layers: PassProgram
+    whole: PassProgram | None  # for a few sequences: embedding, layers and logits
     x_TD: Tensor
     batch: Batch
     inputs: _Inputs
@@ -190,6 +195,9 @@ class DecodePrograms:
         sequences = batch.num_decode
         if not self._recordable or sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
             return False
+        states = batch.states
+        if states is not None and (states.num_single != sequences or states.recorded_rows_K is not None):
+            return False
         kind = _kind_of(batch)
         if sequences <= FEW_SEQUENCES or kind in self._recorded:
             return True
@@ -198,8 +206,8 @@ class DecodePrograms:
 
     @property
     def only_kernels(self) -> bool:
-        """Return whether a recording has shown that the layers run without torch operations."""
-        return self._recordable and bool(self._recorded)
+        """Return whether recordings have shown that the layers run without torch operations."""
+        return bool(self._recorded) and all(not one.layers.num_torch_calls for one in self._recorded.values())
 
     def forget(self) -> None:
         """Discard all recordings before weights or cache move, since they hold the old addresses."""
@@ -208,14 +216,14 @@ class DecodePrograms:
     def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
         """Replay a step that contains only decodes, embedding included; `with_logits` requires its logits.
 
-        Returns None if no matching step is recorded; `run` records it. Calls no torch function.
+        Returns None if no matching step is recorded; `run` records it. Calls no torch function but recorded ones.
         """
         known = self._recorded.get((len(step.token_ids_T), step.adapter_T is not None))
         if known is None or known.whole is None or kv is not self._cache:
             return None
         if (with_logits and known.replayed.logits is None) or not known.inputs.take(step):
             return None
-        team().replay(known.whole)
+        known.whole.replay()
         return known.replayed
 
     def run(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
@@ -227,45 +235,52 @@ class DecodePrograms:
             return self._record(x_TD, batch, kv)
         known.x_TD.copy_(x_TD)
         _refill(known.batch, batch)
-        team().replay(known.layers)
+        known.layers.replay()
         return known.replayed.hidden_TD
 
     def _record(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         own = _own(batch, kv)
         _refill(own, batch)
-        begin_jobs, begun_TD, begun = _watched(lambda: self._parts.begin(own.token_ids_T))
+        begun_TD, begun = record_pass(lambda: self._parts.begin(own.token_ids_T))
         own_x_TD = begun_TD if begun.only_kernels and begun_TD.shape == x_TD.shape else torch.empty_like(x_TD)
+        states = _read_states(own, kv)
         for _ in range(2):  # the first run may compute tables and compile code
             own_x_TD.copy_(x_TD)
-            jobs, output_TD, watch = _watched(lambda: self._parts.layers(own_x_TD, own, kv))
-            if watch.only_kernels:
-                tensors = begun.tensors + watch.tensors
-                whole, logits_SV = None, None
-                if own_x_TD is begun_TD and batch.num_decode <= FEW_SEQUENCES:
-                    logits_jobs, logits_SV = self._logits(output_TD, tensors)
-                    whole = Program([*begin_jobs, *jobs, *logits_jobs])
-                replayed = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
-                kept = own_x_TD, own, _Inputs(own), replayed, tensors
-                self._recorded[_kind_of(batch)] = _Recorded(Program(jobs), whole, *kept)
-                return output_TD
+            for part, before in states:  # which the first run has advanced
+                part.index_copy_(0, own.states.slots_R, before)
+            output_TD, layers = record_pass(lambda: self._parts.layers(own_x_TD, own, kv))
+            if layers.only_kernels:
+                break
             if own.owner_T is not None:
                 own.owner_T.zero_()  # its experts are counted now: the second run counts for NO_TENANT
-        self._recordable = False
+        if not layers.is_repeatable:
+            self._recordable = False
+            return output_TD
+        whole, logits_SV, tensors = None, None, begun.tensors + layers.tensors
+        if own_x_TD is begun_TD and batch.num_decode <= FEW_SEQUENCES:
+            logits_SV, last = self._logits(output_TD, tensors)
+            whole = PassProgram(begun, layers, *last)
+        replayed = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
+        kept = own_x_TD, own, _Inputs(own), replayed, tensors
+        self._recorded[_kind_of(batch)] = _Recorded(PassProgram(layers), whole, *kept)
         return output_TD
 
-    def _logits(self, output_TD: Tensor, tensors: list[Tensor]) -> tuple[list[Job], Tensor | None]:
-        """Record the jobs that compute the logits, if our kernels do; adds their buffers to `tensors`."""
-        jobs, logits_SV, watch = _watched(lambda: self._parts.logits(output_TD))
-        if not watch.only_kernels:
-            return [], None
-        tensors += watch.tensors
-        return jobs, logits_SV
+    def _logits(self, output_TD: Tensor, tensors: list[Tensor]) -> tuple[Tensor | None, list[PassRecording]]:
+        """Record the logits, if our kernels compute them; adds their buffers to `tensors`."""
+        logits_SV, recording = record_pass(lambda: self._parts.logits(output_TD))
+        if not recording.only_kernels:
+            return None, []
+        tensors += recording.tensors
+        return logits_SV, [recording]
 
 
-def _watched(compute: Callable[[], Tensor]) -> tuple[list[Job], Tensor, _Watch]:
-    with team().recording() as jobs, _Watch() as watch:
-        result = compute()
-    return jobs, result, watch
+def _read_states(own: Batch, kv: KvCache) -> list[tuple[Tensor, Tensor]]:
+    """Return each part of the recurrent states with copies of the rows of the batch's sequences."""
+    states = own.states
+    if states is None:
+        return []
+    parts = [part for cache in kv.states for part in cache.parts]
+    return [(part, part.index_select(0, states.slots_R)) for part in parts]
 
 
 def _own(batch: Batch, kv: KvCache) -> Batch:
@@ -287,6 +302,17 @@ def _own(batch: Batch, kv: KvCache) -> Batch:
             GroupTable(table.slots_T.clone(), torch.zeros(sequences, wide, dtype=torch.int32))
             for table in batch.further_tables
         ),
+        states=None if batch.states is None else _own_states(batch.states),
+    )
+
+
+def _own_states(states: RecurrentRows) -> RecurrentRows:
+    return RecurrentRows(
+        states.run_start_R1.clone(),
+        states.slots_R.clone(),
+        states.has_state_R.clone(),
+        states.num_single,
+        states.max_run,
     )
 
 
@@ -315,3 +341,6 @@ def _refill(own: Batch, batch: Batch) -> None:
     for ours, table in zip(own.further_tables, batch.further_tables, strict=True):
         ours.slots_T.copy_(table.slots_T)
         ours.block_table_SB[:, : table.block_table_SB.shape[1]].copy_(table.block_table_SB)
+    if own.states is not None and batch.states is not None:
+        own.states.slots_R.copy_(batch.states.slots_R)
+        own.states.has_state_R.copy_(batch.states.has_state_R)

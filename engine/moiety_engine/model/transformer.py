@@ -92,8 +92,8 @@ class Transformer:
             self.vision = VisionEncoder(spec.vision, weights.vision, arithmetic, self.activation_dtype)
         self._weight_offload = WeightOffload(weights)
         on_cpu_alone = self.device.type == "cpu" and self.kv_dtype in (torch.float32, torch.bfloat16)  # without torch
-        once = expert_cache is None and not spec.recurrent_layers  # recording runs a step twice, which advances states
-        recordable = on_cpu_alone and ranks.everyone.size == 1 and once
+        one_stream = spec.streams is None  # a recording returns nothing but the final norm
+        recordable = on_cpu_alone and one_stream and ranks.everyone.size == 1 and expert_cache is None
         self._programs = record_programs(self) if recordable else None
         self.expert_cache = expert_cache
         self._layers = LayerStack(own, spec, weights, options, self.adapters)
