@@ -246,8 +246,8 @@ class DecodePrograms:
         states = _read_states(own, kv)
         for _ in range(2):  # the first run may compute tables and compile code
             own_x_TD.copy_(x_TD)
-            for part, before in states:  # which the first run has advanced
-                part.index_copy_(0, own.states.slots_R, before)
+            for part, slots_S, before in states:  # which the first run has advanced
+                part.index_copy_(0, slots_S, before)
             output_TD, layers = record_pass(lambda: self._parts.layers(own_x_TD, own, kv))
             if layers.only_kernels:
                 break
@@ -274,13 +274,13 @@ class DecodePrograms:
         return logits_SV, [recording]
 
 
-def _read_states(own: Batch, kv: KvCache) -> list[tuple[Tensor, Tensor]]:
-    """Return each part of the recurrent states with copies of the rows of the batch's sequences."""
+def _read_states(own: Batch, kv: KvCache) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return each part of the recurrent states, with the slots of the batch's sequences and copies of these rows."""
     states = own.states
     if states is None:
         return []
     parts = [part for cache in kv.states for part in cache.parts]
-    return [(part, part.index_select(0, states.slots_R)) for part in parts]
+    return [(part, states.slots_R, part.index_select(0, states.slots_R)) for part in parts]
 
 
 def _own(batch: Batch, kv: KvCache) -> Batch:

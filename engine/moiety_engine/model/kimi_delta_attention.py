@@ -33,6 +33,8 @@ class KimiDeltaAttention(RecurrentMixer[KimiDeltaSpec, KimiDeltaWeights]):
     def __init__(self, spec: KimiDeltaSpec, weights: KimiDeltaWeights, arithmetic: Arithmetic) -> None:
         super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, silu=True)
+        self._decay_C = weights.decay_M.repeat_interleave(spec.head_width)
+        self._rate_C = self._decay_C.exp()
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
@@ -73,13 +75,13 @@ class KimiDeltaAttention(RecurrentMixer[KimiDeltaSpec, KimiDeltaWeights]):
         of bounded decays and of strengths only its sigmoids are used.
         """
         spec, weights = self._spec, self._weights
-        rate_C = weights.decay_M.repeat_interleave(spec.head_width)
         shape = -1, spec.num_heads, spec.head_width
         if spec.lowest_decay is not None:
-            bounded_TC = (decay_TC + weights.decay_bias_C) * rate_C.exp()
-            _, share_TC = delta_gates(torch.cat((bounded_TC, bounded_TC), dim=1), rate_C, weights.decay_bias_C)
+            bounded_TC = (decay_TC + weights.decay_bias_C) * self._rate_C
+            _, share_TC = delta_gates(torch.cat((bounded_TC, bounded_TC), dim=1), self._decay_C, weights.decay_bias_C)
             _, strength_TM = delta_gates(torch.cat((strength_TM, strength_TM), dim=1), weights.decay_M, weights.decay_M)
             return (spec.lowest_decay * share_TC).view(shape), strength_TM
         padded_TC = pad(strength_TM, (0, spec.output_width - spec.num_heads))
-        log_decay_TC, strength_TC = delta_gates(torch.cat((padded_TC, decay_TC), dim=1), rate_C, weights.decay_bias_C)
+        gates_TG = torch.cat((padded_TC, decay_TC), dim=1)
+        log_decay_TC, strength_TC = delta_gates(gates_TG, self._decay_C, weights.decay_bias_C)
         return log_decay_TC.view(shape), strength_TC[:, : spec.num_heads].contiguous()

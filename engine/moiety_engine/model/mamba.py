@@ -37,6 +37,7 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
         super().__init__(spec, weights, arithmetic)
         self._group = group
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
+        self._rate_NC = -weights.decay_NC.exp()
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
@@ -80,7 +81,7 @@ class Mamba(RecurrentMixer[MambaSpec, MambaWeights]):
             gate_TC,
             write_TN,
             read_TN,
-            -weights.decay_NC.exp(),
+            self._rate_NC,
             weights.step_bias_C,
             weights.skip_C,
         )

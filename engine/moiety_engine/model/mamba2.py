@@ -35,6 +35,7 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
     def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic) -> None:
         super().__init__(spec, weights, arithmetic)
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
+        self._rate_M, self._unit_rate_M = weights.decay_M.exp(), torch.zeros_like(weights.decay_M)
         self._factor_C: Tensor | None = None
         if any(factor != 1.0 for factor in spec.section_factors):
             factors, widths = torch.tensor(spec.section_factors), torch.tensor(spec.sections)
@@ -93,7 +94,6 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
         With a rate of e^0 the gates of the delta rule are -Δ; they are computed number by number, so that their bits
         do not depend on the batch.
         """
-        weights = self._weights
-        unit_rate_M = torch.zeros_like(weights.decay_M)
-        negative_TM, _ = delta_gates(torch.cat((step_TM, step_TM), dim=1), unit_rate_M, weights.step_bias_M)
-        return -negative_TM, negative_TM * weights.decay_M.exp()
+        steps_TG = torch.cat((step_TM, step_TM), dim=1)
+        negative_TM, _ = delta_gates(steps_TG, self._unit_rate_M, self._weights.step_bias_M)
+        return -negative_TM, negative_TM * self._rate_M
