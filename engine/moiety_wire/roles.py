@@ -30,13 +30,15 @@ class EngineRole(StrEnum):
 class KvRanks(msgspec.Struct, frozen=True, array_like=True):
     """Division of an engine's KV over its ranks: that of a request by heads (`tp`) and by layers (`pp`).
 
-    Every rank sends or receives its own part, at its own address. Each of several groups of such ranks (DP attention)
-    has the KV of other requests; `transfer_group` is the group that a transfer goes to.
+    Of the ranks with the same heads, `dcp` divide the positions (decode context parallelism). Every rank sends or
+    receives its own part, at its own address. Each of several groups of such ranks (DP attention) has the KV of other
+    requests; `transfer_group` is the group that a transfer goes to.
     """
 
     tp: int = 1
     pp: int = 1
     groups: int = 1
+    dcp: int = 1
 
 
 class KvHandoff(msgspec.Struct, frozen=True):

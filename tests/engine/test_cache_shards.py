@@ -13,7 +13,7 @@ import torch
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.kv_transfer.cache_shards import EVENLY, MAX_RANKS, WHOLE, CacheShare, share_on_rank
 from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
-from moiety_engine.kv_transfer.messages import Begin, KvChunk, TensorLayout
+from moiety_engine.kv_transfer.messages import Begin, CacheShard, KvChunk, TensorLayout
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.cache_groups import cache_groups
@@ -74,20 +74,63 @@ def test_layouts_without_a_common_division_are_refused_with_the_reason() -> None
     assert share.why_incompatible(KvRanks(tp=2, pp=3)) == ""
     assert "does not divide the model's 2 key-value heads" in share.why_incompatible(KvRanks(tp=3))
     assert "more than the model's 6 layers" in share.why_incompatible(KvRanks(pp=7))
-    for none in (KvRanks(tp=0), KvRanks(tp=1 << 20, pp=1 << 20)):
+    for none in (KvRanks(tp=0), KvRanks(tp=1 << 20, pp=1 << 20), KvRanks(dcp=0)):
         assert "no numbers of ranks" in share.why_incompatible(none)
+    for few in (KvRanks(tp=2, dcp=2), KvRanks(tp=4, dcp=3)):
+        assert "needs as many copies" in share_of(KvRanks(), 0, (2, WHOLE)).why_incompatible(few)
+
+
+DIVIDED_UNITS = (2, WHOLE, EVENLY, None, WHOLE)  # of four layers, and of hidden states
+DIVIDED = [KvRanks(), KvRanks(tp=2), *(KvRanks(tp, pp, 1, dcp) for tp, pp, dcp in [(4, 1, 2), (4, 2, 2), (8, 1, 4)])]
+
+
+@pytest.mark.parametrize(("senders", "receivers"), list(itertools.product(DIVIDED, DIVIDED)), ids=str)
+def test_each_rank_gets_each_of_its_positions_once(senders: KvRanks, receivers: KvRanks) -> None:
+    for rank in range(receivers.tp * receivers.pp):
+        own = CacheShare(receivers, rank, 4, DIVIDED_UNITS)
+        got: dict[tuple[int, int, int], list[int]] = {}  # positions by layer, unit and the number of all units
+        for sender, shards in own.shards_from(senders).items():
+            for shard in shards:
+                place, held = sender % senders.tp, range(0, 24)
+                if DIVIDED_UNITS[shard.layer] != EVENLY and shard.layer < 4:
+                    held = range(place % senders.dcp, 24, senders.dcp)
+                sent = shard.positions(0, 24)
+                assert set(sent) <= set(held), "a rank sends positions that it has"
+                for unit in range(shard.first, shard.end):
+                    got.setdefault((shard.layer, unit, shard.num_units), []).extend(sent)
+        stage, place = divmod(rank, receivers.tp)
+        layers = [one for one in (0, 1, 2, 4) if one // 2 == stage or receivers.pp == 1 or (one == 4 and stage == 1)]
+        assert {layer for layer, *_ in got} == set(layers)
+        for (layer, *_), positions in got.items():
+            is_divided = layer < 2
+            expected = range(place % receivers.dcp, 24, receivers.dcp) if is_divided else range(24)
+            assert sorted(positions) == list(expected)
+
+
+def test_ranks_with_the_same_positions_divide_the_receivers_among_them() -> None:
+    senders = KvRanks(tp=4, dcp=2)
+    found = {rank: list(CacheShare(senders, rank, 1, (WHOLE,)).shards_to(KvRanks(tp=2))) for rank in range(4)}
+    assert found == {0: [0], 1: [0], 2: [1], 3: [1]}
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1), (3, 4), (5, 17), (6, 6)])
+def test_positions_of_a_shard_are_those_of_its_phase(first: int, end: int) -> None:
+    for stride, phase in [(1, 0), (2, 1), (6, 4)]:
+        shard = CacheShard(0, 0, 1, 1, stride, phase)
+        assert list(shard.positions(first, end)) == [p for p in range(first, end) if p % stride == phase]
 
 
 class Rank:
     """One rank's cache of a model, and its share."""
 
     def __init__(self, spec: ModelSpec, ranks: KvRanks, rank: int) -> None:
-        position = RankPosition(Layout(tp=ranks.tp, pp=ranks.pp), rank)
+        position = RankPosition(Layout(tp=ranks.tp, pp=ranks.pp, dcp=ranks.dcp), rank)
         self.share = share_on_rank(spec, position, keeps_hidden=False)
         groups = cache_groups(spec, keep_everything=True, one_shape=False)
         first = position.layers_of(len(spec.layers)).start
         layers = own_spec(spec, position).layers
-        allocation = KvAllocation(layers, first, groups, torch.float32, torch.float32, None)
+        allocation = KvAllocation(layers, first, groups, torch.float32, torch.float32, None, num_shards=ranks.dcp)
+        self.num_tokens = len(range(position.dcp_rank, NUM_TOKENS, ranks.dcp))
         self.kv = allocation.allocate(4, BLOCK_SIZE, 2, 0, torch.device("cpu"), "")
         for part in self.parts():
             part.zero_()
@@ -107,8 +150,7 @@ def send(senders: list[Rank], receiver: Rank) -> None:
         if shards is None:
             continue
         views, by = ShardViews(sender.kv, sender.share, shards), bytes([sender.share.rank])
-        form, states = views.form, views.state_form
-        num_bytes = NUM_TOKENS * token_bytes(form) + token_bytes(states)
+        form, states, num_bytes = views.form, views.state_form, views.num_bytes(NUM_TOKENS)
         ranks, rank = sender.share.ranks, sender.share.rank
         division: dict[str, Any] = {"ranks": ranks, "rank": rank, "shards": shards}
         begin = Begin("a", NUM_TOKENS, num_bytes, b"", form, transport="tcp", states=states, **division)
@@ -116,7 +158,7 @@ def send(senders: list[Rank], receiver: Rank) -> None:
         offset = 0
         for layer in range(len(shards)):
             state = layer - len(form)
-            rows = views.read_state(state, 1) if state >= 0 else read(views.paged[layer], blocks, 0, NUM_TOKENS)
+            rows = views.read_state(state, 1) if state >= 0 else views.read_rows(layer, blocks, 0, NUM_TOKENS)
             first = NUM_TOKENS - 1 if state >= 0 else 0
             frames = [row.contiguous().view(-1).view(torch.uint8).numpy().data for row in rows]
             staging_buffer.put(KvChunk("a", layer, first, NUM_TOKENS, offset), frames, by)
@@ -134,7 +176,7 @@ def all_values(ranks: list[Rank], slot: int) -> list[torch.Tensor]:
     blocks, found = torch.tensor([2, 0, 3]), []
     for rank in ranks:
         for cache in rank.kv.token_caches.values():
-            found += read(cache, blocks, 0, NUM_TOKENS)
+            found += read(cache, blocks, 0, rank.num_tokens)
         for state in rank.kv.state_caches.values():
             found += [part[slot] for part in state.parts]
     return found
@@ -147,6 +189,11 @@ LAYOUTS = [
     (KvRanks(pp=2), KvRanks()),
     (KvRanks(tp=2), KvRanks(pp=2)),
 ]
+DIVIDED_LAYOUTS = [
+    (KvRanks(tp=2, dcp=2), KvRanks()),
+    (KvRanks(tp=4, dcp=2), KvRanks(tp=4, dcp=4)),
+    (KvRanks(tp=2, pp=2, dcp=2), KvRanks(tp=2)),
+]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "deepseek_v3": {},
@@ -157,8 +204,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("first", "second"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [
+        *((family, *layouts) for layouts in LAYOUTS for family in FAMILIES),
+        *((family, *layouts) for layouts in DIVIDED_LAYOUTS for family in ("deepseek_v3", "kimi_linear")),
+        ("qwen3_moe", KvRanks(tp=4, dcp=2), KvRanks(tp=2)),
+    ],
+    ids=str,
+)
 def test_a_cache_returns_unchanged_from_another_layout(
     tmp_path: Path, family: str, first: KvRanks, second: KvRanks
 ) -> None:

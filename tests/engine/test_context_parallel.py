@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, TransferConfig
+from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.layout import Layout, RankPosition, layout_of
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
@@ -18,7 +18,6 @@ from moiety_engine.model.families import read_spec
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
-from moiety_wire.roles import EngineRole
 
 from .rank_processes import (
     BLOCK_SIZE,
@@ -130,8 +129,6 @@ REFUSED = [
     ({"tp": 3, "decode_context_parallel": 2}, "does not divide the 3 ranks of --tp"),
     ({"decode_context_parallel": 2}, "does not divide the 1 ranks of --tp"),
     (TWO | {"block_size": 3}, "--block-size 3 cannot be divided"),
-    (TWO | {"transfer": TransferConfig(role=EngineRole.PREFILL)}, "KV transfer is not available"),
-    (TWO | {"transfer": TransferConfig(listen="tcp://127.0.0.1:1")}, "KV transfer is not available"),
 ]
 
 

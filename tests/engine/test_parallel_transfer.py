@@ -242,8 +242,16 @@ PAIRS = {  # of different layouts: prefill and decode
     "DP 2 to TP 2": ({"dp_attention": 2, "ep": 2}, {"tp": 2}),
     "1 to DP 2 × TP 2": ({}, {"dp_attention": 2, "tp": 2, "ep": 2}),
     "DP 2 in halves to 1": ({"dp_attention": 2, "ep": 2, "two_batch_overlap": "on"}, {}),
+    "DCP 2 to 1": ({"tp": 2, "decode_context_parallel": 2}, {}),
+    "1 to DCP 2": ({}, {"tp": 2, "decode_context_parallel": 2}),
+    "DCP 2 to 4": ({"tp": 2, "decode_context_parallel": 2}, {"tp": 4, "ep": 2, "decode_context_parallel": 4}),
+    "DCP 4 to 2 × 2": ({"tp": 4, "decode_context_parallel": 4}, {"tp": 4, "decode_context_parallel": 2}),
+    "DCP 2 to PP 2": ({"tp": 2, "decode_context_parallel": 2}, {"pp": 2}),
+    "DCP of heads to TP 2": ({"tp": 4, "decode_context_parallel": 2}, {"tp": 2}),
+    "1 to DCP of heads": ({}, {"tp": 4, "decode_context_parallel": 2}),
     "FFN 1 with micro-batches to 1": ({"ffn_ranks": 1, "micro_batch_tokens": 2}, {}),
 }
+OF_LATENT_ROWS = ["DCP 2 to 1", "1 to DCP 2", "DCP 2 to 4", "DCP 4 to 2 × 2", "DCP 2 to PP 2"]
 KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "nemotron_h", "gpt_oss"]
 
 
@@ -251,7 +259,11 @@ KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"
     ("family", "pair_name"),
     [
         *((FAMILY, name) for name in ("TP 2 to 1", "TP 1 to 2")),
-        *(thorough(FAMILY, name) for name in list(PAIRS)[2:]),
+        *(thorough(FAMILY, name) for name in list(PAIRS)[2:] if name not in OF_LATENT_ROWS),
+        *(("deepseek_v3", name) for name in OF_LATENT_ROWS[:2]),
+        *(thorough("deepseek_v3", name) for name in OF_LATENT_ROWS[2:]),
+        thorough("kimi_linear", "DCP 2 to 1"),
+        thorough("gpt_oss", "DCP of heads to TP 2"),
         *(thorough(family, name) for family in KINDS for name in list(PAIRS)[:2]),
     ],
 )

@@ -160,7 +160,7 @@ def test_ranks_of_all_groups_agree_whether_a_step_sends_kv() -> None:
     ranks = KvRanks(groups=2)
     senders = [RankSender(cast(Any, RefusedSends()), CacheShare(ranks, rank, 0, (1,)), group=rank) for rank in range(2)]
     begin = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash", ranks)
-    of_first = [SendRange("a", 0, 4, [[0]], 0, -1, begin, group=0)]
+    of_first = [SendRange("a", 0, 4, [[0]], -1, begin, group=0)]
     sends = [sender.sends(of_first, kv) for sender in senders]
     assert all(one is not None for one in sends), "a rank without a part would choose other capacities of experts"
     assert [sender.sends([], kv) for sender in senders] == [None, None]
@@ -177,9 +177,9 @@ def test_a_rank_logs_why_its_part_was_not_sent() -> None:
     transfers = RankTransfers(cast(Any, None), sender, None, cast(Any, None))
     with capture_logs() as logs:
         one_address = SendBegin(["tcp://127.0.0.1:9"], "", "", 4, b"hash", two)
-        assert transfers.sends([SendRange("a", 0, 4, [[0]], 0, -1, one_address)], kv) is not None
+        assert transfers.sends([SendRange("a", 0, 4, [[0]], -1, one_address)], kv) is not None
         two_addresses = SendBegin(["tcp://127.0.0.1:9"] * 2, "", "", 4, b"hash", two)
-        assert transfers.sends([SendRange("b", 0, 4, [[0]], 0, -1, two_addresses)], kv) is not None
+        assert transfers.sends([SendRange("b", 0, 4, [[0]], -1, two_addresses)], kv) is not None
         transfers.execute(EndSend("b", True))
     assert [(one["event"], one["rank"]) for one in logs] == [("kv_part_not_sent", 1)] * 2
     assert "1 KV addresses of an engine with --tp 2, --pp 1 and 1 groups" in logs[0]["reason"]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching, ExpertAll2All
-from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -244,12 +243,7 @@ def layout_of(config: EngineConfig) -> Layout:
 
 def _require_context_parallel_support(config: EngineConfig) -> None:
     """Raise InvalidConfig with the reason if a feature of the configuration needs all positions on one rank."""
-    dcp, transfer = config.decode_context_parallel, config.transfer
-    if transfer.role is not EngineRole.BOTH or transfer.listen:
-        raise InvalidConfig(
-            "KV transfer is not available with --decode-context-parallel, whose ranks have a part of the positions "
-            "each: leave out --role and --kv-listen, or --decode-context-parallel"
-        )
+    dcp = config.decode_context_parallel
     if config.block_size is not None and config.block_size % dcp:
         raise InvalidConfig(
             f"--block-size {config.block_size} cannot be divided by --decode-context-parallel {dcp}, whose ranks have "

@@ -1,9 +1,10 @@
 """Division of a model's cache over ranks, and the shards that each rank of one engine sends to each rank of another.
 
 A layer's cache consists of equal units: its key-value heads; a single one if every rank has the whole layer, as with
-latent attention; or, for recurrent states, as many as both engines' numbers of ranks need. Pure functions of the two
-divisions, so both engines compute the same shards. Ranks are numbered within a group of --dp-attention: those of each
-pipeline stage, one stage after the other.
+latent attention; or, for recurrent states, as many as both engines' numbers of ranks need. Ranks with the same units
+may divide the positions of a layer (decode context parallelism); those of hidden states are never divided. Pure
+functions of the two divisions, so both engines compute the same shards. Ranks are numbered within a group of
+--dp-attention: those of each pipeline stage, one stage after the other.
 """
 
 from __future__ import annotations
@@ -48,14 +49,24 @@ class CacheShare:
 
     def why_incompatible(self, other: KvRanks) -> str:
         """Return why the caches of the other engine's ranks have no common division with this one's; "" if they do."""
-        if min(other.tp, other.pp, other.groups) < 1 or other.tp * other.pp > MAX_RANKS:
+        if min(other.tp, other.pp, other.groups, other.dcp) < 1 or other.tp * other.pp > MAX_RANKS:
             return f"--tp {other.tp} and --pp {other.pp} of the other engine are no numbers of ranks"
         if other.pp > self.num_layers:
             return f"--pp {other.pp} of the other engine is more than the model's {self.num_layers} layers"
         uneven = {one for one in self.units if one and one != WHOLE and one % other.tp and other.tp % one}
         if uneven:
             return f"--tp {other.tp} of the other engine does not divide the model's {min(uneven)} key-value heads"
+        few = {one for one in self.units[: self.num_layers] if one and max(1, other.tp // one) % other.dcp}
+        if few:
+            return (
+                f"--decode-context-parallel {other.dcp} of the other engine needs as many copies of the model's "
+                f"{max(few)} key-value heads, which --tp {other.tp} does not have"
+            )
         return ""
+
+    def num_position_shards(self, layer: int) -> int:
+        """Return the number of ranks that divide the positions of a layer of the whole model."""
+        return _num_position_shards(self, self.ranks, layer)
 
     def range_of(self, shard: CacheShard) -> tuple[int, int]:
         """Return the rank's own range of a layer, in units of the shard."""
@@ -87,7 +98,10 @@ def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool
     layout = position.layout
     rank = position.pp_rank * layout.tp + position.tp_rank
     return CacheShare(
-        KvRanks(layout.tp, layout.pp, layout.dp), rank, len(units), (*units, WHOLE) if keeps_hidden else units
+        KvRanks(layout.tp, layout.pp, layout.dp, layout.dcp),
+        rank,
+        len(units),
+        (*units, WHOLE) if keeps_hidden else units,
     )
 
 
@@ -114,27 +128,44 @@ def _shards(
     for layer, units in sorted(numbered, key=lambda one: one[1] == EVENLY):
         if units is None:
             continue
+        counts = _num_position_shards(share, senders, layer), _num_position_shards(share, receivers, layer)
+        residues = sender % senders.tp % counts[0], receiver % receivers.tp % counts[1]
+        if (residues[0] - residues[1]) % math.gcd(*counts):
+            continue  # they have no position in common
+        stride = math.lcm(*counts)
+        phase = next(one for one in range(residues[0], stride, counts[0]) if one % counts[1] == residues[1])
         num_units = math.lcm(senders.tp, receivers.tp) if units == EVENLY else units
         wanted = _range(units, num_units, receivers.tp, receiver % receivers.tp)
         held = _range(units, num_units, senders.tp, sender % senders.tp)
         first, end = max(wanted[0], held[0]), min(wanted[1], held[1])
-        if first < end and sender == _nearest(num_units, senders, sender, receivers, receiver):
-            shards.append(CacheShard(layer, first, end, num_units))
+        nearest = _nearest(num_units, counts[0], senders, sender, receivers, receiver)
+        if first < end and sender == nearest:
+            shards.append(CacheShard(layer, first, end, num_units, stride, phase))
     return tuple(shards)
 
 
-def _nearest(num_units: int, senders: KvRanks, sender: int, receivers: KvRanks, receiver: int) -> int:
-    """Return which of the ranks with the sender's units of a layer, in its stage, sends them to the receiver.
+def _num_position_shards(share: CacheShare, ranks: KvRanks, layer: int) -> int:
+    """Return by how many of these ranks the positions of a layer are divided."""
+    return 1 if layer == share.num_layers or share.units[layer] == EVENLY else ranks.dcp
 
-    Several ranks have the same unit if there are more ranks than units. The one nearest to the receiver's place sends
-    it: with equal --tp that with the same number, and otherwise the receivers are divided among these ranks.
+
+def _nearest(
+    num_units: int, num_position_shards: int, senders: KvRanks, sender: int, receivers: KvRanks, receiver: int
+) -> int:
+    """Return which of the ranks with the sender's units and positions of a layer, in its stage, sends them.
+
+    Several ranks have the same unit if there are more ranks than units, and every `num_position_shards`-th of these
+    has the same positions. The one nearest to the receiver's place sends them: with equal --tp that with the same
+    number, and otherwise the receivers are divided among these ranks.
     """
     stage, own = divmod(sender, senders.tp)
     num_same = max(1, senders.tp // num_units)
-    first = own // num_same * num_same
+    first = own // num_same * num_same + own % num_position_shards
     place, both = receiver % receivers.tp, 2 * receivers.tp
     ideal = -((receivers.tp - 2 * place * senders.tp) // both)  # rounded; a half is rounded down
-    return stage * senders.tp + min(max(ideal, first), first + num_same - 1)
+    index = (ideal - first + num_position_shards // 2) // num_position_shards
+    index = min(max(index, 0), num_same // num_position_shards - 1)
+    return stage * senders.tp + first + index * num_position_shards
 
 
 def _range(units: int | None, num_units: int, tp: int, tp_rank: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moiety_engine.kv_transfer.messages import CacheShard, Form, TensorLayout
+from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, TensorLayout
 from moiety_engine.model.batch import KvCache, RecurrentStateCache
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
@@ -41,7 +41,10 @@ class ShardViews:
 
     def __init__(self, kv: KvCache, share: CacheShare, shards: Sequence[CacheShard]) -> None:
         """Create the views. Raises ValueError for a layer that the cache does not have, or a border within a unit."""
+        self.shards = shards
         self.numbers: list[int] = []  # of the layers on this rank
+        self._block_size = kv.block_size
+        self._num_position_shards: list[int] = []  # ranks that divide the positions of each layer of `paged`
         self.paged: list[LayerCache | LatentCache] = []
         self.states: list[tuple[RecurrentStateCache, list[Sequence[slice] | None]]] = []  # ranges of each part
         token_caches, state_caches = kv.token_caches, kv.state_caches
@@ -54,6 +57,7 @@ class ShardViews:
                 self.states.append((state, [_ranges(part, shard, bounds) for part in state.specs]))
             elif number in token_caches:
                 self.paged.append(_narrowed(token_caches[number], shard, bounds))
+                self._num_position_shards.append(share.num_position_shards(shard.layer))
             else:
                 raise ValueError(f"layer {shard.layer} has no cache on this rank")
 
@@ -72,6 +76,29 @@ class ShardViews:
             )
             for layer, cuts in self.states
         )
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the first `num_tokens` tokens, and of a sequence's states."""
+        return _num_bytes(self.shards, self.form, self.state_form, num_tokens)
+
+    def read_rows(self, index: int, blocks_n: Tensor, first: int, end: int) -> list[Tensor]:
+        """Return a copy of the rows of a shard's positions from `first` to `end` - 1, part by part.
+
+        `index` counts the shards with rows of every token. Token `first` is in the first of the blocks.
+        """
+        num_ranks, positions = self._num_position_shards[index], self.shards[index].positions(first, end)
+        begin = first // self._block_size * self._block_size
+        offset = positions.start // num_ranks - begin // num_ranks
+        return read(self.paged[index], blocks_n, offset, len(positions), positions.step // num_ranks)
+
+    def write_rows(self, index: int, rows: Sequence[Tensor], block_table: Tensor, positions: range) -> None:
+        """Write the rows of these positions into the blocks of a sequence, converted to the cache's data types."""
+        num_ranks, size = self._num_position_shards[index], self._block_size
+        positions_T = torch.arange(positions.start, positions.stop, positions.step)
+        slots_T = block_table[positions_T // size] * (size // num_ranks) + positions_T % size // num_ranks
+        layer = self.paged[index]
+        device = layer.parts[0].device
+        write(layer, [row.to(device) for row in rows], slots_T.to(device))
 
     def read_state(self, index: int, slot: int) -> list[Tensor]:
         """Return a copy of the state in a slot, part by part. `index` counts the shards of states."""
@@ -99,6 +126,11 @@ def token_bytes(form: Form) -> int:
     return sum(layer_bytes(layer) for layer in form)
 
 
+def announced_bytes(begin: Begin) -> int:
+    """Return the bytes of what is announced, by its shards and layouts."""
+    return _num_bytes(begin.shards, begin.form, begin.states, begin.num_tokens)
+
+
 def layer_bytes(parts: Sequence[TensorLayout]) -> int:
     """Return the bytes of one token in one layer."""
     return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
@@ -112,15 +144,17 @@ def fits(form: Form, states: Form, own: ShardViews) -> bool:
     return len(form) == len(mine) and all(_matches(layer, one) for layer, one in zip(form, mine, strict=True))
 
 
-def read(layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int) -> list[Tensor]:
-    """Return tokens of each part of the layer's cache, from place `offset` of the first of these blocks on.
+def read(
+    layer: LayerCache | LatentCache, blocks_n: Tensor, offset: int, num_tokens: int, step: int = 1
+) -> list[Tensor]:
+    """Return every `step`-th token of each part of the layer's cache, from place `offset` of these blocks on.
 
     The returned tensors are contiguous.
     """
     rows = []
     for part in layer.parts:
         by_token = part.index_select(0, blocks_n).movedim(_token_dim(layer), 1)
-        rows.append(by_token.flatten(0, 1)[offset : offset + num_tokens].contiguous())
+        rows.append(by_token.flatten(0, 1)[offset : offset + num_tokens * step : step].contiguous())
     return rows
 
 
@@ -171,6 +205,11 @@ def views(buffer_B: Tensor, parts: Sequence[TensorLayout], num_tokens: int) -> l
         found.append(_typed(buffer_B[begin:end], _dtype(part)).view(num_tokens, *part.shape))
         begin = end
     return found
+
+
+def _num_bytes(shards: Sequence[CacheShard], form: Form, states: Form, num_tokens: int) -> int:
+    layers = zip(shards, form, strict=False)
+    return token_bytes(states) + sum(len(one.positions(0, num_tokens)) * layer_bytes(parts) for one, parts in layers)
 
 
 def _typed(bytes_B: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ class KvSender:
             tables = [list(table[first // size : -(-end // size)]) for table in sequence.kv.tables]
             transfer_id, slot = transfer.hand_over.transfer_id, sequence.kv.state_slot
             begin = None if transfer.num_left else transfer.begin
-            ranges.append(SendRange(transfer_id, first, end, tables, first % size, slot, begin, transfer.group))
+            ranges.append(SendRange(transfer_id, first, end, tables, slot, begin, transfer.group))
             transfer.num_left = end
         return ranges
 

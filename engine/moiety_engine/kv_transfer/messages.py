@@ -32,12 +32,21 @@ Form = tuple[tuple[TensorLayout, ...], ...]  # layout of all layers
 
 
 class CacheShard(msgspec.Struct, frozen=True, array_like=True):
-    """Part of the cache of one layer: units `first` to `end` - 1 of `num_units` equal ones; see `cache_shards`."""
+    """Part of the cache of one layer: units `first` to `end` - 1 of `num_units` equal ones; see `cache_shards`.
+
+    Of a layer with rows of every token it has those at the positions p with p mod `stride` = `phase`.
+    """
 
     layer: int  # of the whole model; the hidden states come after all layers
     first: int
     end: int
     num_units: int
+    stride: int = 1
+    phase: int = 0
+
+    def positions(self, first: int, end: int) -> range:
+        """Return the shard's positions from `first` to `end` - 1."""
+        return range(first + (self.phase - first) % self.stride, end, self.stride)
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -60,7 +69,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """KV of one layer for the tokens `first` to `end` - 1."""
+    """KV of one layer for the tokens `first` to `end` - 1; of these, for the positions of the layer's shard."""
 
     transfer_id: str
     layer: int

@@ -26,15 +26,14 @@ class SendBegin(msgspec.Struct, frozen=True, array_like=True):
 class SendRange(msgspec.Struct, frozen=True, array_like=True):
     """Range of tokens of one prompt that a step sends.
 
-    `tables` are the blocks of each cache group; the first token is at `in_block` of the first block. `state_slot` is
-    the slot of the sequence's recurrent state; -1 without one. `group` is the group of ranks that computes the prompt.
+    `tables` are the blocks of each cache group; the first token is in the first block. `state_slot` is the slot of the
+    sequence's recurrent state; -1 without one. `group` is the group of ranks that computes the prompt.
     """
 
     transfer_id: str
     first: int
     end: int
     tables: list[list[int]]
-    in_block: int
     state_slot: int
     begin: SendBegin | None = None  # with the first range
     group: int = 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moiety_engine.distribution.layout import Layout
 from moiety_engine.kv_transfer.cache_shards import CacheShare
-from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
+from moiety_engine.kv_transfer.kv_layout import ShardViews
 from moiety_engine.kv_transfer.messages import Begin, KvChunk
 from moiety_engine.kv_transfer.rank_messages import SendBegin, SendRange
 from moiety_engine.kv_transfer.sender_thread import SenderThread
@@ -62,7 +62,6 @@ class _SentBlocks:
     first: int
     end: int
     blocks: list[Tensor]  # blocks_n of each cache group; those behind a window are void, as is what is sent of them
-    in_block: int  # offset of the first token in its block
     state_slot: int  # slot of the sequence's recurrent state; -1: the model has none
 
 
@@ -94,17 +93,16 @@ class RankSender:
             except ValueError as exc:
                 problem = f"its cache cannot be divided for the other engine: {exc}"
             else:
-                form, states = views.form, views.state_form
                 announced = Begin(
                     transfer_id,
                     begin.num_tokens,
-                    begin.num_tokens * token_bytes(form) + token_bytes(states),
+                    views.num_bytes(begin.num_tokens),
                     begin.prompt_hash,
-                    form,
+                    views.form,
                     rotation=kv.rotation,
                     token=begin.token,
                     windows=kv.windows,
-                    states=states,
+                    states=views.state_form,
                     ranks=share.ranks,
                     rank=share.rank,
                     shards=shards,
@@ -137,7 +135,7 @@ class RankSender:
             transfer = self._open.get(one.transfer_id)
             if transfer is not None:
                 blocks = [torch.tensor(table, device=device) for table in one.tables]
-                sent_blocks.append(_SentBlocks(transfer, one.first, one.end, blocks, one.in_block, one.state_slot))
+                sent_blocks.append(_SentBlocks(transfer, one.first, one.end, blocks, one.state_slot))
         if sent_blocks and device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return StepSends(self._sender, kv, sent_blocks, self._stream)
@@ -192,7 +190,7 @@ class StepSends:
         first, end = blocks_sent.first, blocks_sent.end
         if shard.state < 0:
             blocks_n = blocks_sent.blocks[self._kv.groups[layer]]
-            rows = read(receiver.views.paged[shard.layer], blocks_n, blocks_sent.in_block, end - first)
+            rows = receiver.views.read_rows(shard.layer, blocks_n, first, end)
         elif end == blocks_sent.transfer.num_tokens:
             rows, first = receiver.views.read_state(shard.state, blocks_sent.state_slot), end - 1
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.cache_shards import CacheShare
-from moiety_engine.kv_transfer.kv_layout import ShardViews, fits, layer_bytes, token_bytes, views, write
+from moiety_engine.kv_transfer.kv_layout import ShardViews, announced_bytes, fits, layer_bytes, views
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
@@ -60,6 +60,10 @@ class _Part:
         if self.pieces[layer]:
             return self.pieces[layer][-1].end
         return 0 if layer < len(self.begin.form) else self.begin.num_tokens - 1  # a state is that of the last token
+
+    def num_rows(self, layer: int, first: int, end: int) -> int:
+        """Return the rows of a chunk of the tokens `first` to `end` - 1 of a layer; 1 for a state."""
+        return len(self.begin.shards[layer].positions(first, end)) if layer < len(self.begin.form) else end - first
 
 
 @dataclass(slots=True)
@@ -169,7 +173,9 @@ class StagingBuffer:
         form, buffer_B = part.layers, part.buffer_B
         is_right = 0 <= piece.layer < len(form) and piece.first < piece.end <= part.begin.num_tokens
         is_right = is_right and piece.first == part.next_token(piece.layer)
-        num_bytes = (piece.end - piece.first) * layer_bytes(form[piece.layer]) if is_right else 0
+        num_bytes = 0
+        if is_right:
+            num_bytes = part.num_rows(piece.layer, piece.first, piece.end) * layer_bytes(form[piece.layer])
         if not part.begin.segment:
             is_right = is_right and sum(len(frame) for frame in frames) == num_bytes
         if not is_right or not 0 <= piece.offset <= len(buffer_B) - num_bytes:
@@ -271,21 +277,20 @@ class StagingBuffer:
         firsts: Sequence[int],
         state_slot: int,
     ) -> None:
-        device = kv.layers[0].parts[0].device
         shards = ShardViews(kv, self._share, part.begin.shards)
         num_paged = len(shards.paged)
-        of_layers = zip(shards.numbers, shards.paged, part.begin.form, part.pieces, strict=False)
-        for number, cache, form, pieces in of_layers:
+        of_layers = zip(shards.shards, shards.numbers, part.begin.form, part.pieces, strict=False)
+        for index, (shard, number, form, pieces) in enumerate(of_layers):
             group = kv.groups[number]
-            blocks_n, kept_from = blocks_of[group], max(first, firsts[group] * kv.block_size)
+            kept_from = max(first, firsts[group] * kv.block_size)
             for piece in pieces:
-                begin = max(kept_from, piece.first)
-                if begin >= piece.end:
+                sent = shard.positions(piece.first, piece.end)
+                kept = shard.positions(max(kept_from, piece.first), piece.end)
+                if not kept:
                     continue
-                rows = views(part.buffer_B[piece.offset :], form, piece.end - piece.first)
-                positions_T = torch.arange(begin, piece.end)
-                slots_T = blocks_n[positions_T // kv.block_size] * kv.block_size + positions_T % kv.block_size
-                write(cache, [row[begin - piece.first :].to(device) for row in rows], slots_T.to(device))
+                rows = views(part.buffer_B[piece.offset :], form, len(sent))
+                kept_rows = [row[len(sent) - len(kept) :] for row in rows]
+                shards.write_rows(index, kept_rows, blocks_of[group], kept)
         for index, (form, (piece,)) in enumerate(zip(part.begin.states, part.pieces[num_paged:], strict=True)):
             values = views(part.buffer_B[piece.offset :], form, 1)
             shards.write_state(index, state_slot, [value[0] for value in values])
@@ -330,7 +335,7 @@ class StagingBuffer:
             is_fit = begin.shards == expected != () and fits(
                 begin.form, begin.states, ShardViews(kv, self._share, expected)
             )
-            num_bytes = begin.num_tokens * token_bytes(begin.form) + token_bytes(begin.states) if is_fit else 0
+            num_bytes = announced_bytes(begin) if is_fit else 0
         except (ValueError, IndexError) as exc:
             return f"its layout cannot be read: {exc}"
         if not is_fit:

@@ -81,8 +81,9 @@ class SharedMemoryTransport:
     def __init__(self, num_bytes: int) -> None:
         """Allocate the memory. Raises OSError if that fails."""
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, num_bytes)
-        self._memory = mmap.mmap(self._descriptor, num_bytes)
+        size = max(1, num_bytes)  # a rank without a position of a short prompt sends nothing
+        os.ftruncate(self._descriptor, size)
+        self._memory = mmap.mmap(self._descriptor, size)
 
     @property
     def segment(self) -> str:
@@ -91,6 +92,8 @@ class SharedMemoryTransport:
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
         for part in parts:
             data = _bytes_of(part)
+            if not data:  # a rank without one of these positions
+                continue
             torch.frombuffer(self._memory, dtype=torch.uint8, count=len(data), offset=offset).copy_(
                 torch.frombuffer(data, dtype=torch.uint8)
             )
