@@ -171,6 +171,7 @@ def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
     with abandon_on_error(rank_group):
         worker = _worker_of(shares[0], rank_group, config, rendezvous)
         with contextlib.closing(worker), explaining():
+            rank_group.all_succeeded(True)  # the others have switched to the groups with this rank
             worker.run()
     rank_group.close()
 

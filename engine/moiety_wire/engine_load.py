@@ -120,6 +120,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     expert_ranks_problem: str = ""  # why the last request to change their number failed
     expert_rank_changes_total: int = 0
     failed_expert_rank_changes_total: int = 0
+    expert_rank_switch_seconds_total: float = 0.0  # time that steps waited while ranks switched to another number
     prefill_seconds_total: float = 0.0  # seconds of steps with prompt tokens, with or without decodes
     decode_seconds_total: float = 0.0  # seconds of all other steps
     grammars_waiting: int = 0
@@ -240,6 +241,10 @@ COUNTERS = (
     ("moved_expert_bytes", "Bytes of expert weights moved between ranks."),
     ("expert_rank_changes", "Changes of the number of expert ranks while the engine served."),
     ("failed_expert_rank_changes", "Changes of the number of expert ranks that failed; the ranks of before went on."),
+    (
+        "expert_rank_switch_seconds",
+        "Seconds that steps waited for all ranks to switch to another number of expert ranks.",
+    ),
     ("failed_expert_moves", "Moves of experts between ranks that failed, after which the old placement stayed."),
     ("grammar_compile_seconds", "CPU seconds spent compiling grammars, rejected ones included."),
     ("grammar_worker_restarts", "Restarts of the grammar worker processes."),

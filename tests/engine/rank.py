@@ -46,6 +46,7 @@ from moiety_kernels.cpu import dots, tiles
 from moiety_wire.experts import ExpertLoadQuery, unpack_counts
 
 WORKER = "moiety_engine.distribution.rank_processes.MODULE"  # of ranks that rank 0 starts
+NEW_RANKS = {"new ranks": "none", "groups": "tests.engine.dying_expert_rank"}  # modules by what they lack
 
 
 class Work(msgspec.Struct):
@@ -61,7 +62,7 @@ class Work(msgspec.Struct):
     scales: list[int] = []  # numbers of expert ranks, one after the other; with `again`, until all were tried
     fails: str = ""  # rank 0 raises this error
     lacks: str = ""  # on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory for them), `links` (for
-    # moves); on all `cache`, `disk`; `new ranks`; `itself`: another rank ends when it allocates slots of adapters
+    # moves); on all `cache`, `disk`; first `new ranks` or their `groups`; `itself`: another rank ends as it allocates
     exact: bool = False  # products do not round rows to bfloat16
     some_fail: bool = False  # requests, and the others are answered
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
@@ -205,8 +206,7 @@ class Turns:
             answer(experts, num_micro_batches, **more)
 
         def giving(layer: apart._Answering, *given: Any, **more: bool) -> Any:
-            self._given += 1
-            self._left -= 1
+            self._given, self._left = self._given + 1, self._left - 1
             if self._left > 0:
                 self._wait_for_the_next()
             return give(layer, *given, **more)
@@ -259,7 +259,8 @@ def scaler(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None
             if len(left) < len(work.scales):
                 answer.expert_ranks.append(loop.load().expert_ranks)
                 answer.scaling_problems.append(scaling.problem)
-            with patch(WORKER, "none" if work.lacks == "new ranks" else "moiety_engine.core.worker"):
+            lacks = "" if len(left) < len(work.scales) else work.lacks
+            with patch(WORKER, NEW_RANKS.get(lacks, "moiety_engine.core.worker")):
                 if left:
                     loop.scale_expert_ranks(left.pop(0))
 
@@ -387,6 +388,7 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
         "bytes": load.moved_expert_bytes_total,
         "failed": load.failed_expert_moves_total,
         "planned": load.rank_balancedness_planned,
+        "switch_s": load.expert_rank_switch_seconds_total,
     }
     if work.counts:
         loop.sleep()  # by then the history has all counts so far
@@ -432,14 +434,12 @@ def main() -> None:
     gc.freeze()  # a rank collects garbage at its end, and must not copy the pages of all imported modules
     for index in range(len(pipes)):
         if os.fork() == 0:
-            for other in pipes[:index] + pipes[index + 1 :]:
-                os.close(other[0])
-                os.close(other[1])
+            for end in itertools.chain(*pipes[:index], *pipes[index + 1 :]):
+                os.close(end)
             serve(*pipes[index])
             os._exit(0)
-    for pair in pipes:
-        os.close(pair[0])
-        os.close(pair[1])
+    for end in itertools.chain(*pipes):
+        os.close(end)
     while pipes:
         pid, status = os.wait()
         sys.stdout.write(f"{pid} {os.waitstatus_to_exitcode(status)}\n")

@@ -29,6 +29,7 @@ def test_answers_are_the_same_while_expert_ranks_are_added_and_removed(
     assert_same(alone.says(family), ours)
     assert ours["scaling_problems"] == [""] * len(numbers)
     assert ours["expert_ranks"] == numbers
+    assert ours["moves"]["switch_s"] > 0
 
 
 @pytest.mark.slow
@@ -40,6 +41,19 @@ def test_a_new_rank_that_does_not_join_leaves_the_ranks_of_before(processes: Ran
     (problem,) = ours["scaling_problems"]
     assert "rank 2 ended with exit code" in problem
     assert ours["expert_ranks"] == [1]
+
+
+@pytest.mark.slow
+def test_ranks_go_on_and_change_their_number_again_after_a_new_rank_was_killed_while_groups_were_created(
+    processes: RankProcesses, alone: Alone
+) -> None:
+    config = settings_of(alone.folders["qwen3_moe"], ffn_ranks=1)
+    work = {"waves": requests(), "again": True, "scales": [2, 3], "lacks": "groups"}
+    (ours,) = processes.work((config, None), **work)
+    assert_same(alone.says("qwen3_moe"), ours)
+    problem, none = ours["scaling_problems"]
+    assert "rank 2 ended with exit code -9" in problem and not none
+    assert ours["expert_ranks"] == [1, 3]
 
 
 REFUSED = [

@@ -37,6 +37,7 @@ ELSEWHERE = {  # where a combination that is available is run
     "Recorded decode steps on a CPU": "model/test_head.py",
     "int8, int4 and fp8 weights": "engine/test_parallel.py",
     "Exclusion of failed ranks": "engine/test_parallel_failures.py",
+    "Adding and removing expert ranks": "engine/test_expert_scaling.py",
 }
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 GRAMMAR = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA | {"additionalProperties": False}))

@@ -1,8 +1,8 @@
 """Process groups of another number of expert ranks, which are created in the background while the old ones are used.
 
-All ranks of the next layout meet in the store of the rendezvous, each with the news whether it is prepared, and then
-create the groups. Groups of a running process cannot be enlarged, and torch's default group cannot be replaced without
-ending it, so these groups are not registered with torch.distributed. On processors only.
+All ranks of the next layout meet in the store of the rendezvous, each with the news whether it is prepared, create the
+groups, and report whether they have them. Groups of a running process cannot be enlarged, and torch's default group
+cannot be replaced without ending it, so these groups are not registered with torch.distributed. On processors only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +32,13 @@ from moiety_engine.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from moiety_engine.distribution.layout import Layout
     from moiety_engine.distribution.rank_group import RankGroup
 
+LONGEST_CREATION = timedelta(minutes=1)  # of the groups, whose ranks may be lost meanwhile
 _POLL_S = 0.1
+_CREATED = "created/"  # beginning of the store keys of the ranks that have created the groups, or could not
 
 
 class ScalingFailed(EngineError):
@@ -78,7 +80,11 @@ def ranks_of(groups: NextGroups, rank: int, *, moves_experts: bool) -> Ranks:
 
 
 class ScalingPreparation:
-    """Preparation of one rank for the next layout, in a thread of its own."""
+    """Preparation of one rank for the next layout, in a thread of its own.
+
+    The thread ends when the groups exist, when a rank is not prepared or rank 0 has cancelled, and at the latest
+    `timeout` after it has begun to create the groups, if a rank is lost then. What `prepare` has made is not kept.
+    """
 
     def __init__(
         self,
@@ -87,6 +93,8 @@ class ScalingPreparation:
         rank: int,
         generation: int,
         prepare: Callable[[], None] = lambda: None,
+        *,
+        timeout: timedelta = LONGEST_CREATION,
     ) -> None:
         """Begin. `rank` is that in the next layout, `generation` counts the changes of the layout.
 
@@ -96,7 +104,8 @@ class ScalingPreparation:
         self._keys = PrefixStore(f"scaling/{generation}", cloneable.clone())
         # a connection of its own: the thread may wait for a lost rank, and holds the lock of its connection then
         self._cancelling = PrefixStore(f"scaling/{generation}", cloneable.clone())
-        self._layout, self._rank, self._prepare = layout, rank, prepare
+        self._layout, self._rank, self._timeout = layout, rank, timeout
+        self._prepare: Callable[[], None] | None = prepare
         self._ended: Future[NextGroups] = Future()
         threading.Thread(target=self._run, name="expert-scaling", daemon=True).start()
 
@@ -105,7 +114,7 @@ class ScalingPreparation:
         return self._ended.done()
 
     def result(self) -> NextGroups:
-        """Wait for the groups, which then exist on all ranks. Raises ScalingFailed with the reason."""
+        """Wait for the groups, which on rank 0 then exist on all ranks. Raises ScalingFailed with the reason."""
         return self._ended.result()
 
     def cancel(self, reason: str) -> None:
@@ -114,26 +123,43 @@ class ScalingPreparation:
 
     def _run(self) -> None:
         try:
-            self._meet(self._problem())
-            groups = _create_groups(self._keys, self._layout, self._rank)
-            dist.all_reduce(torch.zeros(1), group=groups.everyone)  # returns once all have all groups
-            self._ended.set_result(groups)
+            self._meet("", self._problem())
+            self._ended.set_result(self._create())
         except ScalingFailed as exc:
             self._ended.set_exception(exc)
-        except RuntimeError as exc:  # of the store or of gloo
-            self._ended.set_exception(ScalingFailed(f"rank {self._rank} lost the connection to another one: {exc}"))
+        except RuntimeError as exc:  # of the store
+            self._ended.set_exception(ScalingFailed(f"rank {self._rank} lost the connection to rank 0: {exc}"))
 
     def _problem(self) -> str:
+        """Prepare this rank, and return why that has failed; "" if it has not."""
+        prepare, self._prepare = self._prepare, None  # the thread may wait on while what it has made is discarded
+        assert prepare is not None, "a rank is prepared once"
         try:
-            self._prepare()
+            prepare()
         except (EngineError, RuntimeError, MemoryError) as exc:  # torch raises RuntimeError
             return f"rank {self._rank}: {str(exc) or type(exc).__name__}"
         return ""
 
-    def _meet(self, problem: str) -> None:
-        """Wait until all ranks are prepared. Raises ScalingFailed if one is not, or if rank 0 has cancelled."""
-        self._keys.set(str(self._rank), problem)
-        names = [str(rank) for rank in range(self._layout.num_ranks)]
+    def _create(self) -> NextGroups:
+        """Create the groups, and on rank 0 wait until all ranks have done so. Raises ScalingFailed."""
+        try:
+            groups = _create_groups(self._keys, self._layout, self._rank, self._timeout)
+            dist.all_reduce(torch.zeros(1), group=groups.everyone)  # returns once all have all groups
+            _set_timeouts(groups)
+        except RuntimeError as exc:  # of the store or of gloo
+            problem = f"rank {self._rank} lost the connection to another one: {exc}"
+            self._keys.set(f"{_CREATED}{self._rank}", problem)
+            raise ScalingFailed(problem) from exc
+        if self._rank == 0:  # it decides for all ranks, one of which may have lost another one at the very end
+            self._meet(_CREATED, "")
+        else:
+            self._keys.set(f"{_CREATED}{self._rank}", "")
+        return groups
+
+    def _meet(self, prefix: str, problem: str) -> None:
+        """Wait until all ranks have come so far. Raises ScalingFailed if one has failed, or if rank 0 has cancelled."""
+        self._keys.set(f"{prefix}{self._rank}", problem)
+        names = [f"{prefix}{rank}" for rank in range(self._layout.num_ranks)]
         while not self._keys.check(names):
             if problem or self._keys.check(["cancelled"]):
                 raise ScalingFailed(problem or self._keys.get("cancelled").decode())
@@ -142,19 +168,25 @@ class ScalingPreparation:
             raise ScalingFailed("; ".join(problems))
 
 
-def _create_groups(store: Store, layout: Layout, rank: int) -> NextGroups:
-    """Create all groups of this rank; all ranks create them in the same order."""
+def _create_groups(store: Store, layout: Layout, rank: int, timeout: timedelta) -> NextGroups:
+    """Create all groups of this rank; all ranks create them in the same order. Operations end after `timeout`."""
     world = range(layout.num_ranks)
-    everyone = _group(store, "everyone", world, rank, LONGEST_WAIT)
-    transfers = _group(store, "transfers", world, rank, LONGEST_TRANSFER)
+    everyone, transfers = (_group(store, name, world, rank, timeout) for name in ("everyone", "transfers"))
     crossings = []
     for stage in range(layout.pp):
         attention = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
         ranks = [*attention, *range(layout.attention_ranks, layout.num_ranks)]
         if rank in ranks:
-            there, back = (_group(store, f"{name}/{stage}", ranks, rank, LONGEST_WAIT) for name in ("there", "back"))
+            there, back = (_group(store, f"{name}/{stage}", ranks, rank, timeout) for name in ("there", "back"))
             crossings.append((there, back))
     return NextGroups(layout, everyone, tuple(crossings), transfers)
+
+
+def _set_timeouts(groups: NextGroups) -> None:
+    """Give the groups the timeouts of those that ranks create at their start."""
+    for group in (groups.everyone, *(one for pair in groups.crossings for one in pair)):
+        group.set_timeout(LONGEST_WAIT)
+    groups.transfers.set_timeout(LONGEST_TRANSFER)
 
 
 def _group(store: Store, name: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> ProcessGroup:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.config import EngineConfig, Offload, OffloadConfig, Speculate, TransferConfig
-from moiety_engine.distribution.layout import layout_of
+from moiety_engine.distribution.layout import layout_of, with_expert_ranks
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from moiety_engine.distribution.layout import Layout
 
 LAYOUTS: dict[str, dict[str, Any]] = {  # smallest example of each layout
     "1 rank": {},
@@ -32,10 +34,15 @@ _RECORDED = "recorded decode steps of a CPU cannot wait for other ranks: decode 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature, with the settings that enable it. `one_rank`: why it is off on several ranks, without an error."""
+    """A feature, with the settings that enable it.
+
+    `one_rank`: why it is off on several ranks, without an error. `check` raises InvalidConfig for a layout that does
+    not have the feature while the engine serves.
+    """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     one_rank: str = ""
+    check: Callable[[Layout], object] = lambda layout: layout
 
 
 FEATURES: dict[str, Feature] = {
@@ -61,6 +68,7 @@ FEATURES: dict[str, Feature] = {
     "Sleep mode": Feature(),
     "Redundant experts, online rebalancing": Feature({"redundant_experts": 2, "rebalance_every_s": 5.0}),
     "Exclusion of failed ranks": Feature({"exclude_rank_after_s": 10.0}),
+    "Adding and removing expert ranks": Feature(check=lambda layout: with_expert_ranks(layout, layout.ffn_ranks + 1)),
 }
 
 
@@ -69,7 +77,9 @@ def why_unavailable(feature: str, layout: str) -> str:
     found = FEATURES[feature]
     try:
         config = EngineConfig(model="folder", name="name", **LAYOUTS[layout], **found.settings)
-        ranks = layout_of(config).num_ranks
+        layout_found = layout_of(config)
+        found.check(layout_found)
+        ranks = layout_found.num_ranks
     except InvalidConfig as exc:
         return str(exc)
     return found.one_rank if ranks > 1 else ""

@@ -40,11 +40,13 @@ class ExpertScaling:
         self._model, self._controls, self._config, self._before_switch = model, controls, config, before_switch
         self._preparation: ScalingPreparation | None = None
         self._next = self._layout
+        self._joined = range(0)  # new ranks that exchange heartbeats with this one
         self._adapter_changes = self._generation = 0
         self._begun_s = 0.0
         self.requested_ranks = self._layout.ffn_ranks
         self.problem = ""  # why the last request failed
         self.scalings_total = self.failed_scalings_total = 0
+        self.switch_seconds_total = 0.0  # time that steps waited for ranks that switched
 
     @property
     def is_under_way(self) -> bool:
@@ -76,9 +78,12 @@ class ExpertScaling:
             log.warning("expert_ranks_not_changed", reason=self.problem, ranks=self._layout.ffn_ranks)
             return
         self._controls.send(PrepareExpertRanks(num_ranks, generation))
+        self._joined = range(0)
 
         def admit() -> None:
             group.heartbeat.watch_candidates(additions.admit(added, num_ranks, generation))
+            if self._generation == generation:  # it may have been given up in the meantime
+                self._joined = added
 
         self._preparation = ScalingPreparation(group.store, layout, 0, generation, admit)
         log.info("expert_ranks_preparing", ranks=num_ranks, ranks_before=self._layout.ffn_ranks)
@@ -103,6 +108,7 @@ class ExpertScaling:
         except ScalingFailed as exc:
             self._give_up(str(exc))
             return False
+        switch_s = time.monotonic()
         self._before_switch()
         group, before, after = self._group, self._layout, self._next
         added, removed = range(before.num_ranks, after.num_ranks), range(after.num_ranks, before.num_ranks)
@@ -111,12 +117,16 @@ class ExpertScaling:
         adopt_groups(group, groups)
         self._model.use_expert_ranks(group.ranks.rank_position)
         group.heartbeat.admit(added)
+        group.all_succeeded(True)  # returns once all ranks have switched, which a step would wait for
+        pause_s = time.monotonic() - switch_s
         assert group.additions is not None, "checked before"
         group.additions.dismiss(removed)
         self._preparation = None
         self.scalings_total += 1
-        took_s = round(time.monotonic() - self._begun_s, 2)
-        log.info("expert_ranks_changed", ranks=after.ffn_ranks, ranks_before=before.ffn_ranks, duration_s=took_s)
+        self.switch_seconds_total += pause_s
+        took_s, pause_ms = round(time.monotonic() - self._begun_s, 2), round(1e3 * pause_s, 1)
+        ranks = {"ranks": after.ffn_ranks, "ranks_before": before.ffn_ranks}
+        log.info("expert_ranks_changed", **ranks, duration_s=took_s, pause_ms=pause_ms)
         return True
 
     def cancel(self, reason: str) -> None:
@@ -132,6 +142,7 @@ class ExpertScaling:
             "expert_ranks_problem": self.problem,
             "expert_rank_changes_total": self.scalings_total,
             "failed_expert_rank_changes_total": self.failed_scalings_total,
+            "expert_rank_switch_seconds_total": self.switch_seconds_total,
         }
 
     @property
@@ -174,7 +185,10 @@ class ExpertScaling:
         """Return why a new rank cannot join any more; None if all may."""
         additions, added = self._group.additions, range(self._layout.num_ranks, self._next.num_ranks)
         ended = {} if additions is None else additions.processes.ended()
-        return next((ended[rank] for rank in added if rank in ended), None)
+        if ended.keys() & set(added):
+            return next(ended[rank] for rank in added if rank in ended)
+        silent = self._group.heartbeat.lost_candidates(self._joined)
+        return f"rank {silent[0]} sends no heartbeat any more: its process hangs" if silent else None
 
     def _give_up(self, reason: str) -> None:
         group, added = self._group, range(self._layout.num_ranks, self._next.num_ranks)

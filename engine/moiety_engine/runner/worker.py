@@ -194,6 +194,7 @@ class WorkerBase:
             self._is_removed = scaling is None
             if scaling is not None:
                 self._use_groups(scaling.result())  # rank 0 may have seen the end a moment earlier
+                self._rank_group.all_succeeded(True)  # no step runs before all ranks have switched
         self._discard_scaling()
 
     def _use_groups(self, groups: NextGroups) -> None:

@@ -127,6 +127,7 @@ class LoadView(msgspec.Struct, frozen=True):
     expert_ranks_problem: str
     expert_rank_changes_total: int
     failed_expert_rank_changes_total: int
+    expert_rank_switch_seconds_total: float
     fleet_replicas: int
     remote_service_total: float
     prefill_seconds_total: float
