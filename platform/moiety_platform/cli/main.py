@@ -50,6 +50,10 @@ COMMANDS: dict[str, tuple[Target, str]] = {
         "Apply a file that declares tenants, classes and quotas (declarative configuration).",
     ),
     "contract": ("moiety_platform.cli.contracts:app", "Check whether a new tenant's limits and class can be served."),
+    "engines": (
+        "moiety_platform.cli.engines:app",
+        "List engines, let them sleep or wake, and change their expert ranks.",
+    ),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),
 }
@@ -78,6 +82,7 @@ ORDER = [
     "audit",
     "usage",
     "contract",
+    "engines",
     "top",
     "config",
     "doctor",
