@@ -162,6 +162,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     static_batch_size: int = 8  # `static`, `dynamic` and `padded`: the size of a batch
     tp: int = 1  # ranks that share the heads and columns of each layer; see `moiety_engine.distribution.layout`
     decode_context_parallel: int = 1  # of these ranks, those that divide the positions of a sequence's cache
+    prefill_context_parallel: int = 1  # groups of such ranks with one cache, which divide the tokens of a step
     dp_attention: int = 1  # groups of such ranks, each with sequences of its own
     ep: int = 1  # parts that the experts are divided into
     pp: int = 1  # stages of layers, one after the other
@@ -246,7 +247,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp_attention * self.tp + self.ffn_ranks
+        return self.pp * self.dp_attention * self.prefill_context_parallel * self.tp + self.ffn_ranks
 
     @property
     def steps_in_flight(self) -> int:

@@ -35,7 +35,7 @@ def build_scheduler(config: EngineConfig, model: Transformer, sizes: Sizes, draf
     reason = why_windows_are_kept(config)
     if reason and any(getattr(layer.attention, "window", None) for layer in model.spec.layers):
         log.info("sliding_window_blocks_kept", reason=f"blocks behind sliding windows are not freed: {reason}")
-    first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.across.size)]
+    first, *further = [_build_ledger(config, model, sizes) for _ in range(model.ranks.num_cache_groups)]
     limits = SchedulerLimits(
         sizes.max_batch_tokens,
         sizes.max_running,

@@ -142,7 +142,7 @@ class ModelOptions:
     tp: int = _distributed(
         1,
         "Tensor parallel size: number of ranks that share the heads and columns of each layer. The number of ranks is "
-        "pp × dp-attention × tp.",
+        "pp × dp-attention × prefill-context-parallel × tp.",
         min=1,
     )
     decode_context_parallel: int = _distributed(
@@ -150,6 +150,12 @@ class ModelOptions:
         "Decode context parallel size: number of ranks of a tensor parallel group that divide the KV cache of each "
         "sequence by position. It must divide tp, and only ranks that would otherwise hold copies of the same keys "
         "and values can divide them.",
+        min=1,
+    )
+    prefill_context_parallel: int = _distributed(
+        1,
+        "Prefill context parallel size: number of tensor parallel groups that each have a copy of the KV cache and "
+        "divide the tokens of each step, such as those of a long prompt, among them.",
         min=1,
     )
     dp_attention: int = _distributed(

@@ -11,12 +11,12 @@ import pytest
 from moiety_engine.config import EngineConfig
 from moiety_engine.disk.records import read_head
 from moiety_engine.distribution.layout import layout_of
-from moiety_engine.planning.layout_support import LAYOUTS
+from moiety_engine.planning.layout_support import LAYOUTS, why_unavailable
 
 from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
 FAMILY = "qwen3_moe"
-OVER_RANKS = [layout for layout in LAYOUTS if LAYOUTS[layout]]
+OVER_RANKS = [layout for layout in LAYOUTS if LAYOUTS[layout] and not why_unavailable("Disk cache", layout)]
 SHOWN = ("TP", "expert ranks")
 ANSWERS = ("token_ids", "best", "vectors")
 

@@ -27,6 +27,7 @@ LAYOUTS: list[Any] = [
     thorough("gpt_oss", {"dp_attention": 2, "tp": 2, "ep": 2}),
     thorough("qwen3_moe", {"tp": 4, "ep": 2}),
     thorough("qwen3_moe", {"tp": 4, "ep": 2, "decode_context_parallel": 2}),
+    thorough("qwen3_moe", {"prefill_context_parallel": 2, "ep": 2}),
     thorough("qwen3_moe", {"pp": 2, "ffn_ranks": 2}),
     thorough("qwen3_moe", {"tp": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 0.0}),
 ]

@@ -129,6 +129,7 @@ def _settings(
                 *(
                     "tp",
                     "decode_context_parallel",
+                    "prefill_context_parallel",
                     "dp_attention",
                     "ep",
                     "pp",

@@ -80,6 +80,16 @@ class RankCollectives:
         dist.all_gather(parts, x_THd, group=self._handle)
         return torch.cat(parts, dim=1)
 
+    def all_gather_rows(self, x_LC: Tensor, num_rows: Sequence[int]) -> list[Tensor]:
+        """Return the rows of each rank, of which there are `num_rows`, on all ranks."""
+        if self._handle is None:
+            return [x_LC]
+        padded = x_LC.new_zeros(max(num_rows), x_LC.shape[1])
+        padded[: len(x_LC)] = x_LC
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._handle)
+        return [part[:count] for part, count in zip(parts, num_rows, strict=True)]
+
     def exchange_parts(self, x_RE: Tensor) -> Tensor:
         """Send rank r the part x[r], contiguous; return what the ranks, in order, have sent to this one, [R, …]."""
         if self._handle is None:
@@ -408,6 +418,12 @@ class Ranks:
     waited: Waited = field(default_factory=Waited)  # for the ranks at the other end of `crossings`
     context: RankCollectives = field(default_factory=RankCollectives)  # ranks that divide the positions of a sequence
     transfers: TransferGroup | None = None  # where experts move between ranks
+    copies: RankCollectives = field(default_factory=RankCollectives)  # ranks with a copy of the same cache
+
+    @property
+    def num_cache_groups(self) -> int:
+        """Number of groups of ranks with requests and a KV cache of their own."""
+        return self.across.size // self.rank_position.layout.pcp
 
 
 SINGLE_RANK_GROUPS = Ranks()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
-from moiety_wire.engine_choices import Batching, ExpertAll2All
+from moiety_wire.engine_choices import Batching, ExpertAll2All, Speculate
+from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,11 +34,13 @@ class Layout:
     ffn_ranks: int = 0
     excluded: tuple[int, ...] = ()  # numbers among all ranks with experts; the others hold their experts
     dcp: int = 1  # ranks of a group that divide the positions of a sequence's cache
+    pcp: int = 1  # of the `dp` groups, those with one cache, which divide the tokens of a step: 1, or all of them
     is_scaled: bool = False  # the number of expert ranks was changed, so they may have unequal shares of the experts
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.dp, self.ep, self.pp) < 1:
-            raise InvalidConfig("--tp, --dp-attention, --ep and --pp must each be at least 1")
+        if min(self.tp, self.dp, self.ep, self.pp, self.pcp) < 1:
+            raise InvalidConfig("--tp, --dp-attention, --prefill-context-parallel, --ep and --pp must be at least 1")
+        assert self.pcp in (1, self.dp), "other groups have requests of their own"
         if self.dcp < 1 or self.tp % self.dcp:
             raise InvalidConfig(
                 f"--decode-context-parallel {self.dcp} does not divide the {self.tp} ranks of --tp, which share the "
@@ -52,7 +55,7 @@ class Layout:
             )
         if not self.ffn_ranks and self.stage_size % self.ep:
             raise InvalidConfig(
-                f"--ep {self.ep} does not divide the {self.stage_size} ranks of --dp-attention {self.dp} "
+                f"--ep {self.ep} does not divide the {self.stage_size} ranks of {self.groups_option} {self.dp} "
                 f"× --tp {self.tp}, which hold the experts: choose a divisor"
             )
         if self.redundant_experts % self.ep and not (self.excluded or self.is_scaled):
@@ -60,6 +63,11 @@ class Layout:
             raise InvalidConfig(
                 f"--redundant-experts {self.redundant_experts} cannot be divided by --ep {self.ep}: use {most}"
             )
+
+    @property
+    def groups_option(self) -> str:
+        """The option that sets the number of groups."""
+        return "--dp-attention" if self.pcp == 1 else "--prefill-context-parallel"
 
     @property
     def stage_size(self) -> int:
@@ -151,6 +159,11 @@ class RankPosition:
         return self.rank // self.layout.tp % self.layout.dp
 
     @property
+    def cache_group(self) -> int:
+        """Index of its group among those with requests of their own."""
+        return self.dp_rank // self.layout.pcp
+
+    @property
     def pp_rank(self) -> int:
         return self.rank // self.layout.stage_size
 
@@ -201,14 +214,17 @@ SINGLE_RANK = RankPosition()
 
 def layout_of(config: EngineConfig) -> Layout:
     """Return the layout of the configuration. Raises InvalidConfig."""
+    if config.prefill_context_parallel > 1:
+        _require_token_division_support(config)
     layout = Layout(
         config.tp,
-        config.dp_attention,
+        config.dp_attention * config.prefill_context_parallel,
         config.ep,
         config.pp,
         config.redundant_experts,
         config.ffn_ranks,
         dcp=config.decode_context_parallel,
+        pcp=config.prefill_context_parallel,
     )
     if layout.dcp > 1:
         _require_context_parallel_support(config)
@@ -248,6 +264,40 @@ def _require_context_parallel_support(config: EngineConfig) -> None:
         raise InvalidConfig(
             f"--block-size {config.block_size} cannot be divided by --decode-context-parallel {dcp}, whose ranks have "
             f"a part of each block: use a multiple of {dcp}"
+        )
+
+
+def _require_token_division_support(config: EngineConfig) -> None:
+    """Raise InvalidConfig with the reason if --prefill-context-parallel does not support a feature."""
+    option, transfer = f"--prefill-context-parallel {config.prefill_context_parallel}", config.transfer
+    has_transfer = transfer.role is not EngineRole.BOTH or bool(transfer.listen)
+    unsupported = {
+        "--dp-attention, whose groups have other requests": config.dp_attention > 1,
+        "--decode-context-parallel, which divides the cache that these ranks copy": config.decode_context_parallel > 1,
+        "--ffn-ranks, which serve groups with other requests": config.ffn_ranks > 0,
+        "--pp, whose stages compute other steps": config.pp > 1,
+        "--disk-cache, which would have a copy of each block for each rank": bool(config.disk_cache),
+        "--role and --kv-listen, which send and receive each token once": has_transfer,
+        "--exclude-rank-after-s, since each rank is required": config.exclude_rank_after_s is not None,
+        "--expert-all2all deepep, which is not tested with it": config.expert_all2all is ExpertAll2All.DEEPEP,
+        "padded batching, whose rows run together: choose another --batching": config.batching is Batching.PADDED,
+    }
+    if config.speculate in (Speculate.DRAFT, Speculate.MTP):
+        raise InvalidConfig(
+            f"{option} is not available with --speculate {config.speculate}, whose passes are not divided among ranks: "
+            "leave out one of them, or use --speculate ngram"
+        )
+    for what, is_used in unsupported.items():
+        if is_used:
+            raise InvalidConfig(f"{option} is not available with {what}: leave out one of them")
+
+
+def require_undivided_images(layout: Layout) -> None:
+    """Raise InvalidConfig if the layout divides the tokens of a step, of a model with images."""
+    if layout.pcp > 1:
+        raise InvalidConfig(
+            f"--prefill-context-parallel {layout.pcp} is not available for models with images, whose rows are not "
+            "divided among ranks: leave it out"
         )
 
 

@@ -197,6 +197,7 @@ def _rank_group_of(
         crossings,
         context=context,
         transfers=transfers,
+        copies=RankCollectives(mesh.get_group("dp")) if layout.pcp > 1 else RankCollectives(),
     )
     return RankGroup(ranks, channel, heartbeat, own_keys, excluded)
 

@@ -79,7 +79,7 @@ def require_ranks(layout: Layout, rendezvous: Rendezvous) -> None:
     if layout.num_ranks != rendezvous.num_ranks:
         further = f", with --ffn-ranks {layout.ffn_ranks}," if layout.ffn_ranks else ""
         raise InvalidConfig(
-            f"--pp {layout.pp} × --dp-attention {layout.dp} × --tp {layout.tp}{further} needs "
+            f"--pp {layout.pp} × {layout.groups_option} {layout.dp} × --tp {layout.tp}{further} needs "
             f"{layout.num_ranks} ranks, but {rendezvous.num_ranks} were started: change the options or the "
             "launcher's number of processes"
         )

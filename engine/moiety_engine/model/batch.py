@@ -57,6 +57,7 @@ class GroupTable:
 
     slots_T: Tensor
     block_table_SB: Tensor
+    rank_slots: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Batch:
     states: RecurrentRows | None = None  # None: the model has no recurrent layers
     num_shards: int = 1  # ranks that divide the positions of a sequence's cache; see AttentionMetadata
     shard: int = 0  # index of this rank; `slots_T` has those of its positions and -1 for the others
+    rank_slots: tuple[Tensor, ...] = ()  # slots of the tokens of each rank with a copy of the cache; (): no copies
     selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
     attention: AttentionMetadata = field(init=False)  # the sequences as attention kernels take them
 
@@ -129,7 +131,13 @@ class Batch:
         if not self.further_tables:
             return (self,)
         others = (
-            replace(self, slots_T=one.slots_T, block_table_SB=one.block_table_SB, further_tables=())
+            replace(
+                self,
+                slots_T=one.slots_T,
+                block_table_SB=one.block_table_SB,
+                further_tables=(),
+                rank_slots=one.rank_slots,
+            )
             for one in self.further_tables
         )
         return (self, *others)

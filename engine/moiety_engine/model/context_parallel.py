@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from moiety_engine.distribution.layout import require_undivided_images
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
@@ -94,6 +95,33 @@ def require_shared_positions(spec: ModelSpec, layout: Layout) -> None:
                 + f" of each of the model's {num_kv}: use "
                 + (f"a divisor of {most}" if most > 1 else f"a multiple of {dcp * num_kv} as --tp, or leave it out")
             )
+
+
+def require_shared_cache(spec: ModelSpec, layout: Layout) -> None:
+    """Raise InvalidConfig if the ranks of --prefill-context-parallel cannot divide the tokens of the model."""
+    if layout.pcp == 1:
+        return
+    option = f"--prefill-context-parallel {layout.pcp}"
+    for layer in spec.layers:
+        attention = layer.attention
+        if isinstance(attention, RecurrentSpec):
+            raise InvalidConfig(
+                f"{option} is not available for this {spec.family} model, whose recurrent layers compute the tokens of "
+                "a prompt one after the other: leave it out"
+            )
+        is_selective = isinstance(attention, PagedStateSpec | RoutedAttentionSpec)
+        if is_selective or getattr(attention, "indexer", None):
+            raise InvalidConfig(
+                f"{option} is not available for this {spec.family} model, whose attention selects or compresses "
+                "positions before it reads the cache: leave it out"
+            )
+    if spec.defers_experts:
+        raise InvalidConfig(
+            f"{option} is not available for this {spec.family} model, whose experts run beside the next attention: "
+            "leave it out"
+        )
+    if spec.vision is not None:
+        require_undivided_images(layout)
 
 
 def _combined(

@@ -17,6 +17,7 @@ import torch
 from moiety_engine.model.context_parallel import mla_attention_over
 from moiety_engine.model.indexer import Indexer
 from moiety_engine.model.rotary import GrowthTable
+from moiety_engine.model.shared_cache import share_rows
 from moiety_kernels.head_linear import head_linear
 from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.latent_input import LatentInputPlan, latent_input, latent_queries
@@ -47,8 +48,10 @@ class LatentAttention:
         rotary: RotaryTable,
         arithmetic: Arithmetic,
         context: RankCollectives,
+        copies: RankCollectives,
     ) -> None:
-        """Create the layer. `context`: the ranks that divide the positions of a sequence."""
+        """Create the layer. `context`, `copies`: ranks that divide a sequence's positions, or have the same cache."""
+        self._copies = copies
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._invariant = arithmetic.invariant
         self._linear = partial(linear, invariant=arithmetic.invariant)
@@ -68,6 +71,7 @@ class LatentAttention:
         input_TC = self._linear(x_TD, weights.input_CD, weights.input_bias_C)
         raw_TC = input_TC[:, : spec.query_input_width].clone() if spec.gated else None
         query_TQ = latent_input(input_TC, self._plan, rotary, cache, batch.slots_T)
+        share_rows(self._copies, cache, batch.rank_slots)
         if self._indexer is not None:
             self._indexer.select(x_TD, query_TQ, batch, cache)
         if self._growth is not None:  # the projection is linear, so its input may be scaled in place of its output

@@ -25,6 +25,7 @@ from moiety_engine.model.remote_experts import take_turns
 from moiety_engine.model.residuals import ResidualConnections
 from moiety_engine.model.rotary import RotaryTable
 from moiety_engine.model.router_mlp import RouterInputs
+from moiety_engine.model.shared_cache import share_rows
 from moiety_engine.model.shortcut_mixture import ShortcutMixture
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class LayerStack:
         self._spec, self._ranks = spec, ranks
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
         self.chosen: list[Tensor] = []
-        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, group=ranks.tensor, context=ranks.context)
+        groups = {"group": ranks.tensor, "context": ranks.context, "copies": ranks.copies}
+        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, **groups)
         halves = [
             attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
             for one, w, factors in zip(own.layers, weights.layers, adapters.layers, strict=True)
@@ -96,7 +98,8 @@ class LayerStack:
             )
             for number, (one, w, factors, slots) in enumerate(parts)
         ]
-        self._mixtures = [half for half in feeds if isinstance(half, MixtureOfExperts)]
+        self._mixture_of_layer = [half if isinstance(half, MixtureOfExperts) else None for half in feeds]
+        self._mixtures = [half for half in self._mixture_of_layer if half is not None]
         if expert_cache is not None and expert_cache.prefetches:
             prefetch_in_turn(self._mixtures)
         self._in_stages = [half if isinstance(half, MixtureOfExperts) and half.is_remote else None for half in feeds]
@@ -161,9 +164,12 @@ class LayerStack:
         """
         if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
             normed_TD = x_TD.new_empty(0, self._spec.hidden_size)
-            for mixture in self._mixtures:
-                end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
-                end()
+            views, groups = batch.by_cache_group(), kv.groups
+            for number, mixture in enumerate(self._mixture_of_layer):
+                share_rows(self._ranks.copies, kv.layers[number], views[groups[number]].rank_slots)
+                if mixture is not None:
+                    end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
+                    end()
             return split_streams(x_TD, self._spec.streams), normed_TD
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self._spec.streams)

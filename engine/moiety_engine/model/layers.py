@@ -26,6 +26,7 @@ from moiety_engine.model.residuals import times
 from moiety_engine.model.rotary import GrowthTable
 from moiety_engine.model.routed_attention import RoutedAttention
 from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec, RoutedAttentionWeights
+from moiety_engine.model.shared_cache import share_rows
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec, MoeSpec
 from moiety_engine.model.weights import (
     AttentionWeights,
@@ -100,12 +101,14 @@ class GroupedQueryAttention:
         rounds: bool,
         group: RankCollectives,
         context: RankCollectives,
+        copies: RankCollectives,
     ) -> None:
         """Create the layer.
 
         `rounds`: attention may round its inputs to bfloat16, the type of the model's weights. `group`: the ranks that
-        share the heads. `context`: those that divide the positions of a sequence.
+        share the heads. `context`: those that divide the positions of a sequence. `copies`: those with the same cache.
         """
+        self._copies = copies
         self._spec, self._weights, self._rotary, self._adapters = spec, weights, rotary, adapters
         self._linear = partial(linear, invariant=arithmetic.invariant)
         parameters = AttentionParameters(spec.scale, spec.window, weights.sinks_H, chunked=spec.chunked, rounds=rounds)
@@ -132,6 +135,7 @@ class GroupedQueryAttention:
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
             q_THd = scale_rows(q_THd, self._growth.upto(batch.max_context), batch.positions_T)
+        share_rows(self._copies, cache, batch.rank_slots)
         out_THd = self._attend(q_THd, cache, batch.attention)
         if spec.value_scale != 1.0:  # attention is linear in values
             out_THd = scaled_sum(out_THd, spec.value_scale)
@@ -393,14 +397,15 @@ def attention(
     rounds: bool,
     group: RankCollectives,
     context: RankCollectives,
+    copies: RankCollectives,
 ) -> Attention:
     """Return the first half of a layer that the spec describes.
 
-    `rounds`, `group`, `context`: see GroupedQueryAttention.
+    `rounds`, `group`, `context`, `copies`: see GroupedQueryAttention.
     """
     if isinstance(spec, LatentAttentionSpec):
         assert isinstance(weights, LatentAttentionWeights)
-        return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic, context)
+        return LatentAttention(spec, weights, rotaries[spec.rope], arithmetic, context, copies)
     if isinstance(spec, RoutedAttentionSpec):
         assert isinstance(weights, RoutedAttentionWeights)
         return RoutedAttention(spec, weights, rotaries[spec.rope], norm_eps, arithmetic, rounds=rounds)
@@ -416,6 +421,7 @@ def attention(
             rounds=rounds,
             group=group,
             context=context,
+            copies=copies,
         )
     assert isinstance(weights, RecurrentWeights)
     return recurrent_layer(spec, weights, arithmetic, rotaries, group=group)

@@ -17,7 +17,7 @@ import torch
 from moiety_engine.distribution.layout import RankPosition, divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.attention_options import DividedNormSpec
-from moiety_engine.model.context_parallel import require_shared_positions
+from moiety_engine.model.context_parallel import require_shared_cache, require_shared_positions
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
 from moiety_engine.model.recurrent_specs import RecurrentSpec
@@ -92,6 +92,7 @@ def own_spec(spec: ModelSpec, rank_position: RankPosition) -> ModelSpec:
             "--dp-attention with --ep, or --pp, instead"
         )
     require_shared_positions(spec, rank_position.layout)
+    require_shared_cache(spec, rank_position.layout)
     if rank_position.layout.pp > len(spec.layers):
         raise InvalidConfig(f"--pp {rank_position.layout.pp} is more than the model's {len(spec.layers)} layers")
     _check_stages(spec, rank_position.layout)

@@ -127,7 +127,7 @@ class DraftModel:
         return DraftChunk(sequence, first, end if at_most is None else min(end, first + at_most), drafts)
 
     def _rows(self, pieces: Iterable[DraftChunk]) -> DraftRows:
-        num_groups = self.model.ranks.across.size
+        num_groups = self.model.ranks.num_cache_groups
         return DraftRows(pieces, self._sizes.block_size, self._tables, self._passes.lag, num_groups)
 
     @torch.inference_mode()

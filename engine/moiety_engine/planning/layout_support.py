@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.config import EngineConfig, Offload, OffloadConfig, Speculate, TransferConfig
-from moiety_engine.distribution.layout import layout_of, with_expert_ranks
+from moiety_engine.distribution.layout import layout_of, require_undivided_images, with_expert_ranks
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
@@ -24,6 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # smallest example of each layout
     "TP": {"tp": 2},
     "TP × EP": {"tp": 2, "ep": 2},
     "TP × EP × DCP": {"tp": 4, "ep": 2, "decode_context_parallel": 2},
+    "PCP × EP": {"prefill_context_parallel": 2, "ep": 2},
     "DP attention × EP": {"dp_attention": 2, "ep": 2},
     "PP": {"pp": 2},
     "expert ranks": {"dp_attention": 2, "ffn_ranks": 2, "ep": 2},
@@ -54,7 +55,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA adapters": Feature({"adapters": {"adapter": "folder"}}),
     "Structured outputs": Feature(),
     "Embeddings": Feature(),
-    "Images": Feature(),
+    "Images": Feature(check=require_undivided_images),
     "N-gram speculation": Feature({"speculate": Speculate.NGRAM}),
     "Draft-model speculation": Feature({"speculate": Speculate.DRAFT, "draft_model": "folder"}),
     "MTP speculation": Feature({"speculate": Speculate.MTP}),

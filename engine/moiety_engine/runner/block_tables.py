@@ -36,6 +36,11 @@ class HostTable(NamedTuple):
     slots_T: np.ndarray
     block_table_SB: np.ndarray
 
+    @staticmethod
+    def empty() -> HostTable:
+        """Return the table of a step without rows."""
+        return HostTable(np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int32))
+
 
 class BlockTables:
     """Cache of the table rows of recently used sequences, in one cache group.

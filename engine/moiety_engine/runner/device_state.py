@@ -131,7 +131,7 @@ class DeviceState:
             bytes_per_s = self.host_kv.measure_bandwidth()
             cost = SwapCost(self.host_kv.block_bytes / bytes_per_s, self._model.state_bytes / bytes_per_s)
         blank = CoreSubmit(0, "", STANDARD, [0] * 4, Sampling(), 1, 0, [], 1, b"", 0)
-        sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.across.size)]
+        sequences = [Sequence(blank, order=0, seed=0) for _ in range(self._model.ranks.num_cache_groups)]
         for group, sequence in enumerate(sequences):
             sequence.kv.group = group
             sequence.kv.state_slot = 0

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from operator import attrgetter, getitem
 
 import numpy as np
@@ -266,12 +267,16 @@ class BatchBuilder:
         sampled_L: Tensor | None = None,
         spread: Spread | None = None,
         parts: SequenceOf[HostBatch] = (),
+        rank_slots: SequenceOf[SequenceOf[np.ndarray]] = (),
     ) -> Batch:
         """Copy a batch to the device, and fill in the tokens that only the device knows.
 
-        `parts` are the micro-batches, if there are any.
+        `parts` are the micro-batches, if there are any; `rank_slots` the slots of all ranks with a copy of the cache,
+        for each cache group.
         """
         upload, states = self._staging.upload, host.states
+        first_slots, *further_slots = [tuple(map(upload, slots)) for slots in rank_slots] or [()]
+        tables = host.further_tables or (HostTable.empty(),) * len(further_slots)
         token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
         return Batch(
@@ -291,8 +296,10 @@ class BatchBuilder:
             images=None if host.images is None else self._upload_images(host.images),
             micro_batches=tuple(map(self.upload, parts)),
             further_tables=tuple(
-                GroupTable(upload(table.slots_T), upload(table.block_table_SB)) for table in host.further_tables
+                GroupTable(upload(table.slots_T), upload(table.block_table_SB), slots)
+                for table, slots in zip_longest(tables, further_slots, fillvalue=())
             ),
+            rank_slots=first_slots,
             states=None if states is None else states.upload(upload),
         )
 

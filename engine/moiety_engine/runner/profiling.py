@@ -59,7 +59,7 @@ def largest_step(model: Transformer, controls: ControlSender, bounds: StepBounds
     expensive sampling. The KV cache is allocated for these steps and released afterwards.
     """
     block_size, max_batch_tokens, max_running, max_context = bounds
-    num_groups = model.ranks.across.size
+    num_groups = model.ranks.num_cache_groups
     lengths = _prompt_lengths(max_batch_tokens, max_running, min(max_context - 1, -(-max_batch_tokens // num_groups)))
     sequences = []
     blocks_of = [0] * num_groups

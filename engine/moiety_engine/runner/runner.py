@@ -36,6 +36,7 @@ from moiety_engine.runner.inputs import BatchBuilder, HostBatch, Scored, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
 from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
+from moiety_engine.runner.token_division import divide_tokens, rank_slots_of
 from moiety_engine.runner.token_owners import bytes_of_chunks
 from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
@@ -142,7 +143,7 @@ class Runner:
         )
         self._sampler = Sampler(model.spec.vocab_size, model.device, self.staging)
         self._masks = MaskMaker(num_mask_words, model.spec.vocab_size, model.device)
-        self._num_groups = model.ranks.across.size
+        self._num_groups, self._num_copies = model.ranks.num_cache_groups, model.ranks.copies.size
         self._expert_counter = None if tenants is None else model.expert_counter
         self._newest: InFlightStep | None = None
         self._sampled: Drawn | Best | None = None  # sampled by the newest step
@@ -161,13 +162,16 @@ class Runner:
         self.staging.begin_step()
         if self.features is not None:
             self._encode_images(plan, self.features)
-        hosts = [self._builder.arrange(plan)] if self._num_groups == 1 else self._arrange_groups(plan)
+        if self._num_groups == self._num_copies == 1:
+            hosts, order_L = [self._builder.arrange(plan)], _IN_ORDER
+        else:
+            hosts, order_L = self._arrange(plan)
         rows = rows_of(plan)
         if self._controls.steps_in_flight > 1:
-            return self._begin(plan, hosts, rows)
+            return self._begin(plan, hosts, order_L, rows)
         best = self._best(hosts, rows)
         if best is None:
-            self._newest = self._launch(plan, hosts, rows)
+            self._newest = self._launch(plan, hosts, order_L, rows)
         else:
             self._sampled = best
             self._newest = InFlightStep(plan, best, None, None, PASSED, [], self._experts_of(plan, hosts))
@@ -234,14 +238,13 @@ class Runner:
         return self._model.decode(hosts[0], self._kv, with_logits=with_logits)
 
     @torch.inference_mode()
-    def _launch(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> InFlightStep:
+    def _launch(self, plan: Plan, hosts: list[HostBatch], order_L: np.ndarray, rows: list[Row]) -> InFlightStep:
         with one_torch_thread() if self._model.only_kernels else contextlib.nullcontext():
-            return self._compute(plan, hosts, rows)
+            return self._compute(plan, hosts, order_L, rows)
 
-    def _compute(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> InFlightStep:
+    def _compute(self, plan: Plan, hosts: list[HostBatch], order_L: np.ndarray, rows: list[Row]) -> InFlightStep:
         before_L = self.sampled_L
         masks = self._masks.begin(rows, self._newest)
-        order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         sends = [] if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
         num_micro_batches = 1 if sends else self._cutting.count(hosts)  # KV is sent once a layer has stored all rows
         self._controls.step(hosts, order_L, len(rows), num_micro_batches, sends)
@@ -267,10 +270,9 @@ class Runner:
         return InFlightStep(plan, *results, self.staging.mark(), invalid_rows, experts)
 
     @torch.inference_mode()
-    def _begin(self, plan: Plan, hosts: list[HostBatch], rows: list[Row]) -> PipelinedStep:
+    def _begin(self, plan: Plan, hosts: list[HostBatch], order_L: np.ndarray, rows: list[Row]) -> PipelinedStep:
         """Run the first stage of a pipeline, while later stages may still compute earlier steps."""
         masks = self._masks.begin(rows, None)
-        order_L = order_of(plan, hosts) if len(hosts) > 1 else _IN_ORDER
         sends = [] if self._kv_sender is None else self._kv_sender.of(plan, self._kv)
         self._controls.step(hosts, order_L, len(rows), 1, sends)
         leaving = None if self._kv_sender is None else self._kv_sender.own.sends(sends, self._kv)
@@ -295,7 +297,8 @@ class Runner:
     def _upload(self, hosts: list[HostBatch], order_L: np.ndarray, before_L: Tensor | None, num_parts: int) -> Batch:
         """Return the first group's batch on the device, in `num_parts` micro-batches."""
         spread = spread_of(hosts, self.staging.upload(order_L)) if len(hosts) > 1 else None
-        batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_parts))
+        rank_slots = rank_slots_of(hosts) if self._num_copies > 1 else ()
+        batch = self._builder.upload(hosts[0], before_L, spread, cut(hosts[0], num_parts), rank_slots)
         if self.features is not None:
             self.features.end_step(part for host in hosts if host.images is not None for part in host.images.parts)
         return batch
@@ -311,9 +314,12 @@ class Runner:
             scores = score(self._model, hidden_LD[end:], of_prompts, self.staging)
         return unit_ED, scores
 
-    def _arrange_groups(self, plan: Plan) -> list[HostBatch]:
-        """Return the step's batch of each of several rank groups."""
-        return with_adapter_rows(self._builder.arrange_groups(plan, self._num_groups))
+    def _arrange(self, plan: Plan) -> tuple[list[HostBatch], np.ndarray]:
+        """Return the step's batch of each of several rank groups, and the order of their wanted rows in the step."""
+        if self._num_copies > 1:
+            return divide_tokens(self._builder.arrange(plan), self._num_copies)
+        hosts = with_adapter_rows(self._builder.arrange_groups(plan, self._num_groups))
+        return hosts, order_of(plan, hosts)
 
     def collect(self, flight: InFlightStep | PipelinedStep) -> StepResults:
         """Wait for the results of the oldest launched step and return them."""

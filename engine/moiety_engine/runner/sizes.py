@@ -64,7 +64,7 @@ def sizes_for(
     block_size = config.block_size or entry_block_size(model.spec)
     # on a CPU small blocks cost almost nothing
     block_size = block_size or (16 if on_cuda else 4) * model.ranks.rank_position.layout.dcp
-    groups = model.ranks.across.size
+    groups = model.ranks.num_cache_groups
     max_batch_tokens = config.max_batch_tokens or max(groups * (8192 if on_cuda else 512), config.max_running or 0)
     max_running = config.max_running or min(groups * (256 if on_cuda else 64), max_batch_tokens)
     if max_batch_tokens < max_running:

@@ -61,6 +61,7 @@ from moiety_engine.runner.kv_swap import HostKv
 from moiety_engine.runner.micro_batches import cut
 from moiety_engine.runner.scoring import in_turns
 from moiety_engine.runner.state_rows import StateCopier
+from moiety_engine.runner.token_division import rank_slots_of
 from moiety_engine.staging import Staging
 
 if TYPE_CHECKING:
@@ -295,7 +296,9 @@ class Worker(WorkerBase):
         self._model = model
         self._passes = None if draft_model is None else DraftPasses(draft_model, Staging(model.device))
         self._num_drafted = 0  # tokens of the newest pass
-        self._group = rank_group.ranks.rank_position.dp_rank
+        position = rank_group.ranks.rank_position
+        self._group, self._part = position.cache_group, position.dp_rank  # its part of a step
+        self._has_copies = position.layout.pcp > 1
         self._kv: KvCache | None = None
         self._host_kv: HostKv | None = None
         self._state_copier: StateCopier | None = None
@@ -366,8 +369,9 @@ class Worker(WorkerBase):
     def _step(self, step: RunStep) -> None:
         assert self._kv is not None, "a step runs without a KV cache"
         self._staging.begin_step()
-        host, spread = step.parts[self._group].batch(), step.spread(self._staging)
-        batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches))
+        host, spread = step.parts[self._part].batch(), step.spread(self._staging)
+        rank_slots = rank_slots_of([part.batch() for part in step.parts]) if self._has_copies else ()
+        batch = self._builder.upload(host, self._sampled_L, spread, cut(host, step.num_micro_batches), rank_slots)
         if self._features is not None:
             self._features.end_step(step.image_parts)
         leaving = None if self._transfers is None else self._transfers.sends(step.sends, self._kv)
@@ -394,7 +398,7 @@ class Worker(WorkerBase):
         else:
             passes.begin()
         self._num_drafted = message.num_wanted
-        hidden_LD = passes.run(message.parts[self._group].batch(), before_L, message.spread(passes.staging))
+        hidden_LD = passes.run(message.parts[self._part].batch(), before_L, message.spread(passes.staging))
         if message.num_wanted:
             passes.model.logits(hidden_LD)
 

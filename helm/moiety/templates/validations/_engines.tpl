@@ -4,13 +4,13 @@
 {{- define "moiety.validateDevices" -}}
 {{- $options := .options -}}
 {{- $ranks := 1 -}}
-{{- $sizes := "options.tp × options.pp × options.dp-attention + options.ffn-ranks" -}}
+{{- $sizes := "options.tp × options.pp × options.dp-attention × options.prefill-context-parallel + options.ffn-ranks" -}}
 {{- if eq .kind "vllm" -}}
 {{- $sizes = "options.tensor-parallel-size × options.pipeline-parallel-size × options.data-parallel-size" -}}
 {{- $replicas := get $options "data-parallel-size-local" | default (get $options "data-parallel-size") | default 1 -}}
 {{- $ranks = mul (get $options "tensor-parallel-size" | default 1) (get $options "pipeline-parallel-size" | default 1) $replicas -}}
 {{- else -}}
-{{- $ranks = add (mul ($options.tp | default 1) ($options.pp | default 1) (get $options "dp-attention" | default 1)) (get $options "ffn-ranks" | default 0) -}}
+{{- $ranks = add (mul ($options.tp | default 1) ($options.pp | default 1) (get $options "dp-attention" | default 1) (get $options "prefill-context-parallel" | default 1)) (get $options "ffn-ranks" | default 0) -}}
 {{- end -}}
 {{- if and (eq (int .nodes) 1) (gt (int .gpus) 0) (ne (int .gpus) (int $ranks)) -}}
 {{- fail (printf "pool %s has gpus=%d, and its options use %d: set gpus to %s, or change these options" .name (int .gpus) (int $ranks) $sizes) -}}

@@ -98,7 +98,7 @@
 {{- fail (printf "pool %s has the role %s, which only Moiety engines on one node support: set role=both, or kind=moiety and nodes=1" .name .role) -}}
 {{- end -}}
 {{- $ranks := mul .nodes (max 1 (int .gpus)) -}}
-{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
+{{- if and (gt (int .nodes) 1) (ne (int $ranks) (int (add (mul (.options.tp | default 1) (.options.pp | default 1) (get .options "dp-attention" | default 1) (get .options "prefill-context-parallel" | default 1)) (get .options "ffn-ranks" | default 0)))) -}}
 {{- fail (printf "pool %s has %d ranks, one for each GPU of each of its nodes: set options.tp, options.pp, options.dp-attention and options.ffn-ranks so that tp × pp × dp-attention + ffn-ranks equals this number" .name (int $ranks)) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (or (eq .kind "vllm") .stateSize .model.hubCacheSize) -}}
