@@ -81,8 +81,8 @@ def gptq(weight: Tensor, *, less: int = 1, **how: Any) -> tuple[dict[str, Tensor
     }, one.stands_for
 
 
-def act_ordered(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    order = torch.arange(weight.shape[1])[torch.randperm(weight.shape[1], generator=torch.manual_seed(3))] // 32
+def act_ordered(weight: Tensor, seed: int = 3) -> tuple[dict[str, Tensor], Tensor]:
+    order = torch.arange(weight.shape[1])[torch.randperm(weight.shape[1], generator=torch.manual_seed(seed))] // 32
     return gptq(weight, order=order)
 
 

@@ -32,6 +32,7 @@ from moiety_kernels.gated_norm.reference import gated_norm as gated_norm_referen
 from moiety_kernels.head_linear import cpu as head_linear
 from moiety_kernels.head_linear.reference import head_linear as head_linear_reference
 from moiety_kernels.hyper_connections import cpu as hyper_connections
+from moiety_kernels.input_order import cpu as input_order
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input import LatentInputPlan
 from moiety_kernels.latent_input import cpu as latent_input
@@ -67,6 +68,7 @@ from moiety_kernels.selective_scan.reference import selective_scan as selective_
 
 from .conftest import Paged
 from .deepseek_v4_checks import assert_close, compresses, connects_streams
+from .ordered_checks import gathers, mixes_ordered_experts
 from .recurrent import TOKENS, delta_inputs, scan_inputs, sequences, states
 
 Check = Callable[[ModuleType, Any], None]
@@ -209,6 +211,8 @@ def mixes_experts(kernel: ModuleType, _: Any) -> None:
         ours = kernel.experts(x, weight, expert, firsts, down, activation, None, None)
         assert_close(ours, experts_reference(x, weight, expert, firsts, down, activation=activation))
 
+    mixes_ordered_experts(kernel)
+
 
 def convolves(kernel: ModuleType, _: Any) -> None:
     x, ours = torch.randn(TOKENS, 64), states(3, 64)
@@ -305,6 +309,7 @@ CHECKS: dict[ModuleType, Check] = {
     moe: mixes_experts,
     selective_scan: scans,
     output_gate: gates,
+    input_order: gathers,
 }
 MUTANTS = [
     (compressed_attention, "source_position % runs.size\n", "(source_position + 1) % runs.size\n"),
@@ -385,6 +390,11 @@ MUTANTS = [
     (output_gate, "gate > _LINEAR else math.log1p(math.exp(gate))", "True else 0.0"),
     (output_gate, "0.044715 * gate * gate * gate", "0.044715 * gate * gate"),
     (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
+    (input_order, "args.x_TK + t * args.x_stride", "args.x_TK + 4 * width * t"),
+    (input_order, "load_i32(order_K, k)", "k"),
+    (moe, "args.up_order_ED + 4 * width * item.expert", "args.up_order_ED"),
+    (moe, "args.down_order_EF + 4 * hidden * item.expert", "args.down_order_EF"),
+    (moe, "if layer.down_order_EF:", "if layer.down_order_EF < 0:"),
     (moe, "expert * args.num_ups + column", "expert * 2 * hidden + column"),
     (moe, "x_TD + pair // top_k * x_stride", "x_TD + pair // top_k // 2 * x_stride"),
     (moe, "expert * width + column, num_columns, hidden", "column, num_columns, hidden"),

@@ -6,6 +6,7 @@ Where a kernel reads the numbers, they are kept from the file to the product; el
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from structlog.testing import capture_logs
 from tests import packed_checkpoints as written
 
 from moiety_engine.config import Offload, OffloadConfig
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.model.checkpoint import load
-from moiety_engine.model.errors import WeightsError
+from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.loading import load_model
+from moiety_engine.model.loading import load_model, load_share
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import QuantizedWeight, WeightFormat, dequantize
 
@@ -40,6 +42,7 @@ def weights(kind: str = "int", bits: int = 4, strategy: str = "group", **more: A
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 OFFSETS = WeightFormat("int4", 4, 32, offsets=True)
+ORDERED = replace(OFFSETS, ordered=True)
 # name: (quantization_config, writer, format of the products or None)
 KINDS: dict[str, tuple[dict[str, Any], written.Writer, WeightFormat | None]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, written.awq, OFFSETS),
@@ -53,7 +56,7 @@ KINDS: dict[str, tuple[dict[str, Any], written.Writer, WeightFormat | None]] = {
     ),
     "gptq 8 bits asymmetric": (GPTQ | {"bits": 8, "sym": False}, partial(written.gptq, bits=8), None),
     "gptq 2 bits": (GPTQ | {"bits": 2, "sym": False}, partial(written.gptq, bits=2), None),
-    "gptq desc_act": (GPTQ | {"sym": False, "desc_act": True}, written.act_ordered, None),
+    "gptq desc_act": (GPTQ | {"sym": False, "desc_act": True}, written.act_ordered, ORDERED),
     "compressed, asymmetric": (
         groups(weights(symmetric=False), layout="pack-quantized"),
         written.compressed,
@@ -62,7 +65,7 @@ KINDS: dict[str, tuple[dict[str, Any], written.Writer, WeightFormat | None]] = {
     "compressed, ordered": (
         groups(weights(symmetric=False, actorder="group"), layout="pack-quantized"),
         written.compressed_ordered,
-        None,
+        ORDERED,
     ),
     "compressed W8A8": (
         groups(weights(bits=8, strategy="channel", symmetric=True), layout="int-quantized"),
@@ -221,6 +224,80 @@ def test_experts_with_offsets_are_offloaded(folders: Any, make_driver: Any, make
     offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path), memory_bytes=100_000)
     ours = make_driver(narrow, dtype="bfloat16", offload=offload).prefill(make_sequence(PROMPT), 16)
     torch.testing.assert_close(ours, expected)
+
+
+def of_an_order(name: str, *, joined: bool = True) -> written.Writer:
+    """Return the writer of a matrix whose inputs are in an order of its product's, or else of its own."""
+    joins = {"k_proj": "q_proj", "v_proj": "q_proj", "w3": "w1"} if joined else {}
+    for part, of in joins.items():
+        name = name.replace(part, of)
+    return partial(written.act_ordered, seed=sum(name.encode()))
+
+
+def test_experts_with_inputs_in_orders_of_their_own_stay_in_four_bits(
+    folders: Any, make_driver: Any, make_sequence: Any, tmp_path: Path
+) -> None:
+    narrow, plain = folders(KINDS["gptq desc_act"][0], of_an_order)
+    expected = make_driver(plain).prefill(make_sequence(PROMPT), 64).log_softmax(-1)
+    kept = make_driver(narrow, dtype="bfloat16")
+    wide = load_model(plain, device="cpu", dtype="float32")._weights
+    for one, product in zip(products_of(kept.model._weights), products_of(wide), strict=True):
+        assert isinstance(one, QuantizedWeight)
+        assert one.order_K is not None
+        assert one.order_K.dim() == 1 or not torch.equal(one.order_K[0], one.order_K[1])
+        torch.testing.assert_close(dequantize(one), product, rtol=1e-5, atol=1e-6)
+    found = kept.prefill(make_sequence(PROMPT), 64).log_softmax(-1)
+    assert (found - expected).abs().median() < 0.05
+    offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path), memory_bytes=100_000)
+    for _ in range(2):  # the second start reads the file of the first
+        offloaded = make_driver(narrow, dtype="bfloat16", offload=offload)
+        torch.testing.assert_close(offloaded.prefill(make_sequence(PROMPT), 64).log_softmax(-1), found)
+
+
+def test_joined_matrices_of_different_orders_are_dequantized(
+    folders: Any, make_driver: Any, make_sequence: Any
+) -> None:
+    narrow, plain = folders(KINDS["gptq desc_act"][0], partial(of_an_order, joined=False))
+    expected = make_driver(plain).prefill(make_sequence(PROMPT), 64).log_softmax(-1)
+    with capture_logs() as logs:
+        kept = make_driver(narrow, dtype="bfloat16")
+    said = [one for one in logs if one["event"] == "checkpoint_widened"]
+    assert ["different orders" in one["reason"] for one in said] == [True]
+    layer = kept.model._weights.layers[0]
+    products = layer.attention.qkv_CD, layer.attention.output_DC, layer.ffn.gate_up_E2FD, layer.ffn.down_EDF
+    assert [isinstance(one, QuantizedWeight) for one in products] == [False, True, False, True]
+    assert (kept.prefill(make_sequence(PROMPT), 64).log_softmax(-1) - expected).abs().median() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_kept"),
+    [(Layout(tp=2), False), (Layout(dp=2, ep=2), True), (Layout(dp=2), False), (Layout(pp=2), True)],
+)
+def test_ranks_keep_whole_matrices_with_ordered_inputs_only(folders: Any, layout: Layout, is_kept: bool) -> None:
+    narrow, plain = folders(KINDS["gptq desc_act"][0], of_an_order)
+    for rank in range(layout.num_ranks):
+        ranks = replace(SINGLE_RANK_GROUPS, rank_position=RankPosition(layout, rank))
+        with capture_logs() as logs:
+            both = [load_share(one, device="cpu", dtype="bfloat16", ranks=ranks).weights for one in (narrow, plain)]
+        said = [one["reason"] for one in logs if one["event"] == "checkpoint_widened"]
+        assert ["each rank has some of them" in reason for reason in said] == [True] * (not is_kept)
+        for kept, wide in zip(*map(products_of, both), strict=True):
+            assert isinstance(kept, QuantizedWeight) is is_kept
+            found = dequantize(kept) if isinstance(kept, QuantizedWeight) else kept.float()
+            torch.testing.assert_close(found, wide.float(), rtol=0.01, atol=1e-3)
+        if not is_kept:
+            with pytest.raises(UnsupportedModelError, match="--dp-attention with --ep, or --pp, keeps matrices whole"):
+                load_share(narrow, device="cpu", dtype="bfloat16", ranks=ranks, quantization="int4")
+
+
+def test_groups_of_other_sizes_than_config_json_says_are_refused(folders: Any) -> None:
+    def uneven(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts, stands_for = written.act_ordered(weight)
+        return parts | {"g_idx": parts["g_idx"].clamp(max=0)}, stands_for
+
+    narrow, _ = folders(KINDS["gptq desc_act"][0], lambda name: uneven if "layers.0" in name else written.act_ordered)
+    with pytest.raises(WeightsError, match=r"layers\.0\..*cannot be read in groups.* does not have 32 in each"):
+        load_model(narrow, device="cpu", dtype="bfloat16")
 
 
 def test_tensors_that_contradict_config_json_are_refused_by_name(folders: Any) -> None:

@@ -94,7 +94,10 @@ def load(
         wanted = {name: place for name, place in wanted.items() if name not in stored}
     fewer_bits = None
     if form is not None:
-        fewer_bits = _fewer_bits((spec, own, rank_position, form), weights, wanted, found, device, offloading)
+        groups_of = _groups_of_inputs(wanted, found, shard_of) if as_stored else {}
+        fewer_bits = _fewer_bits(
+            (spec, own, rank_position, form), weights, wanted, found, groups_of, device, offloading
+        )
     _note_widened(wanted.keys(), found, dtype)
     starting_at = {found[name].names[0]: name for name in wanted}
     done, direct = 0, DirectRead()
@@ -184,6 +187,7 @@ def _fewer_bits(
     weights: ModelWeights,
     wanted: dict[str, TensorMapping | Shares],
     found: dict[str, TensorSource],
+    groups_of: Mapping[str, Tensor | None],
     device: torch.device,
     offloading: Offloading | None,
 ) -> WeightQuantizer:
@@ -198,18 +202,26 @@ def _fewer_bits(
     wide = {name for name in wanted if not found[name].is_narrow}
     if form.of_experts_only:  # rounding reproduces mxfp4 exactly
         return WeightQuantizer(weights, wanted, form, device, wide, offloading=offloading)
-    kept = StoredPrecision(spec, own, rank_position, weights, form, set(found))
-    others = {name for name in wanted if found[name].is_narrow and not kept.takes(name)}
-    if names := sorted(others & products_among(weights, wanted)):
-        log.info(
-            "checkpoint_widened",
-            stored_as=form.name,
-            reason="rows and blocks lie across",
-            first=names[0],
-            num_tensors=len(names),
-        )
-    wide |= others
+    kept = StoredPrecision(spec, own, rank_position, weights, form, set(found), groups_of)
+    narrow, products = (name for name in wanted if found[name].is_narrow), products_among(weights, wanted)
+    others = {name: reason for name in narrow if (reason := kept.obstacle(name)) is not None}
+    for reason in sorted(set(others.values())):
+        if names := sorted(name for name in others.keys() & products if others[name] == reason):
+            log.info("checkpoint_widened", stored_as=form.name, reason=reason, first=names[0], num_tensors=len(names))
+    wide |= others.keys()
     return WeightQuantizer(weights, wanted, form, device, wide, kept, offloading)
+
+
+def _groups_of_inputs(
+    wanted: Iterable[str], found: Mapping[str, TensorSource], shard_of: Mapping[str, Path]
+) -> dict[str, Tensor | None]:
+    """Return the group of each input of quantized tensors, by their names; None if groups are in order."""
+    groups_of: dict[str, Tensor | None] = {name: None for name in wanted if found[name].is_narrow}
+    names = {name: found[name].order for name in groups_of if found[name].order}
+    for path in sorted({shard_of[order] for order in names.values()}):
+        with open_tensors(path) as file:
+            groups_of |= {name: file.get_tensor(order) for name, order in names.items() if shard_of[order] == path}
+    return groups_of
 
 
 def _fill_one(

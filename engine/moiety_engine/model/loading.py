@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from moiety_engine.distribution.layout import Layout
+    from moiety_engine.distribution.layout import Layout, RankPosition
     from moiety_engine.model.vocabulary import Vocabulary
     from moiety_kernels.quantization import WeightFormat
 
@@ -178,6 +178,7 @@ def load_share(
     dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, position := ranks.rank_position)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
+    form = _uncut(form, position, dtype, is_explicit=quantization != "auto")
     _check_form_cuts(form, stored, spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
@@ -336,6 +337,24 @@ def _on_device(
     if is_explicit:
         raise UnsupportedModelError(f"--quantization {form.name} is not available: {reason}; leave it out, or use int8")
     log.info("checkpoint_widened", stored_as=form.name, loaded_as=str(dtype), reason=f"no kernel reads it: {reason}")
+    return None
+
+
+def _uncut(form: WeightFormat | None, position: RankPosition, dtype: str, *, is_explicit: bool) -> WeightFormat | None:
+    """Return `form`; None, with a log entry, if its inputs are sorted by group and ranks have parts of them.
+
+    The inputs of a rank, the columns of its heads or of its part of a feed-forward, are then spread over all groups.
+    Raises UnsupportedModelError if the format was requested explicitly.
+    """
+    if form is None or not form.ordered or (position.layout.tp == 1 and position.expert_cuts == 1):
+        return form
+    reason = (
+        "with act-order (desc_act, actorder 'group') the inputs of a group lie apart, and each rank has some of them: "
+        "--dp-attention with --ep, or --pp, keeps matrices whole"
+    )
+    if is_explicit:
+        raise UnsupportedModelError(f"--quantization {form.name} is not available: {reason}")
+    log.info("checkpoint_widened", stored_as=form.name, loaded_as=dtype, reason=reason)
     return None
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from moiety_engine.offload.cache import Store
     from moiety_kernels.quantization import Weight, WeightFormat
 
-_SCALES = "_scales"  # suffix to the name of a quantized weight
+_SCALES, _ORDER = "_scales", "_order"  # suffixes to the name of a quantized weight
 
 
 class Offloading:
@@ -57,7 +57,8 @@ class Offloading:
     def keep(self, weight: Weight) -> Weight:
         """Move a weight to the store, release its old memory, and return the stored weight."""
         if isinstance(weight, QuantizedWeight):
-            return QuantizedWeight(self._keep(weight.values_NK), self._keep(weight.scales_NG), weight.format)
+            order = None if weight.order_K is None else self._keep(weight.order_K)
+            return QuantizedWeight(self._keep(weight.values_NK), self._keep(weight.scales_NG), weight.format, order)
         return self._keep(weight)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -203,6 +204,8 @@ def _parts(weights: MoeWeights) -> Iterator[tuple[str, Tensor]]:
         if isinstance(weight, QuantizedWeight):
             yield name, weight.values_NK
             yield name + _SCALES, weight.scales_NG
+            if weight.order_K is not None:
+                yield name + _ORDER, weight.order_K
         else:
             yield name, weight
     for name, bias in (("gate_up_bias", weights.gate_up_bias_E2F), ("down_bias", weights.down_bias_ED)):
@@ -219,7 +222,7 @@ def _with_slots(layer: LayerWeights, slots: Iterator[dict[str, Tensor]], form: W
         if name + _SCALES not in parts:
             return parts[name]
         assert form is not None, "scales without a format"
-        return QuantizedWeight(parts[name], parts[name + _SCALES], form)
+        return QuantizedWeight(parts[name], parts[name + _SCALES], form, parts.get(name + _ORDER))
 
     ffn = replace(
         layer.ffn,
@@ -235,4 +238,5 @@ def _bytes(part: Tensor, form: WeightFormat | None) -> int:
     if form is None:
         return part.nbytes
     rows, width = part.numel() // part.shape[-1], part.shape[-1]
-    return rows * (width * form.bits // 8 + 4 * form.num_scales(width))
+    orders = 4 * part.shape[0] * width if form.ordered else 0
+    return orders + rows * (width * form.bits // 8 + 4 * form.num_scales(width))

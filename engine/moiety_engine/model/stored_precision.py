@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.input_orders import InputOrders
 from moiety_engine.model.tensor_shards import places_on_rank
 from moiety_engine.model.weights import allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight
 from moiety_kernels.quantization.reference import pack
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from moiety_engine.distribution.layout import RankPosition
@@ -31,7 +34,8 @@ class StoredPrecision:
     """Owner of the quantized values and scales of `weights`' products until each is handed out.
 
     Only filled tensors use memory. `weights` belong to the rank's `own` spec, a part of the whole `spec`. Where the
-    checkpoint's groups are larger than those of `form`, scales are repeated.
+    checkpoint's groups are larger than those of `form`, scales are repeated. `groups_of`: the group of each input of
+    tensors that are quantized on disk, by name; None if groups are in order.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class StoredPrecision:
         weights: ModelWeights,
         form: WeightFormat,
         names: set[str],
+        groups_of: Mapping[str, Tensor | None],
     ) -> None:
         on_cpu, stored = torch.device("cpu"), spec.weight_format
         assert stored is not None, "the checkpoint is not quantized"
@@ -52,17 +57,23 @@ class StoredPrecision:
         self._scales = places_on_rank(spec, own, scales, rank_position, names, stored.num_scales)
         three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
         self._of_product = {id(wide): parts for wide, *parts in three}
+        self._orders: InputOrders | None = None
+        if stored.ordered and stored.group is not None:
+            self._orders = InputOrders(products_of(values), self._values, groups_of, stored.group)
 
-    def takes(self, name: str) -> bool:
-        """Return whether a tensor can be kept as stored.
+    def obstacle(self, name: str) -> str | None:
+        """Return why a tensor cannot be kept as stored; None if it can.
 
         Its scales must be arranged like its rows, and in stacked gate and up matrices each half must start with a new
-        block.
+        block. Matrices that are joined must have their inputs in one order.
         """
+        if self._orders is not None and name in self._orders.unequal:
+            return "matrices that are multiplied together store their inputs in different orders"
         values, scales = self._values[name], self._scales[name]
         rows_alike = scales.shape == (*values.shape[:-1], self._stored.num_scales(values.shape[-1]))
         stacked = len(values.shape) == _STACKED
-        return rows_alike and not (stacked and values.shape[1] // 2 % self._form.rows)
+        whole = rows_alike and not (stacked and values.shape[1] // 2 % self._form.rows)
+        return None if whole else "rows and blocks lie across"
 
     def places(self, name: str) -> tuple[TensorMapping | Shares, TensorMapping | Shares]:
         """Return the mappings of a tensor's bytes and of its rows' scales."""
@@ -74,7 +85,9 @@ class StoredPrecision:
         width = values.shape[-1]
         times = self._form.num_scales(width) // self._stored.num_scales(width)
         spread = scales if times == 1 else scales.repeat_interleave(times, -1)
-        kept = QuantizedWeight(self._numbers(values).to(device), spread.to(device), self._form)
+        order = None if self._orders is None else self._orders.pop(values)
+        order = None if order is None else order.to(device)
+        kept = QuantizedWeight(self._numbers(values).to(device), spread.to(device), self._form, order)
         for part, moved in ((values, kept.values_NK), (scales, kept.scales_NG)):
             if moved.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
                 part.untyped_storage().resize_(0)  # releases the memory although mappings still have views

@@ -129,7 +129,8 @@ def bytes_in(form: WeightFormat, spec: ModelSpec, dtype: torch.dtype) -> int:
     plain = {id(tensor): tensor.nbytes for _, tensor in named_tensors(weights)}
     rest = sum(plain.values()) - sum(plain[id(product)] for product in products)
     scales = sum(4 * product.numel() // product.shape[-1] * form.num_scales(product.shape[-1]) for product in products)
-    return rest + scales + sum(product.numel() * form.bits // 8 for product in products)
+    orders = 4 * sum(product.numel() // max(1, product.shape[-2]) for product in products) if form.ordered else 0
+    return rest + scales + orders + sum(product.numel() * form.bits // 8 for product in products)
 
 
 def products_among(weights: ModelWeights, places: Mapping[str, TensorMapping | Shares]) -> set[str]:

@@ -19,6 +19,7 @@ from moiety_kernels.grouped_gemm.kernels.rows import down_rows, up_rows
 from moiety_kernels.grouped_gemm.kernels.up import up, up_rounded
 from moiety_kernels.grouped_gemm.launch_config import configuration
 from moiety_kernels.grouped_gemm.tile_cost_model import Four, Problem, Scales, TileConfig, Weights, choose
+from moiety_kernels.input_order import gather_expert_inputs
 from moiety_kernels.moe.activation import SILU, Activation
 from moiety_kernels.quantization.weight import GPU_PACK, SCALE_BLOCK
 from moiety_kernels.route import group
@@ -88,6 +89,7 @@ def experts(
     down_bias_ED: Tensor | None = None,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    down_order_EF: Tensor | None = None,
     four: Four = "",
     invariant: bool = False,
     config: TileConfig | None = None,
@@ -98,7 +100,8 @@ def experts(
 
     Weights of int8 or float8_e4m3fn have scales, contiguous and float32: of rows, [E, N], or of blocks of 128 × 128,
     [E, N, K ÷ 128], where the rows of a block, counted from the first of gate and of up, have the same scale.
-    `four`-bit weights are uint8, packed by 64, with scales [E, N, K ÷ 32]. With `invariant`, a token's bits do not
+    `four`-bit weights are uint8, packed by 64, with scales [E, N, K ÷ 32]. `down_order`, int32: the order in which each
+    expert's down weight stores its inputs, if another one. With `invariant`, a token's bits do not
     depend on the other tokens. With many rows and float8 weights, rows are also rounded to float8. Without `config`,
     the configuration is the one tuned for this GPU, else the cost model's choice.
     """
@@ -117,17 +120,27 @@ def experts(
         inner_RF = up_rows(
             x_TD, expert_TK, w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F, activation, config.up, four
         )
+        inner_RF = _in_order(inner_RF, down_order_EF, expert_TK.flatten())
         return down_rows(inner_RF, expert_TK, weight_TK, w_down_EDF, down_scale, down_bias_ED, config.down, four)
     groups = group(expert_TK, num_experts, config.BM)
     gate_up, downwards = (w_gate_up_E2FD, gate_up_scale, gate_up_bias_E2F), (w_down_EDF, down_scale, down_bias_ED)
     if config.eight:
+        assert down_order_EF is None, "weights of 8 bits have their inputs in order"
         rounded_TD, x_scale_TG = round_rows(x_TD)
         inner_RF, inner_scale_RG = up_rounded(rounded_TD, x_scale_TG, groups, top_k, *gate_up, activation, config)
         weighted = down(inner_RF, groups, weight_TK, *downwards, config, inner_scale_RG, x_TD.dtype)
     else:
         inner_RF = up(x_TD, groups, top_k, *gate_up, activation, config)
+        if down_order_EF is not None:
+            sorted_R = expert_TK.flatten()[groups.order_R.long().clamp(0, expert_TK.numel() - 1)]
+            inner_RF = _in_order(inner_RF, down_order_EF, sorted_R)
         weighted = down(inner_RF, groups, weight_TK, *downwards, config)
     return combine(weighted, expert_TK)
+
+
+def _in_order(inner_RF: Tensor, order_EF: Tensor | None, expert_R: Tensor) -> Tensor:
+    """Return each row in the order of its expert's down weight."""
+    return inner_RF if order_EF is None else gather_expert_inputs(inner_RF, order_EF, expert_R)
 
 
 @functools.lru_cache(maxsize=4096)

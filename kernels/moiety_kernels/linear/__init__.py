@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError, require_shape
+from moiety_kernels.input_order import gather_inputs
 from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.linear import reference
 from moiety_kernels.quantization import QuantizedWeight, dequantize
@@ -23,6 +24,8 @@ def linear(
     is not possible it is an error.
     """
     require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
+    if isinstance(weight_ND, QuantizedWeight) and weight_ND.order_K is not None:
+        x_TD, weight_ND = gather_inputs(x_TD, weight_ND.order_K), weight_ND.in_stored_order()
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)
         return fast

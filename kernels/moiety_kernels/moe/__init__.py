@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moiety_kernels.checks import require, require_shape
+from moiety_kernels.input_order import gather_expert_inputs
 from moiety_kernels.lazy_imports import lazy_import
 from moiety_kernels.linear import linear
 from moiety_kernels.low_rank import FeedForwardFactors, add_low_rank
@@ -91,11 +92,20 @@ def _by_triton(
     if reason is not None:
         return reason
     (up_values, up_scale), (down_values, down_scale) = _values_and_scales(up), _values_and_scales(down)
-    scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-    if not isinstance(down, Tensor) and down.format.bits == 4:
-        options["four"] = "mxfp4" if down.format.floating else "int4"
-    computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **scales, **options)
-    return computed
+    options |= {"gate_up_scale": up_scale, "down_scale": down_scale}
+    if not isinstance(down, Tensor):
+        options["down_order_EF"] = down.order_K
+        if down.format.bits == 4:
+            options["four"] = "mxfp4" if down.format.floating else "int4"
+    if isinstance(up, Tensor) or up.order_K is None:
+        computed: Tensor = _triton().experts(x_TD, weight_TK, expert_TK, up_values, down_values, **options)
+        return computed
+    expert_R = expert_TK.flatten()
+    x_RD = gather_expert_inputs(x_TD.repeat_interleave(expert_TK.shape[1], dim=0), up.order_K, expert_R)
+    pairs = weight_TK.reshape(-1, 1), expert_R.unsqueeze(1)
+    weighted_RD = _triton().experts(x_RD, *pairs, up_values, down_values, **options)
+    summed: Tensor = _triton().combine(weighted_RD, expert_TK.contiguous())
+    return summed
 
 
 def unfit_for_triton(x_TD: Tensor, expert_TK: Tensor, up: Weight, down: Weight) -> str | None:

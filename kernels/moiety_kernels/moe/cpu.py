@@ -47,14 +47,15 @@ from moiety_kernels.cpu.vectors import (
     scaled_swiglu_row,
     swiglu_row,
 )
+from moiety_kernels.input_order.cpu import gather_row
 from moiety_kernels.low_rank import cpu as low_rank
+from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_kernels.low_rank import FeedForwardFactors
     from moiety_kernels.moe.activation import Activation
-    from moiety_kernels.quantization.weight import QuantizedWeight
 
 _NAMES = ("silu", "gelu_tanh", "clipped", "limited_silu", "scaled_silu", "relu2")  # the last one has no gate
 _SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU, _SCALED_SILU, _RELU2 = range(len(_NAMES))
@@ -113,6 +114,12 @@ class ExpertsArguments(NamedTuple):
     added_P2F: Address  # float32 of adapters, added to gates and ups of each of P = T · K pairs, or 0
     added_row_R: Address  # int64 addresses of rows of `added_P2F`, 0 where a token has no adapter
     slot_T: Address  # int64 adapter of each token, negative for none, or 0
+    up_order_ED: Address  # int32 inputs of each expert's first weight in the order that it stores, or 0
+    down_order_EF: Address  # the same of the second weight
+    ordered_x_RD: Address  # float32, rows of x in these orders, if there are any
+    ordered_inner_RF: Address
+    order_up_task: Address
+    order_down_task: Address
     up_task: Address
     down_task: Address
     combine_task: Address
@@ -173,7 +180,9 @@ def experts(
     tokens, top_k = (x_TD.shape[0], 1) if expert_TK is None else expert_TK.shape
     num_experts, width, hidden = w_down_EDF.shape
     rows = tokens * top_k
-    floats = torch.empty(rows * (hidden + width))
+    up_order, down_order = _order_of(w_gate_up_E2FD), _order_of(w_down_EDF)
+    extra = (width if up_order is not None else 0) + (hidden if down_order is not None else 0)
+    floats = torch.empty(rows * (hidden + width + extra))
     sizes = (num_experts + 1, rows, rows, rows, _ITEM_BYTES // 8 * (num_experts + rows // ROW_BLOCK), rows)
     integers = torch.empty(sum(sizes), dtype=torch.int64)
     out_TD = torch.empty(tokens, width) if onto_TD is None else onto_TD
@@ -211,6 +220,12 @@ def experts(
         added_P2F=address_of(added_P2F),
         added_row_R=starts + 8 * sum(sizes[:-1]),
         slot_T=0 if adapters is None else adapters.slot_T.data_ptr(),
+        up_order_ED=address_of(up_order),
+        down_order_EF=address_of(down_order),
+        ordered_x_RD=inner + 4 * rows * (hidden + width),
+        ordered_inner_RF=inner + 4 * rows * (width + extra),
+        order_up_task=task_address(_order_up_task, ExpertsArguments),
+        order_down_task=task_address(_order_down_task, ExpertsArguments),
         up_task=task_address(_up_task, ExpertsArguments),
         down_task=task_address(_down_task, ExpertsArguments),
         combine_task=task_address(_combine_task, CombineArguments),
@@ -229,6 +244,10 @@ def experts(
     if adapters is not None and adapters.down is not None:
         low_rank.gather(out_TD, (inner, hidden), place, adapters.down, adapters.slot_T, expert_TK, weight_TK)
     return out_TD
+
+
+def _order_of(weight: Tensor | QuantizedWeight) -> Tensor | None:
+    return weight.order_K if isinstance(weight, QuantizedWeight) else None
 
 
 def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
@@ -268,12 +287,16 @@ def _kinds_and_chunks(
 
 @jit
 def _drive(state: int, scratch: int, function: int, args: int, num_tasks: int) -> None:
-    """Group the pairs, then run the three jobs in sequence."""
+    """Group the pairs, then run the jobs in sequence."""
     layer = struct_at(ExpertsArguments, args)
     items = _group(layer)
     up_chunk, down_chunk = layer.up_chunk, layer.down_chunk
     hidden, width, tokens = layer.hidden, layer.combine.width, layer.combine.tokens
+    if layer.up_order_ED:
+        parallel(state, scratch, layer.order_up_task, args, items)
     parallel(state, scratch, layer.up_task, args, items * ((hidden + up_chunk - 1) // up_chunk))
+    if layer.down_order_EF:
+        parallel(state, scratch, layer.order_down_task, args, items)
     parallel(state, scratch, layer.down_task, args, items * ((width + down_chunk - 1) // down_chunk))
     blocks = (tokens + _COMBINE_BLOCK - 1) // _COMBINE_BLOCK
     parallel(state, scratch, layer.combine_task, address_of_struct(layer.combine), blocks)
@@ -316,6 +339,26 @@ def _group(args: ExpertsArguments) -> int:
             has_slot = load_i64(slot_T, pair // top_k) >= 0
             store_i64(added_row_R, row, added_P2F + 4 * args.num_ups * pair if has_slot else 0)
     return num_items
+
+
+def _order_up_task(args: ExpertsArguments, task: int, scratch: int) -> None:
+    """Gather an item's rows of x in the order of its expert."""
+    width, item = args.combine.width, struct_at(Item, args.items + _ITEM_BYTES * task)
+    order_D, x_row_R = args.up_order_ED + 4 * width * item.expert, args.x_row_R
+    for row in range(item.first, item.first + item.num_rows):
+        ordered_D = args.ordered_x_RD + 4 * width * row
+        gather_row(load_i64(x_row_R, row), order_D, width, ordered_D)
+        store_i64(x_row_R, row, ordered_D)
+
+
+def _order_down_task(args: ExpertsArguments, task: int, scratch: int) -> None:
+    """Gather an item's inner rows in the order of its expert."""
+    hidden, item = args.hidden, struct_at(Item, args.items + _ITEM_BYTES * task)
+    order_F, inner_row_R = args.down_order_EF + 4 * hidden * item.expert, args.inner_row_R
+    for row in range(item.first, item.first + item.num_rows):
+        ordered_F = args.ordered_inner_RF + 4 * hidden * row
+        gather_row(load_i64(inner_row_R, row), order_F, hidden, ordered_F)
+        store_i64(inner_row_R, row, ordered_F)
 
 
 def _up_task(args: ExpertsArguments, task: int, scratch: int) -> None:

@@ -34,7 +34,11 @@ def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """Return the weight [..., N, K], float32."""
+    """Return the weight [..., N, K], float32, with its inputs in the layer's order."""
+    if weight.order_K is not None:
+        stored_NK = dequantize(weight.in_stored_order())
+        place_NK = weight.order_K.long().unsqueeze(-2).expand_as(stored_NK)
+        return torch.empty_like(stored_NK).scatter_(-1, place_NK, stored_NK)
     form, q_NK = weight.format, unpack(weight.values_NK, weight.format)
     if form.floating and form.bits == 4:
         table = torch.tensor([*MAGNITUDES, *(-one for one in MAGNITUDES)], device=q_NK.device)

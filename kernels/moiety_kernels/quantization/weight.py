@@ -20,6 +20,7 @@ class WeightFormat:
     upper halves its last. Each row has its own scales, which may equal its neighbours': for block scales, `rows` rows
     have the same, counted from the first row of a matrix before it was joined with others. With `offsets`, which only
     integers of four bits have, each group's scale is followed by an offset: a weight is its number · scale + offset.
+    `ordered`: weights store their inputs in another order than the layer's, so that those of a group lie together.
     """
 
     name: str
@@ -29,6 +30,7 @@ class WeightFormat:
     pack: int = BLOCK
     rows: int = 1
     offsets: bool = False
+    ordered: bool = False
 
     @property
     def half(self) -> int:
@@ -90,12 +92,14 @@ class QuantizedWeight:
 
     `values`: uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`). `scales`:
     float32, for a format with offsets (scale, offset) of each group. Both have the shape of a weight [..., N, K] in all
-    but their last dimension.
+    but their last dimension. `order`: int32 [..., K], the layer's input that each stored one is; None if they are in
+    the layer's order.
     """
 
     values_NK: Tensor
     scales_NG: Tensor
     format: WeightFormat
+    order_K: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,15 +112,22 @@ class QuantizedWeight:
         return self.values_NK.device.type
 
     def is_contiguous(self) -> bool:
-        return self.values_NK.is_contiguous() and self.scales_NG.is_contiguous()
+        parts = (self.values_NK, self.scales_NG, self.order_K)
+        return all(part.is_contiguous() for part in parts if part is not None)
+
+    def in_stored_order(self) -> QuantizedWeight:
+        """Return the weight for inputs that are gathered in its order."""
+        return self if self.order_K is None else replace(self, order_K=None)
 
     def unsqueeze(self, dim: int) -> QuantizedWeight:
         """Return the weight with one more dimension before the last two."""
-        return QuantizedWeight(self.values_NK.unsqueeze(dim), self.scales_NG.unsqueeze(dim), self.format)
+        order = None if self.order_K is None else self.order_K.unsqueeze(dim)
+        return QuantizedWeight(self.values_NK.unsqueeze(dim), self.scales_NG.unsqueeze(dim), self.format, order)
 
     def __getitem__(self, index: int) -> QuantizedWeight:
         """Return one of the weights stacked in the first dimension."""
-        return QuantizedWeight(self.values_NK[index], self.scales_NG[index], self.format)
+        order = None if self.order_K is None else self.order_K[index]
+        return QuantizedWeight(self.values_NK[index], self.scales_NG[index], self.format, order)
 
 
 Weight = Tensor | QuantizedWeight

@@ -40,8 +40,8 @@ def awq(settings: dict[str, Any]) -> StoredQuantization:
 def gptq(settings: dict[str, Any]) -> StoredQuantization:
     """Return the quantization of a GPTQ checkpoint. Raises UnsupportedModelError.
 
-    With `desc_act` the inputs of a group lie apart, so weights are dequantized, as are 2 bits, and 8 bits with zero
-    points.
+    With `desc_act` the inputs of a group lie apart; kept weights have them sorted. 2 bits, and 8 bits with zero points,
+    are dequantized.
     """
     bits, layout = settings.get("bits"), str(settings.get("checkpoint_format") or "gptq")
     others = [name for name in settings.get("dynamic") or {} if not str(name).startswith("-:")]
@@ -51,8 +51,8 @@ def gptq(settings: dict[str, Any]) -> StoredQuantization:
         )
     group, symmetric = _group(settings.get("group_size")), bool(settings.get("sym", True))
     in_order = not settings.get("desc_act") or bool(settings.get("static_groups")) or group is None
-    kept = in_order and (bits == 4 or (bits == 8 and symmetric))
-    form = WeightFormat(f"int{bits}", bits, group, offsets=not symmetric) if kept else None
+    kept = bits == 4 or (bits == 8 and symmetric)
+    form = WeightFormat(f"int{bits}", bits, group, offsets=not symmetric, ordered=not in_order) if kept else None
     read: dict[str, Any] = {"bits": bits, "group": group, "stored_less": int(layout == "gptq")}
     find = partial(_sources, make=partial(_made_gptq, **read), form=form, **read)
     return _quantization(method_name(settings), form, find)
@@ -81,7 +81,8 @@ def _sources(present: set[str], make: Any, form: WeightFormat | None, **read: An
             found[f"{module}.weight"] = TensorSource(names, make, widened=f"{read['bits']} bits")
         else:
             keep = partial(_kept_gptq, form=form, **read) if read else partial(_kept_awq, form=form)
-            found[f"{module}.weight"] = TensorSource(names, make, keep, is_narrow=True)
+            order = module + ORDER if form.ordered and module + ORDER in present else ""
+            found[f"{module}.weight"] = TensorSource(names, make, keep, is_narrow=True, order=order)
     return found
 
 
@@ -112,11 +113,12 @@ def _kept_gptq(
     bits: int, group: int | None, stored_less: int, form: WeightFormat,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     numbers = unpacked(packed.T, bits)
-    if order is not None:
+    if order is not None and not form.ordered:
         width = numbers.shape[-1]
         if not torch.equal(order, torch.arange(width, dtype=order.dtype) // (group or width)):
             raise ValueError("config.json does not say desc_act, but g_idx has groups whose inputs lie apart")
-    return kept_integers(numbers, scales.T, _gptq_zeros(zeros, bits, stored_less), form)
+        order = None
+    return kept_integers(numbers, scales.T, _gptq_zeros(zeros, bits, stored_less), form, order)
 
 
 def _gptq_zeros(zeros: Tensor, bits: int, stored_less: int) -> Tensor:

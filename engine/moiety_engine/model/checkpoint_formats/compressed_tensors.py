@@ -106,8 +106,10 @@ def _scheme(group: dict[str, Any], settings: dict[str, Any]) -> Scheme:
     readable = {PACKED_FORMAT: (2, 4, 8), INT_FORMAT: range(2, 9)}
     if kind == "int" and strategy in ("channel", "group", "tensor") and bits in readable.get(layout, ()):
         inputs = None if inputs is None else int(inputs)
-        kept = in_order and (bits == 4 or (bits == 8 and symmetric))
-        return scheme(WeightFormat(f"int{bits}", bits, inputs, offsets=not symmetric) if kept else None, inputs)
+        kept = bits == 4 or (bits == 8 and symmetric)
+        ordered = not in_order and inputs is not None
+        form = WeightFormat(f"int{bits}", bits, inputs, offsets=not symmetric, ordered=ordered)
+        return scheme(form if kept else None, inputs)
     raise refused(f"{METHOD} {described}")
 
 
@@ -164,8 +166,9 @@ def _source(name: str, plain: str, scheme: Scheme, present: set[str]) -> TensorS
     ordered = not scheme.in_order and plain + GROUP_INDEX in present
     names += [plain + GROUP_INDEX] if ordered else []
     make = partial(_made, scheme=scheme, ordered=ordered)
-    keep = None if scheme.form is None else partial(_kept, scheme=scheme)
-    return TensorSource(tuple(names), make, keep, is_narrow=keep is not None)
+    keep = None if scheme.form is None else partial(_kept, scheme=scheme, ordered=ordered)
+    order = plain + GROUP_INDEX if ordered and keep is not None else ""
+    return TensorSource(tuple(names), make, keep, is_narrow=keep is not None, order=order)
 
 
 def _made(*parts: Tensor, scheme: Scheme, ordered: bool) -> Tensor:
@@ -174,9 +177,10 @@ def _made(*parts: Tensor, scheme: Scheme, ordered: bool) -> Tensor:
     return from_integers(numbers, scales, zeros, scheme.bits, scheme.group, order)
 
 
-def _kept(*parts: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def _kept(*parts: Tensor, scheme: Scheme, ordered: bool) -> tuple[Tensor, Tensor]:
     assert scheme.form is not None
-    return kept_integers(*_numbers(parts, scheme), scheme.form)
+    order = parts[-1] if ordered else None
+    return kept_integers(*_numbers(parts[:-1] if ordered else parts, scheme), scheme.form, order)
 
 
 def _numbers(parts: tuple[Tensor, ...], scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:

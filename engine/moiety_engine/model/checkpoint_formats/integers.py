@@ -47,13 +47,21 @@ def to_packed(q_NK: Tensor, scales_NG: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def kept_integers(
-    numbers_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor | None, form: WeightFormat
+    numbers_NK: Tensor,
+    scales_NG: Tensor,
+    zeros_NG: Tensor | None,
+    form: WeightFormat,
+    group_of_K: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (bytes [N, K], scales float32 [N, G], each followed by an offset if `form` has them). Raises ValueError.
 
-    The bytes are the numbers plus half their range, as `StoredPrecision` takes them.
+    The bytes are the numbers plus half their range, as `StoredPrecision` takes them. `group_of_K`: the group of each
+    input, if not in order; inputs are then sorted by group.
     """
     _require_groups(numbers_NK, scales_NG, form.group)
+    if group_of_K is not None:
+        width = numbers_NK.shape[-1]
+        numbers_NK = numbers_NK[:, inputs_by_group(group_of_K, width, form.group or width)]
     scales = scales_NG.float()
     if not form.offsets:
         if zeros_NG is not None and not bool((zeros_NG == form.half).all()):
@@ -61,6 +69,17 @@ def kept_integers(
         return numbers_NK, scales
     zeros = torch.full_like(scales, form.half) if zeros_NG is None else zeros_NG.float()
     return numbers_NK, torch.stack((scales, (form.half - zeros) * scales), dim=-1).flatten(-2)
+
+
+def inputs_by_group(group_of_K: Tensor, width: int, group: int) -> Tensor:
+    """Return the inputs sorted by group, int64 [K], those of a group in order. Raises ValueError.
+
+    `group_of_K`: the group of each of `width` inputs, `group` of which belong to each.
+    """
+    sorted_K, order_K = group_of_K.long().sort(stable=True)
+    if not torch.equal(sorted_K, torch.arange(width) // group):
+        raise ValueError(f"the tensor that assigns {width} inputs to groups does not have {group} in each")
+    return order_K
 
 
 def from_integers(

@@ -21,7 +21,8 @@ class TensorSource:
 
     `make` returns the dequantized tensor. `keep` returns it quantized, as (bytes of its shape, scales of its rows and
     groups), see `StoredPrecision`; None if it can only be dequantized. `is_narrow`: it is stored in the format of the
-    checkpoint's products. `widened`: the format that it is stored in, if another one.
+    checkpoint's products. `widened`: the format that it is stored in, if another one. `order`: name of the tensor on
+    disk that assigns inputs to groups, if `keep` sorts them.
     """
 
     names: tuple[str, ...]
@@ -29,6 +30,7 @@ class TensorSource:
     keep: Callable[..., tuple[Tensor, Tensor]] | None = None
     is_narrow: bool = False
     widened: str = ""
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
