@@ -11,6 +11,7 @@ import pytest
 import moiety_demo
 from moiety_engine.model.families import FAMILIES
 from moiety_engine.model.families.catalog import CATALOG
+from moiety_engine.model.families.unsupported import UNSUPPORTED
 from moiety_engine.model.families.wrapped import WRAPPERS
 from moiety_engine.planning.model_support import family_features, family_spec, family_table, features_of, report_on
 from moiety_platform.cli.main import main
@@ -42,6 +43,13 @@ def test_every_family_is_in_the_catalogue() -> None:
 def test_the_page_has_the_table_that_the_code_makes() -> None:
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert family_table() in page, "write it anew: moiety models --markdown"
+
+
+def test_the_page_lists_every_family_that_is_refused_with_a_reason() -> None:
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    listed = {name for name in UNSUPPORTED if f"`{name}`" in page or f"`{name.removesuffix('_text')}`" in page}
+    assert listed == UNSUPPORTED.keys()
+    assert not UNSUPPORTED.keys() & {*FAMILIES, *WRAPPERS}
 
 
 def test_the_features_of_a_family_follow_from_its_layers() -> None:
@@ -120,6 +128,14 @@ def test_a_configuration_alone_is_enough_for_memory_and_features(
         ({"model_type": "hy_v3", "moe_router_use_sigmoid": False}, "moe_router_use_sigmoid False is not supported"),
         ({"model_type": "bert"}, "has an encoder, for embeddings"),
         ([1], "must be a JSON object"),
+        ({}, "model family None is not supported"),
+        ({"model_type": "mixtral", "hidden_size": -4}, "hidden_size -4 must be at least 1"),
+        ({"model_type": "mixtral", "num_attention_heads": -8}, "num_attention_heads -8 must be at least 0"),
+        ({"model_type": "mixtral", "vocab_size": "many"}, "invalid value"),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "hqq"}},
+            "quantization HQQ is not supported",
+        ),
     ],
 )
 def test_models_that_the_engine_does_not_serve_are_refused_with_the_reason(
@@ -130,6 +146,55 @@ def test_models_that_the_engine_does_not_serve_are_refused_with_the_reason(
     assert code == 1 and message in err
     code, out, _ = run(capsys, str(tmp_path), "--json")
     assert code == 1 and json.loads(out)["served"] is False and message in " ".join(json.loads(out)["reason"].split())
+
+
+def test_a_quantized_checkpoint_is_reported_in_the_format_of_its_weights(tmp_path: Path) -> None:
+    path, settings = tmp_path / "config.json", {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    path.write_text(json.dumps({"model_type": "mixtral", "quantization_config": settings}))
+    kept, wide = report_on(str(path)), report_on(str(path), weights="bf16")
+    assert (kept.weight_format, kept.quantization) == ("int4", "GPTQ (4 bits, act-order (desc_act))")
+    assert (wide.weight_format, wide.quantization) == ("bfloat16", kept.quantization)
+    assert 3.5 < wide.weight_bytes / kept.weight_bytes < 4
+
+
+def test_states_of_recurrent_layers_are_reported_for_each_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_next"}))
+    code, out, _ = run(capsys, str(path))
+    assert code == 0 and "recurrent states: 73.7 MiB per request" in out
+    path.write_text(json.dumps({"model_type": "mixtral"}))
+    assert "recurrent states" not in run(capsys, str(path))[1]
+
+
+def test_a_gguf_file_is_reported_like_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.gguf_checkpoints import Type, write_gguf
+    from tests.model.conftest import write_checkpoint
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "plain").mkdir()
+    write_checkpoint(tmp_path / "plain", "llama, llama3 rope of long models")
+    write_gguf(tmp_path / "plain", tmp_path / "model.gguf", Type.F32)
+    code, out, _ = run(capsys, str(tmp_path / "model.gguf"), "--json")
+    report = json.loads(out)
+    assert (report["family"], report["weight_format"]) == ("llama", "bfloat16")
+    assert [line for line in report["missing"] if "tensor" in line or "lacks" in line] == []
+    assert code == int(bool(report["missing"]))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    code, _, err = run(capsys, str(tmp_path / "other.gguf"))
+    assert code == 1 and "is not a complete GGUF file" in err
+
+
+def test_a_folder_without_a_configuration_is_refused_with_advice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "has no config.json; give a checkpoint" in run(capsys, str(tmp_path))[2]
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 1 and "give the path of model.gguf" in err
 
 
 def test_a_file_of_another_name_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ from moiety_engine.encoder.config import is_encoder
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.checkpoint import check_tensor_names
 from moiety_engine.model.errors import ModelError
-from moiety_engine.model.families import ignored_keys, spec_from_config
+from moiety_engine.model.families import ignored_keys, spec_from_config, stored_quantization
 from moiety_engine.model.families.catalog import CATALOG
 from moiety_engine.model.mtp_spec import require_mtp
 from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.routed_attention_spec import RoutedAttentionSpec
 from moiety_engine.model.spec import AttentionSpec, LatentAttentionSpec
 from moiety_engine.model.tensor_shards import own_spec
-from moiety_engine.planning.models import find_model
+from moiety_engine.planning.models import find_model, state_bytes
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TextError
 from moiety_text.folder import read_text_model
@@ -56,12 +56,19 @@ class ModelFeatures:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """Supported features of a checkpoint. `missing` names what it needs before it is served or used for chat."""
+    """Supported features of a checkpoint. `missing` names what it needs before it is served or used for chat.
+
+    `weight_format`: that of its large matrices in memory. `quantization`: that of its files. `state_bytes`: recurrent
+    states of one request.
+    """
 
     model: str
     family: str
     weight_bytes: int
+    weight_format: str
+    quantization: str | None
     kv_bytes_per_token: int
+    state_bytes: int
     max_context_tokens: int
     features: ModelFeatures
     missing: tuple[str, ...]
@@ -101,27 +108,34 @@ def _divides(spec: ModelSpec, layout: Layout) -> str:
 
 
 def report_on(model: str, weights: str = "auto", kv_dtype: str = "auto") -> CheckpointReport:
-    """Return what would be served of a folder, a config.json or a hub id; "" is the demo model.
+    """Return what would be served of a folder, a GGUF file, a config.json or a hub id; "" is the demo model.
 
     Of a hub id, and of a config.json, only the configuration is read. Raises EngineError, with the reason, if the model
     would not be served.
     """
     path = Path(model).expanduser()
-    if path.is_file() and path.name != "config.json":
-        raise InvalidConfig(f"{model} is a file that is not called config.json: give a config.json, or its folder")
-    folder = path.parent if path.is_file() else resolve_checkpoint(model, ("config.json",))
+    is_config = path.is_file() and path.suffix != ".gguf"
+    if is_config and path.name != "config.json":
+        raise InvalidConfig(
+            f"{model} is a file that is not called config.json: give a config.json, its folder, or a GGUF file"
+        )
+    folder = path.parent if is_config else resolve_checkpoint(model, ("config.json",))
     if is_encoder(folder):
         raise InvalidConfig(
             f"{folder} has an encoder, for embeddings, scores and classification, which has no KV cache and no "
             "layouts: start it to see whether it is served"
         )
     served = find_model(str(folder.resolve()), weights, kv_dtype)
+    stored = stored_quantization(folder)
     features, max_context = features_of(served.spec), served.spec.max_context_tokens
     report = CheckpointReport(
         model=served.name,
         family=served.spec.family,
         weight_bytes=served.weight_bytes(served.spec),
+        weight_format="bfloat16" if served.form is None else served.form.name,
+        quantization=None if stored is None else stored.name,
         kv_bytes_per_token=served.kv_bytes_per_token(served.spec, min(KV_CONTEXT_TOKENS, max_context)),
+        state_bytes=sum(state_bytes(layer.attention) for layer in served.spec.layers),
         max_context_tokens=max_context,
         features=features,
         missing=(),
@@ -129,7 +143,8 @@ def report_on(model: str, weights: str = "auto", kv_dtype: str = "auto") -> Chec
         tool_format=None,
         reasoning_format=None,
     )
-    return report if path.is_file() or not (path.is_dir() or not model) else _with_files(report, folder, served.spec)
+    has_files = path.is_dir() or path.suffix == ".gguf" or not model
+    return _with_files(report, folder, served.spec) if has_files and not is_config else report
 
 
 def _with_files(report: CheckpointReport, folder: Path, spec: ModelSpec) -> CheckpointReport:

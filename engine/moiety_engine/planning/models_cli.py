@@ -25,7 +25,7 @@ def models_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Checkpoint to report on: a folder, a config.json or a hub id. If not given, all families."
+            help="Checkpoint to report on: a folder, GGUF file, config.json or hub id. If not given, all families."
         ),
     ] = None,
     weights: Annotated[
@@ -88,10 +88,12 @@ def lines_of(report: CheckpointReport) -> list[str]:
     features = asdict(report.features)
     lines = [
         f"{report.model}: {'served' if not report.missing else 'not complete'}, family {report.family}",
-        f"weights: {_size(report.weight_bytes)}",
+        f"weights: {_size(report.weight_bytes)} in {report.weight_format}"
+        + (f"; the checkpoint has {report.quantization}" if report.quantization else ""),
         f"KV cache: {report.kv_bytes_per_token:,} bytes per token, "
         f"{_size(report.kv_bytes_per_token * report.max_context_tokens)} for a context of "
         f"{report.max_context_tokens:,} tokens",
+        *([f"recurrent states: {_size(report.state_bytes)} per request"] if report.state_bytes else []),
         *(f"{name.replace('_', ' ')}: {answer}" for name, answer in features.items()),
         f"as with every model: {', '.join(EVERYWHERE)}",
         f"tool calls: {report.tool_format or 'no format found in a chat template'}",

@@ -206,6 +206,8 @@ WHOLE: dict[str, Callable[[Config], Features]] = {
     "zaya": zaya_features,
     **{family: partial(read_mtp, read_layer=FAMILIES[family]) for family in _WITH_MTP},
 }
+_POSITIVE = {"vocab_size", "hidden_size", "max_position_embeddings"}
+_SIZES = ("_size", "_heads", "_dim", "_experts")  # ends of the keys of other sizes, which may be zero
 MAX_LAYERS = 10_000  # that a configuration may say; the deepest models have a few hundred
 # Readers of the part of a config.json that describes the text model, if that is not the whole file.
 TEXT_PART: dict[str, Callable[[Config], Config]] = {
@@ -320,6 +322,16 @@ def _check_layer_types(config: Config) -> None:
         )
 
 
+def _check_sizes(config: Config) -> None:
+    """Raise ValueError for widths and numbers that no tensor can have."""
+    for key, value in config.items():
+        least = 1 if key in _POSITIVE else 0
+        if least and value is not None and not isinstance(value, int):
+            raise ValueError(f"{key} {value!r} must be a whole number")
+        if (least or key.endswith(_SIZES)) and isinstance(value, int) and value < least:
+            raise ValueError(f"{key} {value} must be at least {least}")
+
+
 def _spec_of(config: Config) -> ModelSpec:
     family = config["model_type"]
     read_layer = FAMILIES[family]
@@ -328,6 +340,7 @@ def _spec_of(config: Config) -> ModelSpec:
         for key in ("num_hidden_layers", "num_layers"):
             if config.get(key) is not None and not 0 < config[key] <= MAX_LAYERS:
                 raise ValueError(f"{key} {config[key]} must be between 1 and {MAX_LAYERS:,}")
+        _check_sizes(config)
         _check_layer_types(config)
         features: Features = {"tie_word_embeddings": bool(config["tie_word_embeddings"])}
         features |= WHOLE[family](config) if family in WHOLE else {}
