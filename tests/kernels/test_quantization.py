@@ -17,12 +17,22 @@ from moiety_kernels.linear import linear
 from moiety_kernels.moe import SILU, dense_glu, experts
 from moiety_kernels.moe import cpu as experts_cpu
 from moiety_kernels.moe import reference as experts_reference
-from moiety_kernels.quantization import FP8, INT4, INT8, MXFP4, QuantizedWeight, WeightFormat, dequantize, quantize
+from moiety_kernels.quantization import (
+    FP8,
+    INT4,
+    INT8,
+    MXFP4,
+    NVFP4,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    quantize,
+)
 from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, unpack
 
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
 OFFSETS = WeightFormat("int4", 4, 64, offsets=True)
-FORMATS = [*WHOLE, OFFSETS, FP8, MXFP4]
+FORMATS = [*WHOLE, OFFSETS, FP8, MXFP4, NVFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
@@ -115,7 +125,14 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
     ("form", "k"),
     [
         (form, k)
-        for form in (INT8, INT4, OFFSETS, MXFP4, *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)))
+        for form in (
+            INT8,
+            INT4,
+            OFFSETS,
+            MXFP4,
+            NVFP4,
+            *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)),
+        )
         for k in (32, 96, 160, 256, 768, 1056)
         if form.takes(k)
     ],
@@ -211,12 +228,16 @@ def every_number(form: WeightFormat) -> torch.Tensor:
     return numbers.repeat(3, 2)
 
 
-@pytest.mark.parametrize("form", [FP8, replace(FP8, group=128, rows=128), replace(FP8, group=32), MXFP4])
+@pytest.mark.parametrize("form", [FP8, replace(FP8, group=128, rows=128), replace(FP8, group=32), MXFP4, NVFP4])
 @pytest.mark.usefixtures("arithmetic")
 def test_every_floating_number_is_widened_to_what_it_stands_for(form: WeightFormat) -> None:
     values = every_number(form)
     narrow = QuantizedWeight(values, torch.empty(0), form)
-    scales = torch.rand(3, form.num_groups(narrow.shape[-1])) if form.is_float8 else torch.full((3, 32), 0.25)
+    scales = (
+        torch.rand(3, form.num_groups(narrow.shape[-1]))
+        if form.is_float8
+        else torch.full((3, form.num_groups(1024)), 0.25)
+    )
     narrow = replace(narrow, scales_NG=scales)
     x = torch.eye(narrow.shape[-1])
     assert linear_cpu.fits(x, narrow)

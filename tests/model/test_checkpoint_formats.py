@@ -25,7 +25,7 @@ from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model, load_share
 from moiety_engine.model.weights import products_of
-from moiety_kernels.quantization import QuantizedWeight, WeightFormat, dequantize
+from moiety_kernels.quantization import DENSE_MXFP4, NVFP4, QuantizedWeight, WeightFormat, dequantize
 
 PROMPT = list(range(3, 60))
 VARIANT = "mixtral, sliding window"
@@ -80,14 +80,14 @@ KINDS: dict[str, tuple[dict[str, Any], written.Writer, WeightFormat | None]] = {
     "compressed NVFP4": (
         groups(weights("float", strategy="tensor_group", group_size=16), layout="nvfp4-pack-quantized"),
         partial(written.nvfp4, modelopt=False),
-        None,
+        NVFP4,
     ),
     "modelopt NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         partial(written.nvfp4, modelopt=True),
-        None,
+        NVFP4,
     ),
-    "compressed MXFP4": (groups(weights("float"), layout="mxfp4-pack-quantized"), written.mxfp4, None),
+    "compressed MXFP4": (groups(weights("float"), layout="mxfp4-pack-quantized"), written.mxfp4, DENSE_MXFP4),
     "compressed MXFP8": (
         groups(weights("float", 8), layout="mxfp8-quantized"),
         written.mxfp8,

@@ -99,4 +99,5 @@ class StoredPrecision:
             return values.view(torch.float8_e4m3fn)
         if self._form.bits == 8:
             return values.bitwise_xor_(self._form.half).view(torch.int8)
-        return pack(values.view(torch.int8) - self._form.half, self._form)
+        numbers = values.view(torch.int8)
+        return pack(numbers if self._form.floating else numbers - self._form.half, self._form)

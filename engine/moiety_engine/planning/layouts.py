@@ -118,6 +118,8 @@ def evaluate(
     served: Served, layout: Layout, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
 ) -> LayoutCandidate:
     """Find the most concurrent requests that attain the TPOT target, and the figures at that number."""
+    if machine.tiled and served.form is not None and served.form.in_halves:
+        served = replace(served, form=None)  # no GPU kernel reads NVFP4: the engine dequantizes it
     replicas = num_gpus // layout.num_ranks
     found = LayoutCandidate(layout, replicas, in_engine=experts_come_out_even(served.spec, layout.ep))
     try:

@@ -176,9 +176,12 @@ class _FourBits:
     The numbers index a table of all 16 values times the scales of two blocks.
     """
 
-    def __init__(self, e: Emitter, kind: Int, shift: Int) -> None:
-        """Prepare the table. `kind`: see PackedDotArguments; `shift`: from an input to its scale."""
-        self.e, self.shift = e, shift
+    def __init__(self, e: Emitter, kind: Int, shift: Int, *, halves: bool = False) -> None:
+        """Prepare the table. `kind`: see PackedDotArguments; `shift`: from an input to its scale.
+
+        `halves`: each half of a block has a scale; a block's lower numbers are its first half, the upper ones its last.
+        """
+        self.e, self.shift, self.halves = e, shift, halves
         self.numbers = kind.equals(1).choose(e.constant(_E2M1), e.constant(_INT4))
         self.offsets = kind >> 1  # 1 if an offset follows each scale, else 0
         self.with_offset = kind.equals(2).choose(e.constant(1.0), e.constant(0.0))
@@ -189,14 +192,21 @@ class _FourBits:
         second = self.e.constant([0] * LANES + [16] * LANES, _WORDS)  # its block's half of the table
         lower, upper = (both & 15) | second, (both >> 4) | second
         table = self._table(self._scaled(scales_G, k), self._scaled(scales_G, k + BLOCKS // 2))
-        return self._read(table, lower), self._read(table, upper)
+        last = table
+        if self.halves:
+            last = self._table(*(self._scaled(scales_G, k + LANES + block) for block in (0, BLOCKS // 2)))
+        return self._read(table, lower), self._read(last, upper)
 
     def block(self, values_K: Bytes, scales_G: Floats, k: Int) -> Vector:
         """Return the last inputs, in their own order."""
         low = values_K.load(k >> 1, _HALF_BYTES).extended(_HALF_WORDS, signed=False)
         high = low >> 4
         scaled = self._scaled(scales_G, k)
-        return self._read(self._table(scaled, scaled), low.shuffled(high, range(_PAIR_LANES)))
+        if not self.halves:
+            return self._read(self._table(scaled, scaled), low.shuffled(high, range(_PAIR_LANES)))
+        second = self.e.constant([0] * LANES + [16] * LANES, _WORDS)
+        index = (low.shuffled(high, range(_PAIR_LANES)) & 15) | second
+        return self._read(self._table(scaled, self._scaled(scales_G, k + LANES)), index)
 
     def _scaled(self, scales_G: Floats, k: Int) -> Vector:
         at = (k >> self.shift) << self.offsets
@@ -214,9 +224,11 @@ class _FourBits:
         return Vector(self.e, self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table.ir, index.ir)).as_(VI32)
 
 
-def _unpack_fours(e: Emitter, values_K: Bytes, scales_G: Floats, k: Int, shift: Int, kind: Int, out_K: Pairs) -> None:
+def _unpack_fours(
+    e: Emitter, values_K: Bytes, scales_G: Floats, k: Int, shift: Int, kind: Int, out_K: Pairs, *, halves: bool
+) -> None:
     """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`."""
-    bits, whole = _FourBits(e, kind, shift), k & -BLOCKS
+    bits, whole = _FourBits(e, kind, shift, halves=halves), k & -BLOCKS
     for i in e.loop_if_any(whole, BLOCKS):
         for number, part in enumerate(bits.two_blocks(values_K, scales_G, i)):
             out_K[i + _PAIR_LANES * number] = part
@@ -252,6 +264,13 @@ class _Fours(_Dots):
                 x = row.load(at, VI32)
                 for n, parts in enumerate(parts_N):
                     sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, parts[part])
+
+
+class _HalfFours(_Fours):
+    """Dot products with a 4-bit weight in groups of half a block."""
+
+    def prepare(self) -> None:
+        self.bits = _FourBits(self.e, self.args.table, self.args.shift, halves=True)
 
 
 class _Eights(_Dots):
@@ -329,15 +348,19 @@ def _choose(e: Emitter, kind: Int, is_many: Int, num_rows: Int, args: PackedDotA
                     call(e, block_dot, *args)
 
 
-unpack_fours_row = function("moiety_pack_out_fours", _unpack_fours, is_there=FOURS_AVAILABLE)
+unpack_fours_row, unpack_half_fours_row = (
+    function(f"moiety_pack_out_{name}", partial(_unpack_fours, halves=halves), is_there=FOURS_AVAILABLE)
+    for name, halves in (("fours", False), ("half_fours", True))
+)
 
-# kinds of weights: bfloat16, four bits, eight bits with a scale per row, eight bits with scales of groups
-PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS = range(4)
+# kinds of weights: bfloat16, four bits, eight bits with a scale per row or of groups, four bits in half blocks
+PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS, HALF_FOURS = range(5)
 _KINDS = (
     ("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
     ("fours", FOURS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW),
     ("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
     ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
+    ("half_fours", FOURS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW),
 )
 _MAX_ROWS = 16  # more than any kind takes at once
 # The products of a kind of weight with few or many rows; a kind whose instructions the CPU lacks has no code and is

@@ -17,17 +17,19 @@ from moiety_kernels.cpu.dots import (
     FOURS_FEW,
     GROUP,
     GROUPED_EIGHTS,
+    HALF_FOURS,
     PAIRS,
     PAIRS_FEW,
     PAIRS_ROWS,
     SHARE_BITS,
     dots,
     unpack_fours_row,
+    unpack_half_fours_row,
 )
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
 from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
-from moiety_kernels.cpu.unpacking import E2M1, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW
+from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW
 from moiety_kernels.cpu.vectors import fetch
 
 PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-bit rows as far in bytes
@@ -106,18 +108,20 @@ def multiply_packed(
     described = struct_at(WeightDescription, weight)
     numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
     w_bytes, s_bytes = described.row_bytes, described.scales_bytes
-    table = int(numbers == E2M1) + 2 * int(numbers == INT4_OFFSETS)
+    halves = int(numbers == E2M1_HALVES)
+    table = int(numbers == E2M1) + halves + 2 * int(numbers == INT4_OFFSETS)
     few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
-    kind = PAIRS if numbers == PLAIN else FOURS
+    kind = PAIRS if numbers == PLAIN else HALF_FOURS if halves else FOURS
     if numbers == INT8:
         kind, few, most = EIGHTS if shift == WHOLE_ROW else GROUPED_EIGHTS, EIGHTS_FEW, EIGHTS_ROWS
-    elif kind == FOURS:
+    fours = kind in (FOURS, HALF_FOURS)
+    if fours:
         few, tiles_ahead = FOURS_FEW, FOURS_AHEAD
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
         pack(rows + 8 * start, count, k, numbers, area)
-        unpacks, alone = kind == FOURS and count > few, kind != FOURS and count <= few
+        unpacks, alone = fours and count > few, not fours and count <= few
         tiles, parts = 0 if alone else n // COLS, (count + most - 1) // most
         share = (COLS << SHARE_BITS) // parts
         for turn in range((2 if other else 1) * (tiles + 1)):
@@ -129,7 +133,7 @@ def multiply_packed(
                 continue
             if many and unpacks:
                 panel = area + PACKED_BYTES
-                _unpack(w, w_bytes, s, s_bytes, k, shift, table, panel)
+                _unpack(w, w_bytes, s, s_bytes, k, shift, table, halves, panel)
                 while i < count:
                     step = _even_part(count - i, most)
                     dots(
@@ -141,7 +145,7 @@ def multiply_packed(
                     )  # fmt: skip
                     i += step
             while i < count:
-                step = _even_part(count - i, most if many and kind != FOURS else few)
+                step = _even_part(count - i, most if many and not fours else few)
                 ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
                 dots(
                     kind=kind, is_many=int(many), num_rows=step,
@@ -156,11 +160,21 @@ def multiply_packed(
 
 @jit
 def _unpack(
-    values: int, row_bytes: int, scales: int, scales_bytes: int, k: int, shift: int, table: int, panel: int
+    values: int,
+    row_bytes: int,
+    scales: int,
+    scales_bytes: int,
+    k: int,
+    shift: int,
+    table: int,
+    halves: int,
+    panel: int,
 ) -> None:
     """Unpack COLS 4-bit weight rows to bfloat16 and prefetch the next ones."""
     fetch(values + COLS * row_bytes * FOURS_AHEAD, COLS * row_bytes)
     for row in range(COLS):
-        unpack_fours_row(
-            values + row * row_bytes, scales + row * scales_bytes, k, shift, table, panel + row * (2 * k + PAD)
-        )
+        w, s, target = values + row * row_bytes, scales + row * scales_bytes, panel + row * (2 * k + PAD)
+        if halves:
+            unpack_half_fours_row(w, s, k, shift, table, target)
+        else:
+            unpack_fours_row(w, s, k, shift, table, target)

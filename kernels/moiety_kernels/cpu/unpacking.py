@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # number formats of a weight
-PLAIN, INT4, INT8, E2M1, E4M3, INT4_OFFSETS = range(6)  # PLAIN: not quantized
+PLAIN, INT4, INT8, E2M1, E4M3, INT4_OFFSETS, E2M1_HALVES = range(7)  # PLAIN: not quantized
 WHOLE_ROW = 62  # the shift by which a whole row is one group
 UNPACKED_BYTES = 2 << 20
 MAX_UNPACKED_WIDTH = UNPACKED_BYTES // (2 * 2 * 16)  # of a weight of which 16 rows of gate and up are unpacked at once
@@ -41,7 +41,8 @@ def weight_arguments(weight: Tensor | QuantizedWeight) -> WeightArguments:
     form = weight.format
     shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
     fours = INT4_OFFSETS if form.offsets else INT4
-    numbers = (E2M1 if form.bits == 4 else E4M3) if form.floating else (fours if form.bits == 4 else INT8)
+    floats = E4M3 if form.bits == 8 else E2M1_HALVES if form.in_halves else E2M1
+    numbers = floats if form.floating else (fours if form.bits == 4 else INT8)
     return WeightArguments(
         values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
     )
@@ -93,20 +94,21 @@ def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: 
     offsets = int(kind == INT4_OFFSETS)
 
     def numbers(wide: Vector) -> Vector:
-        if kind in (E2M1, E4M3):
+        if kind in (E2M1, E4M3, E2M1_HALVES):
             return _from_floating(e, wide, kind)
         return (wide if kind == INT8 else wide - 8).to_floats()
 
     for i in e.loop(k, BLOCK):
         group = (i >> shift) << offsets
         scale = e.splat(scales_G.scalar(group))
+        scales = [scale, e.splat(scales_G.scalar(group + 1)) if kind == E2M1_HALVES else scale]
         if kind in (INT8, E4M3):
             wide = [q_K[i + n].extended(VI32, signed=kind == INT8) for n in range(0, BLOCK, LANES)]
         else:
             start = i >> 1
             both = [q_K[start + n].extended(VI32, signed=False) for n in range(0, BLOCK // 2, LANES)]
             wide = [pair & 15 for pair in both] + [pair >> 4 for pair in both]
-        floats = [numbers(one) * scale for one in wide]
+        floats = [numbers(one) * scales[half] for half, one in enumerate(wide)]
         if offsets:
             offset = e.splat(scales_G.scalar(group + 1))
             floats = [one + offset for one in floats]
@@ -117,7 +119,8 @@ def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: 
 
 
 _KINDS = {"int4": INT4, "int8": INT8, "e2m1": E2M1, "e4m3": E4M3, "int4_offsets": INT4_OFFSETS}
-_widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3, _widen_int4_offsets = (
+_KINDS["e2m1_halves"] = E2M1_HALVES
+_widen_int4, _widen_int8, _widen_e2m1, _widen_e4m3, _widen_int4_offsets, _widen_e2m1_halves = (
     function(f"moiety_widen_{name}", partial(_widen, kind=kind)) for name, kind in _KINDS.items()
 )
 
@@ -139,5 +142,7 @@ def unpack_rows(weight: WeightArguments, first: int, num_rows: int, k: int, out:
             _widen_int4_offsets(at, k, scale, shift, target)
         elif kind == E4M3:
             _widen_e4m3(at, k, scale, shift, target)
+        elif kind == E2M1_HALVES:
+            _widen_e2m1_halves(at, k, scale, shift, target)
         else:
             _widen_e2m1(at, k, scale, shift, target)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+HALF_BLOCK = 16  # inputs of a group that floats of four bits may have, too
 BLOCK = 32  # inputs that the CPU kernels need packed together; every group consists of some of them
 SCALE_BLOCK = 128  # rows and columns of float8 that share a scale, where the GPU kernels use block scales
 GPU_PACK = 64  # inputs that the GPU kernels need packed together; its bytes' halves are two groups of 32
@@ -15,11 +16,11 @@ GPU_PACK = 64  # inputs that the GPU kernels need packed together; its bytes' ha
 class WeightFormat:
     """Signed integers of `bits`, and a scale for every `group` of a row's inputs; None: one scale per row.
 
-    `floating` numbers have an exponent: 8-bit ones are float8_e4m3fn, 4-bit ones are e2m1 with scales that are powers
-    of two. Numbers of four bits are stored in packs: the lower halves of a pack's bytes hold its first inputs, the
-    upper halves its last. Each row has its own scales, which may equal its neighbours': for block scales, `rows` rows
-    have the same, counted from the first row of a matrix before it was joined with others. With `offsets`, which only
-    integers of four bits have, each group's scale is followed by an offset: a weight is its number · scale + offset.
+    `floating` numbers have an exponent: 8-bit ones are float8_e4m3fn, 4-bit ones are e2m1. Numbers of four bits are
+    stored in packs: the lower halves of a pack's bytes hold its first inputs, the upper halves its last. Each row has
+    its own scales, which may equal its neighbours': for block scales, `rows` rows have the same, counted from the first
+    row of a matrix before it was joined with others. With `offsets`, which only integers of four bits have, each
+    group's scale is followed by an offset: a weight is its number · scale + offset.
     `ordered`: weights store their inputs in another order than the layer's, so that those of a group lie together.
     """
 
@@ -43,8 +44,8 @@ class WeightFormat:
 
     @property
     def of_experts_only(self) -> bool:
-        """True if only experts' weights use this format: mxfp4."""
-        return self.floating and not self.is_float8
+        """True if only experts' weights use this format: mxfp4 as gpt-oss has it."""
+        return self.name == MXFP4.name
 
     def num_groups(self, width: int) -> int:
         return 1 if self.group is None else -(-width // self.group)
@@ -56,9 +57,16 @@ class WeightFormat:
     @property
     def is_kept(self) -> bool:
         """True if the CPU kernels support weights in this format; a GPU's require more."""
+        if self.in_halves:
+            return True
         return self.bits in (4, 8) and (
             self.group is None or (self.group % BLOCK == 0 and self.group & (self.group - 1) == 0)
         )
+
+    @property
+    def in_halves(self) -> bool:
+        """True if each half of a block has a scale: NVFP4."""
+        return self.floating and self.bits == 4 and self.group == HALF_BLOCK
 
     def is_stored_as(self, other: WeightFormat | None) -> bool:
         """Return whether weights in `other` are in this format too, whatever their packing, once scales are repeated.
@@ -83,6 +91,8 @@ INT8 = WeightFormat("int8", 8, None)
 INT4 = WeightFormat("int4", 4, 32)
 FP8 = WeightFormat("fp8", 8, None, floating=True)
 MXFP4 = WeightFormat("mxfp4", 4, 32, floating=True)
+DENSE_MXFP4 = WeightFormat("mxfp4_dense", 4, 32, floating=True)
+NVFP4 = WeightFormat("nvfp4", 4, HALF_BLOCK, floating=True)
 FORMATS = {one.name: one for one in (INT8, INT4, FP8)}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moiety_engine.model.checkpoint_formats.float8 import float8_format, float8_source
-from moiety_engine.model.checkpoint_formats.four_bit_floats import from_dense_mxfp4, nvfp4_source
+from moiety_engine.model.checkpoint_formats.four_bit_floats import from_dense_mxfp4, kept_dense_mxfp4, nvfp4_source
 from moiety_engine.model.checkpoint_formats.integers import (
     PACKED,
     SCALES,
@@ -25,7 +25,7 @@ from moiety_engine.model.checkpoint_formats.integers import (
 )
 from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization, TensorSource
 from moiety_engine.model.quantization_formats import refused
-from moiety_kernels.quantization import WeightFormat
+from moiety_kernels.quantization import DENSE_MXFP4, NVFP4, WeightFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,8 +101,10 @@ def _scheme(group: dict[str, Any], settings: dict[str, Any]) -> Scheme:
             return scheme(float8_format(weights["block_structure"]))
         if layout in (FLOAT_FORMAT, _MXFP8) and bits == 8 and strategy == "group" and inputs:
             return scheme(float8_format(group=int(inputs)))
-        if (layout == _NVFP4 and strategy == "tensor_group") or (layout == _MXFP4 and inputs == _MX_GROUP):
-            return scheme(None)
+        if layout == _NVFP4 and strategy == "tensor_group":
+            return scheme(NVFP4)
+        if layout == _MXFP4 and inputs == _MX_GROUP:
+            return scheme(DENSE_MXFP4)
     readable = {PACKED_FORMAT: (2, 4, 8), INT_FORMAT: range(2, 9)}
     if kind == "int" and strategy in ("channel", "group", "tensor") and bits in readable.get(layout, ()):
         inputs = None if inputs is None else int(inputs)
@@ -159,7 +161,7 @@ def _source(name: str, plain: str, scheme: Scheme, present: set[str]) -> TensorS
     if scheme.layout == _NVFP4:
         return nvfp4_source(name, scale, plain + GLOBAL_SCALE, divides=True)
     if scheme.layout == _MXFP4:
-        return TensorSource((name, scale), from_dense_mxfp4)
+        return TensorSource((name, scale), from_dense_mxfp4, kept_dense_mxfp4, is_narrow=True)
     packed = scheme.layout == PACKED_FORMAT
     names = [name, scale, *([plain + SHAPE] if packed else [])]
     names += [] if scheme.symmetric else [plain + ZERO_POINTS]

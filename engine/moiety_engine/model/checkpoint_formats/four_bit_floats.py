@@ -13,6 +13,7 @@ import torch
 
 from moiety_engine.model.checkpoint_formats.float8 import EXPONENT_BIAS, powers_of_two
 from moiety_engine.model.checkpoint_formats.tensor_source import TensorSource
+from moiety_kernels.quantization import NVFP4
 from moiety_kernels.quantization.reference import MAGNITUDES
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 VALUES = (*MAGNITUDES, *(-value for value in MAGNITUDES))
-NVFP4_GROUP = 16
 
 
 def expert_sources(present: set[str]) -> dict[str, TensorSource]:
@@ -68,17 +68,30 @@ def from_dense_mxfp4(packed: Tensor, exponents: Tensor) -> Tensor:
     return from_codes(packed, powers_of_two(exponents), 32)
 
 
+def kept_dense_mxfp4(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers' codes and the scales of groups, as `StoredPrecision` takes them; see `from_dense_mxfp4`."""
+    return codes(packed), powers_of_two(exponents)
+
+
 def from_nvfp4(packed: Tensor, scale: Tensor, whole: Tensor, *, divides: bool) -> Tensor:
     """Return the values of a matrix, float32 [N, K], from bytes [N, K / 2] and float8 scales [N, K / 16].
 
     `whole`: the scale of the matrix, by which the others are multiplied, or, if it `divides`, divided.
     """
+    assert NVFP4.group is not None
+    return from_codes(packed, _scales(scale, whole, divides=divides), NVFP4.group)
+
+
+def _kept_nvfp4(packed: Tensor, scale: Tensor, whole: Tensor, *, divides: bool) -> tuple[Tensor, Tensor]:
+    return codes(packed), _scales(scale, whole, divides=divides)
+
+
+def _scales(scale: Tensor, whole: Tensor, *, divides: bool) -> Tensor:
     factor = whole.float().reshape(())
-    scales = scale.float() / factor if divides else scale.float() * factor
-    return from_codes(packed, scales, NVFP4_GROUP)
+    return scale.float() / factor if divides else scale.float() * factor
 
 
 def nvfp4_source(packed: str, scale: str, whole: str, *, divides: bool) -> TensorSource:
     """Return the source of one NVFP4 matrix; `divides`: see `from_nvfp4`."""
-    make = partial(from_nvfp4, divides=divides)
-    return TensorSource((packed, scale, whole), make, widened="NVFP4")
+    make, keep = partial(from_nvfp4, divides=divides), partial(_kept_nvfp4, divides=divides)
+    return TensorSource((packed, scale, whole), make, keep, is_narrow=True)

@@ -12,6 +12,7 @@ from moiety_engine.model.checkpoint_formats.float8 import float8_format, float8_
 from moiety_engine.model.checkpoint_formats.four_bit_floats import nvfp4_source
 from moiety_engine.model.checkpoint_formats.tensor_source import StoredQuantization
 from moiety_engine.model.quantization_formats import method_name, refused
+from moiety_kernels.quantization import NVFP4
 
 if TYPE_CHECKING:
     from moiety_engine.model.checkpoint_formats.tensor_source import TensorSource
@@ -31,7 +32,7 @@ def modelopt(settings: dict[str, Any]) -> StoredQuantization:
     elif algorithm in ("FP8_PB_WO", "FP8_PB"):
         form = float8_format((128, 128))
     elif algorithm == "NVFP4":
-        return StoredQuantization("ModelOpt NVFP4", None, _nvfp4_sources)
+        return StoredQuantization("ModelOpt NVFP4", NVFP4, _nvfp4_sources)
     else:
         raise refused(method_name(settings))
     return StoredQuantization(f"ModelOpt {algorithm}", form, partial(float8_sources, form=form))
