@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
+from tests.conftest import Serve, StartServe
 
 from moiety_platform.cli.main import main
 
@@ -73,3 +76,19 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Screen]:
         return Screen(int(ended.value.code or 0), STYLES.sub("", shown.getvalue()))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def serve(start_serve: StartServe) -> Serve:
+    """A `moiety serve` without a dashboard that is ready."""
+    running = start_serve("--no-dashboard")
+    running.wait_for_line("moiety is ready at")
+    return running
+
+
+@pytest.fixture
+def moiety(serve: Serve, called: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """`moiety(argument, …, NAME=value, …)`: the command on the data directory of `serve`, without other settings."""
+    for name in [name for name in os.environ if name.startswith("MOIETY_")]:
+        monkeypatch.delenv(name)
+    return partial(called, MOIETY_DATA_DIR=str(serve.data_dir))

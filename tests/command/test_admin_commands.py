@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,6 @@ import pytest
 from tests.conftest import wait_for
 
 DEADLINE_S = 60
-
-
-@pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    running = start_serve("--no-dashboard")
-    running.wait_for_line("moiety is ready at")
-    return running
-
-
-@pytest.fixture
-def moiety(serve: Any, called: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run the command on the serve's data directory."""
-    for name in [name for name in os.environ if name.startswith("MOIETY_")]:
-        monkeypatch.delenv(name)
-    return partial(called, MOIETY_DATA_DIR=str(serve.data_dir))
 
 
 def test_a_tenant_is_made_changed_suspended_and_resumed(moiety: Callable[..., Any]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +30,6 @@ tenants:
 """
 
 Day = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    running = start_serve("--no-dashboard")
-    running.wait_for_line("moiety is ready at")
-    return running
-
-
-@pytest.fixture
-def moiety(serve: Any, called: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    for name in [name for name in os.environ if name.startswith("MOIETY_")]:
-        monkeypatch.delenv(name)
-    return partial(called, MOIETY_DATA_DIR=str(serve.data_dir))
 
 
 @pytest.fixture
