@@ -19,6 +19,10 @@ from triton import language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+from moiety_kernels.paged_attention import kernel as paged_attention
+from moiety_kernels.paged_attention.kernels import decode, prefill
+
+ATTENTION_FUNCTIONS = ("attend", "first_key", "keys_before", "store_lse", "prefill", "decode", "merge")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -144,6 +148,23 @@ def failing_mutant(mutated: Callable[..., ModuleType], noticed: tuple[type[Excep
     def failing(module: ModuleType, edit: Edit) -> Iterator[ModuleType]:
         mutant = mutated(module, *edit)
         with pytest.raises(noticed):
+            yield mutant
+
+    return failing
+
+
+@pytest.fixture
+def failing_attention(failing_mutant: FailingMutant, monkeypatch: pytest.MonkeyPatch) -> FailingMutant:
+    """`with failing_attention(module, edit)`: as `failing_mutant`, with the functions of the mutant in the modules of
+    paged attention that use them."""
+
+    @contextlib.contextmanager
+    def failing(module: ModuleType, edit: Edit) -> Iterator[ModuleType]:
+        with failing_mutant(module, edit) as mutant:
+            for user in (paged_attention, prefill, decode):
+                for name in ATTENTION_FUNCTIONS:
+                    if hasattr(mutant, name) and hasattr(user, name):
+                        monkeypatch.setattr(user, name, getattr(mutant, name))
             yield mutant
 
     return failing

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.mutants import Edit, mutants, mutants_by
+from tests.kernels.mutants import Edit, FailingMutant, mutants, mutants_by
 from tests.kernels.paged_rows import query_starts, scatter_rows
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
 from moiety_kernels.kv_store.caches import LatentCache
 from moiety_kernels.mla_attention import kernel, mla_attention, reference
-from moiety_kernels.paged_attention import kernel as paged
 from moiety_kernels.paged_attention.inputs import AttentionMetadata
 from moiety_kernels.paged_attention.kernels import decode, prefill, softmax
 
@@ -126,11 +126,8 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(device: str) -> None:
         },
     },
 )
-def test_a_mutant_is_found(
-    module: Any, edit: Edit, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    put_in(mutated(module, *edit), monkeypatch)
-    with pytest.raises(noticed):
+def test_a_mutant_is_found(module: ModuleType, edit: Edit, failing_attention: FailingMutant, device: str) -> None:
+    with failing_attention(module, edit):
         assert_agrees(3, 32, 16, torch.float32, device)
 
 
@@ -142,16 +139,6 @@ def test_a_mutant_is_found(
         "b_rest = tl.dot(b_q1": "b_rest = 0.0 * tl.dot(b_q1",
     }
 )
-def test_a_mutant_that_scales_otherwise_is_found(
-    edit: Edit, mutated: Any, noticed: Any, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    put_in(mutated(softmax, *edit), monkeypatch)
-    with pytest.raises(noticed):
+def test_a_mutant_that_scales_otherwise_is_found(edit: Edit, failing_attention: FailingMutant, device: str) -> None:
+    with failing_attention(softmax, edit):
         assert_agrees(3, 32, 16, torch.float32, device, torch.int8)
-
-
-def put_in(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in (paged, prefill, decode):
-        for name in ("attend", "prefill", "decode", "merge"):
-            if hasattr(mutant, name) and hasattr(user, name):
-                monkeypatch.setattr(user, name, getattr(mutant, name))

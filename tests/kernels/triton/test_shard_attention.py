@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
+from tests.kernels.mutants import FailingMutant
 from torch import Tensor
 
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
@@ -116,19 +117,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("module", "old", "new", "case"), MUTANTS, ids=[new for _, _, new, _ in MUTANTS])
 def test_a_mutant_is_found(
-    module: Any,
-    old: str,
-    new: str,
-    case: Case,
-    mutated: Any,
-    noticed: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
+    module: ModuleType, old: str, new: str, case: Case, failing_attention: FailingMutant, device: str
 ) -> None:
-    mutant = mutated(module, old, new)
-    for user in (kernel, prefill, decode):
-        for name in ("attend", "first_key", "keys_before", "store_lse", "prefill", "decode", "merge"):
-            if hasattr(mutant, name) and hasattr(user, name):
-                monkeypatch.setattr(user, name, getattr(mutant, name))
-    with pytest.raises(noticed):
+    with failing_attention(module, (old, new)):
         assert_agrees(dataclasses.replace(case, sequences=(*case.sequences, (2, 2))), 4, device)
