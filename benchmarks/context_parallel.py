@@ -13,18 +13,17 @@ all streams have their first token.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
+from core_requests import greedy_request
+from on_checkpoint import command_and_date, make_rounds_parser, save_random_model, write_report
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
@@ -32,8 +31,6 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
-from moiety_wire.classes import BATCH
-from moiety_wire.messages import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -74,13 +71,9 @@ STREAMS = ((1, 1500), (4, 400))  # numbers of streams that decode at once, and t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "context_parallel.json")
-    options = parser.parse_args()
+    options = make_rounds_parser(__doc__, "context_parallel.json").parse_args()
     report: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": f"python benchmarks/context_parallel.py --rounds {options.rounds}",
+        **command_and_date(),
         "environment": describe_environment("numpy", "torch"),
         "settings": {
             "checkpoint": {"family": "deepseek_v3"} | SHAPE,
@@ -93,7 +86,7 @@ def main() -> None:
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONFIGURATIONS}
     with tempfile.TemporaryDirectory() as work:
-        folder = make_checkpoint(Path(work) / "checkpoint")
+        folder = save_random_model(Path(work) / "checkpoint", "deepseek_v3", SHAPE)
         for done in range(1, options.rounds + 1):
             for name, layout in CONFIGURATIONS.items():
                 config = EngineConfig(model=str(folder), name="random", **SETTINGS, **layout)
@@ -102,7 +95,7 @@ def main() -> None:
                 print(name, json.dumps(runs[name][-1]), file=sys.stderr)
             report["settings"]["rounds"] = done
             report["configurations"] = {name: summary_of(rounds) for name, rounds in runs.items()}
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(report, options.output)
 
 
 def summary_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -114,16 +107,6 @@ def summary_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
     fixed = {figure: value for figure, value in rounds[0].items() if not isinstance(value, float)}
     return fixed | {"medians": medians, "rounds": rounds}
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """Write a random checkpoint in bfloat16."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("deepseek_v3", **SHAPE)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def measure(loop: EngineLoop) -> dict[str, Any]:
@@ -160,9 +143,7 @@ def refusal_of(loop: EngineLoop, submit: CoreSubmit) -> str:
 
 
 def request(key: int, num_prompt: int, num_tokens: int) -> CoreSubmit:
-    """Return a greedy request with a prompt of its own, which ends after `num_tokens` tokens."""
-    prompt = [5 + (key * 131 + i * 17 + i * i * (key + 3)) % (SHAPE["vocab_size"] - 5) for i in range(num_prompt)]
-    return CoreSubmit(key, "t", BATCH, prompt, Sampling(temperature=0.0), num_tokens, 0, [], num_tokens, b"s", 0)
+    return greedy_request(key, num_prompt, num_tokens, SHAPE["vocab_size"])
 
 
 if __name__ == "__main__":

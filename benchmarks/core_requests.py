@@ -22,3 +22,9 @@ def batch_request(key: int, prompt_ids: list[int], num_tokens: int, sampling: Sa
         cache_salt=b"bench",
         arrival_unix_ns=0,
     )
+
+
+def greedy_request(key: int, num_prompt: int, num_tokens: int, vocab_size: int) -> CoreSubmit:
+    """Return a greedy request with a prompt of its own of `num_prompt` tokens, which ends after `num_tokens` tokens."""
+    prompt = [5 + (key * 131 + i * 17 + i * i * (key + 3)) % (vocab_size - 5) for i in range(num_prompt)]
+    return CoreSubmit(key, "t", BATCH, prompt, Sampling(temperature=0.0), num_tokens, 0, [], num_tokens, b"s", 0)

@@ -16,19 +16,14 @@ a layer's experts get half of a kind's tokens. No checkpoint of such a model was
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -36,6 +31,7 @@ import msgspec
 import numpy as np
 from core_requests import batch_request
 from kv_routing import HEARTBEAT_S, NUM_GATEWAYS, TICK_S, WARM_UP_PART, Replica, _card, _submit
+from on_checkpoint import make_simulation_parser, print_runs, write_simulation
 from tokenizers import Tokenizer
 
 from moiety_demo.domains import DOMAINS, Split, sample_tasks
@@ -349,35 +345,23 @@ def _mean_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser = make_simulation_parser(__doc__, 30.0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--spares", type=int, nargs="+", default=SPARES)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--only", default="", help="routings whose names contain this")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     routings = all_routings()
     cases = [one for one in cases_of(args.seconds, args.seeds, args.spares) if args.only in one.routings]
-    runs: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs) as pool:
-        for run in pool.map(measure, cases, [routings[case.routings] for case in cases]):
-            runs.append(run)
-            print(run, file=sys.stderr)
+        runs = print_runs(pool.map(measure, cases, [routings[case.routings] for case in cases]))
     groups = [runs[at : at + args.seeds] for at in range(0, len(runs), args.seeds)]
     result = {
-        "command": " ".join(["python", "benchmarks/expert_routing.py", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
         "device": DEVICE,
         "policy": POLICY,
         "routings": {name: one.describe() for name, one in routings.items()},
         "runs": [_mean_of(group) for group in groups],
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if args.out is None:
-        print(text, end="")
-    else:
-        args.out.write_text(text)
+    write_simulation(result, args.out)
 
 
 if __name__ == "__main__":

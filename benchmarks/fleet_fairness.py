@@ -12,14 +12,11 @@ VTC's bound for one replica plus the service of the whole fleet within one excha
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
-from pathlib import Path
 from typing import Any
+
+from on_checkpoint import make_simulation_parser, print_runs, write_simulation
 
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.fleet import Fleet, FleetTenant
@@ -68,35 +65,22 @@ def measure(policy: str, period_s: float | None, num_replicas: int, seconds: flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Shares of tenants over replicas with and without exchange.")
+    parser = make_simulation_parser("Shares of tenants over replicas with and without exchange.", 120.0)
     parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--policies", default="vtc,moiety")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [
         (policy, period_s, args.replicas, args.seconds) for policy in args.policies.split(",") for period_s in PERIODS_S
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
-        runs = []
-        for run in pool.map(measure, *zip(*cases, strict=True)):
-            print({key: value for key, value in run.items() if key != "shares"}, file=sys.stderr)
-            runs.append(run)
-    command = f"python benchmarks/fleet_fairness.py --replicas {args.replicas} --seconds {args.seconds:g}"
+        runs = print_runs(pool.map(measure, *zip(*cases, strict=True)), without="shares")
     result = {
-        "command": f"{command} --policies {args.policies}",
-        "date": date.today().isoformat(),
         "device": DEVICE,
         "replicas": args.replicas,
         "virtual_seconds": args.seconds,
         "runs": runs,
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if args.out is None:
-        print(text, end="")
-    else:
-        args.out.write_text(text)
+    write_simulation(result, args.out)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,22 @@ tokens, drawn with weights 1, 1/2, … 1/8. Figures are of requests that arrive 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
+
+from on_checkpoint import make_simulation_parser, print_runs, write_simulation
 
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.driver import START_NS
@@ -312,11 +311,8 @@ def _micros(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="KV-aware routing beside affinity and random choice, simulated.")
+    parser = make_simulation_parser("KV-aware routing beside affinity and random choice, simulated.", 240.0)
     parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cases = [
         (trace, routing, rate, args.replicas, args.seconds)
@@ -325,14 +321,8 @@ def main() -> None:
         for routing in ROUTINGS
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
-        runs = []
-        for run in pool.map(measure, *zip(*cases, strict=True)):
-            print(run, file=sys.stderr)
-            runs.append(run)
-    command = f"python benchmarks/kv_routing.py --replicas {args.replicas} --seconds {args.seconds:g}"
+        runs = print_runs(pool.map(measure, *zip(*cases, strict=True)))
     result = {
-        "command": command,
-        "date": date.today().isoformat(),
         "device": DEVICE,
         "policy": POLICY,
         "replicas": args.replicas,
@@ -340,11 +330,7 @@ def main() -> None:
         "lookup": measure_lookup(args.replicas),
         "runs": runs,
     }
-    text = json.dumps(result, indent=2) + "\n"
-    if args.out is None:
-        print(text, end="")
-    else:
-        args.out.write_text(text)
+    write_simulation(result, args.out)
 
 
 if __name__ == "__main__":

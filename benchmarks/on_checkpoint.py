@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks on the random checkpoint: options, the checkpoint itself, and output files."""
+"""Shared parts of benchmarks: options, the random checkpoint, and files with results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,32 @@ def make_parser(description: str | None, result: str) -> argparse.ArgumentParser
     return parser
 
 
+def make_rounds_parser(description: str | None, result: str) -> argparse.ArgumentParser:
+    """Return a parser with `--rounds` and `--output`; `result` is the default file in `results/`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / result)
+    return parser
+
+
+def make_simulation_parser(description: str | None, seconds: float) -> argparse.ArgumentParser:
+    """Return a parser with `--seconds` of simulated time, `--jobs`, and `--out`, by default the standard output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def print_runs(runs: Iterable[dict[str, Any]], *, without: str = "") -> list[dict[str, Any]]:
+    """Return the runs, each printed to the standard error as it ends, without the figure `without`."""
+    ended = []
+    for run in runs:
+        print({name: value for name, value in run.items() if name != without}, file=sys.stderr)
+        ended.append(run)
+    return ended
+
+
 def find_or_make_checkpoint(work: Path, family: str = "qwen3_moe") -> Path:
     """Return the checkpoint, created in a separate process so that none of its memory stays in this one."""
     checkpoint = work / f"{family.replace('_', '-')}-670m"
@@ -32,11 +59,26 @@ def find_or_make_checkpoint(work: Path, family: str = "qwen3_moe") -> Path:
     return checkpoint
 
 
+def save_random_model(folder: Path, family: str, shape: Mapping[str, Any]) -> Path:
+    """Write a random checkpoint of a family of transformers, in bfloat16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def command_and_date() -> dict[str, Any]:
+    """Return the head of a report: the command as it was called, and today."""
+    return {"command": " ".join(["python", *sys.argv]), "date": date.today().isoformat()}
+
+
 def loaded_run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the head of a report: when and how the benchmark ran, its options, and the load of the machine."""
     return {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        **command_and_date(),
         "load_average": os.getloadavg(),
         "settings": {name: str(value) for name, value in vars(options).items() if name not in ("output", "work")},
     }
@@ -50,13 +92,21 @@ def ratios_report(
 ) -> dict[str, Any]:
     """Return the report of rounds with rivals: when and how they ran, and the median of each ratio."""
     return {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        **command_and_date(),
         "settings": settings,
         "environment": environment,
         "ratio_median": {name: statistics.median(one[name] for one in ratios) for name in ratios[0]},
         "rounds": rounds,
     }
+
+
+def write_simulation(result: dict[str, Any], path: Path | None) -> None:
+    """Write the result of a simulation below its command and date, or print it if there is no path."""
+    text = json.dumps(command_and_date() | result, indent=2) + "\n"
+    if path is None:
+        print(text, end="")
+    else:
+        path.write_text(text)
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

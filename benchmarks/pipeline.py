@@ -12,18 +12,17 @@ prompts arrive at once, or one after the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
+from core_requests import greedy_request
+from on_checkpoint import command_and_date, make_rounds_parser, save_random_model, write_report
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
@@ -31,8 +30,6 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
-from moiety_wire.classes import BATCH
-from moiety_wire.messages import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -65,13 +62,9 @@ NUM_PROMPTS, PROMPT_TOKENS = 4, 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "pipeline.json")
-    options = parser.parse_args()
+    options = make_rounds_parser(__doc__, "pipeline.json").parse_args()
     report: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": f"python benchmarks/pipeline.py --rounds {options.rounds}",
+        **command_and_date(),
         "environment": describe_environment("numpy", "torch"),
         "settings": {
             "checkpoints": {name: SHAPE | more for name, more in FAMILIES.items()},
@@ -86,7 +79,9 @@ def main() -> None:
         family: {name: [] for name in CONFIGURATIONS} for family in FAMILIES
     }
     with tempfile.TemporaryDirectory() as work:
-        folders = {family: make_checkpoint(Path(work) / family, family) for family in FAMILIES}
+        folders = {
+            family: save_random_model(Path(work) / family, family, SHAPE | more) for family, more in FAMILIES.items()
+        }
         for done in range(1, options.rounds + 1):
             for family, folder in folders.items():
                 for name, layout in CONFIGURATIONS.items():
@@ -96,7 +91,7 @@ def main() -> None:
                     print(family, name, json.dumps(runs[family][name][-1]), file=sys.stderr)
             report["settings"]["rounds"] = done
             report["families"] = {family: summary_of(figures) for family, figures in runs.items()}
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_report(report, options.output)
 
 
 def summary_of(figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -109,16 +104,6 @@ def summary_of(figures: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     speeds = [figure for figure in pairs[0][0] if figure != "load_average"]
     ratios = {figure: round(statistics.median(on[figure] / off[figure] for on, off in pairs), 3) for figure in speeds}
     return {"medians": medians, "ratio_on_to_off": ratios, "rounds": figures}
-
-
-def make_checkpoint(folder: Path, family: str) -> Path:
-    """Write a random checkpoint in bfloat16."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family]))
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def measure(loop: EngineLoop) -> dict[str, float]:
@@ -150,9 +135,7 @@ def prefill_speed(loop: EngineLoop, *, together: bool) -> float:
 
 
 def request(key: int, num_prompt: int, num_tokens: int) -> CoreSubmit:
-    """Return a greedy request with a prompt of its own, which ends after `num_tokens` tokens."""
-    prompt = [5 + (key * 131 + i * 17 + i * i * (key + 3)) % (SHAPE["vocab_size"] - 5) for i in range(num_prompt)]
-    return CoreSubmit(key, "t", BATCH, prompt, Sampling(temperature=0.0), num_tokens, 0, [], num_tokens, b"s", 0)
+    return greedy_request(key, num_prompt, num_tokens, SHAPE["vocab_size"])
 
 
 if __name__ == "__main__":
