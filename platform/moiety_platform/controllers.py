@@ -5,16 +5,16 @@ Controllers are the one way to define HTTP handlers. The requests that bypass th
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from litestar import Controller, Router
 from litestar.di import NamedDependency, Provide
 from litestar.params import SkipValidation
 
-from moiety_platform.db.snapshot import Snapshot
+from moiety_platform.audit.rule_changes import RuleChanges
 
-RulesDependency = NamedDependency[SkipValidation[Snapshot[Any]]]
-"""Snapshot of prices, routes and guardrails, which a handler that changes one of them makes read them anew."""
+RulesDependency = NamedDependency[SkipValidation[RuleChanges]]
+"""Access to prices, routes and guardrails for a handler that changes one of them."""
 
 
 class UncopiedRouter(Router):

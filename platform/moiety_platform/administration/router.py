@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 from litestar import Litestar, Request, Response
-from litestar.di import Provide
+from litestar.di import NamedDependency, Provide
+from litestar.params import SkipValidation
 from litestar.routes import HTTPRoute
 from litestar.types import ControllerRouterHandler
 from sqlalchemy.exc import IntegrityError, StatementError
@@ -19,6 +20,7 @@ from sqlalchemy.exc import IntegrityError, StatementError
 from moiety_platform.access.caller import Caller
 from moiety_platform.administration.catalog import ACTIONS, RESOURCES
 from moiety_platform.audit.controller import AuditController
+from moiety_platform.audit.rule_changes import RuleChanges
 from moiety_platform.audit.trail import AuditedStore, DryRunPassed
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
@@ -94,6 +96,9 @@ def admin_router(
         is_dry_run = DRY_RUN in request.headers  # _check_dry_run has checked its value
         return AuditedStore(scoped_database(who, database), who.actor, who.role, tenant_of, clock, is_dry_run)
 
+    def rule_changes(store: NamedDependency[SkipValidation[AuditedStore]]) -> RuleChanges:
+        return RuleChanges(store, rules)
+
     def now() -> datetime:
         return clock.now()
 
@@ -114,7 +119,7 @@ def admin_router(
             PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
             "classes": Provide(lambda: classes, sync_to_thread=False),
-            "rules": Provide(lambda: rules, sync_to_thread=False),
+            "rules": Provide(rule_changes, sync_to_thread=False),
             "quotas": Provide(lambda: quotas, sync_to_thread=False),
             "pepper": Provide(lambda: wrapped, sync_to_thread=False),
             "now": Provide(now, sync_to_thread=False),

@@ -7,7 +7,6 @@ from litestar.di import NamedDependency
 from litestar.params import FromPath, JSONBody, SkipValidation
 
 from moiety_platform.access.actions import needs
-from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.controllers import RulesDependency
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
@@ -39,31 +38,25 @@ class GuardrailController(Controller):
     @put(opt=needs(GUARDRAILS.write) | fails(404, 409))
     async def set_guardrail(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         reach: NamedDependency[SkipValidation[UrlCheck]],
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewGuardrail],
     ) -> Response[GuardrailView]:
         """Set or replace a guardrail."""
-        async with store.write() as session:
+        async with rules.write() as session:
             found = await service.find_guardrail(session, data.name)
             precondition.check(None if found is None else GuardrailView.of(found))
-            view = GuardrailView.of(await service.set_guardrail(session, data, reach))
-        rules.forget()
-        return tagged(view)
+            return tagged(GuardrailView.of(await service.set_guardrail(session, data, reach)))
 
     @delete("/{name:str}", status_code=200, opt=needs(GUARDRAILS.write))
     async def delete_guardrail(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         name: FromPath[str],
     ) -> GuardrailView:
         """Delete a guardrail; returns its last state."""
-        async with store.write() as session:
+        async with rules.write() as session:
             precondition.check(GuardrailView.of(await service.get_guardrail(session, name)))
-            view = GuardrailView.of(await service.delete_guardrail(session, name))
-        rules.forget()
-        return view
+            return GuardrailView.of(await service.delete_guardrail(session, name))

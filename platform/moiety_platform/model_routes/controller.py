@@ -7,7 +7,6 @@ from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
 from moiety_platform.access.actions import needs
-from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.controllers import RulesDependency
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
@@ -38,30 +37,24 @@ class RouteController(Controller):
     @put(opt=needs(ROUTES.write) | fails(409))
     async def set_route(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewRoute],
     ) -> Response[RouteView]:
         """Set or replace a route."""
-        async with store.write() as session:
+        async with rules.write() as session:
             found = await service.find_route(session, data.name)
             precondition.check(None if found is None else RouteView.of(found))
-            view = RouteView.of(await service.set_route(session, data))
-        rules.forget()
-        return tagged(view)
+            return tagged(RouteView.of(await service.set_route(session, data)))
 
     @delete(status_code=200, opt=needs(ROUTES.write) | fails(404))
     async def delete_route(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         route: FromQuery[str],
     ) -> RouteView:
         """Delete a route; returns its last state."""
-        async with store.write() as session:
+        async with rules.write() as session:
             precondition.check(RouteView.of(await service.get_route(session, route)))
-            view = RouteView.of(await service.delete_route(session, route))
-        rules.forget()
-        return view
+            return RouteView.of(await service.delete_route(session, route))

@@ -7,7 +7,6 @@ from litestar.di import NamedDependency
 from litestar.params import FromQuery, JSONBody
 
 from moiety_platform.access.actions import needs
-from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.controllers import RulesDependency
 from moiety_platform.db.session import Database
 from moiety_platform.etags import Precondition, tagged
@@ -46,31 +45,25 @@ class PriceController(Controller):
     @put(opt=needs(PRICES.write) | fails(409))
     async def set_price(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         data: JSONBody[NewPrice],
     ) -> Response[PriceView]:
         """Set or change a price."""
-        async with store.write() as session:
+        async with rules.write() as session:
             record = await service.find_price(session, data.model, data.service_class)
             precondition.check(None if record is None else PriceView.of(record))
-            view = PriceView.of(await service.set_price(session, data))
-        rules.forget()
-        return tagged(view)
+            return tagged(PriceView.of(await service.set_price(session, data)))
 
     @delete(status_code=200, opt=needs(PRICES.write) | fails(404))
     async def delete_price(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         precondition: NamedDependency[Precondition],
         model: FromQuery[str],
         service_class: FromQuery[str | None] = None,
     ) -> PriceView:
         """Delete a price; returns its last state."""
-        async with store.write() as session:
+        async with rules.write() as session:
             precondition.check(PriceView.of(await service.get_price(session, model, service_class)))
-            view = PriceView.of(await service.delete_price(session, model, service_class))
-        rules.forget()
-        return view
+            return PriceView.of(await service.delete_price(session, model, service_class))
