@@ -28,14 +28,14 @@ test: $(VENV)/.dev ## all that CI runs: lint, format, types, import contracts, t
 checks: style contracts types
 
 tests:
-	@$(BIN)/python -m pytest --numprocesses=$$(($$(getconf _NPROCESSORS_ONLN) + 4)) --dist=loadfile --no-loadscope-reorder $(ARGS) || \
+	@$(BIN)/python -m pytest --workers=$$(($$(getconf _NPROCESSORS_ONLN) + 4)) $(ARGS) || \
 	{ [ $$? = 1 ] || exit 2; echo 'FAILED BESIDE OTHERS: now alone, and named, since one that passes so is a defect too'; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none --maxfail=1 --verbose $(ARGS); }
 
 test-fast: export MOIETY_TEST_FAST := 1
 test-fast: $(VENV)/.dev ## lint and each test function once, without servers and browsers: before a commit
 	@$(MAKE) --no-print-directory style
-	@$(BIN)/python -m pytest --numprocesses=$$(getconf _NPROCESSORS_ONLN) --dist=loadfile --no-loadscope-reorder -q $(ARGS)
+	@$(BIN)/python -m pytest --workers=$$(getconf _NPROCESSORS_ONLN) -q $(ARGS)
 
 test-all: export MOIETY_TEST_ALL := 1
 test-all: test ## the same with every combination, every GPU kernels compile for, and more random examples

@@ -21,15 +21,19 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+from tests.forked_workers import group_of
 from tests.selection import (
     beyond_sample,
     days_of_rotated,
+    expected_durations_s,
     fast_tests,
     further_mutants,
     of_other_days,
     repeated_combinations,
     sample_steps,
 )
+
+pytest_plugins = ["tests.forked_workers"]
 
 gc.disable()  # during collection, which creates no garbage
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel, and further threads would only spin
@@ -48,7 +52,6 @@ MEASURED = bool(os.environ.get("MOIETY_TEST_MEASURED"))  # all tests that the li
 SAMPLE = int(os.environ.setdefault("MOIETY_TEST_SAMPLE", str(int(time.time() // 86_400))))  # another one each day
 TESTS = Path(__file__).parent
 HELPERS = [path for path in TESTS.rglob("*.py") if not path.name.startswith(("test_", "conftest", "selection"))]
-SHARING = ("tests/system/", "tests/engine/test_parallel", "tests/engine/test_layout_support")  # servers, or ranks
 EXAMPLES = 100 if THOROUGH else 25  # for properties whose test sets no number
 
 # an assertion that fails in a helper module shows its values, too
@@ -69,47 +72,12 @@ def pytest_report_header() -> str:
     return f"sample of long functions: {SAMPLE}; MOIETY_TEST_SAMPLE={SAMPLE} repeats it, and MOIETY_TEST_ALL=1 runs all"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let each worker begin to collect at another folder: of modules that no worker compiled before, as in a fresh
-    checkout, each compiles a part, and reads the others' parts from their files."""
-    name = os.environ.get("PYTEST_XDIST_WORKER")
-    if name is None or [Path(arg).resolve() for arg in config.args] != [TESTS]:
-        return
-    folders = sorted(str(path) for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__")
-    first = int(name.removeprefix("gw")) * len(folders) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    config.args[:] = folders[first:] + folders[:first]
-    config.pluginmanager.register(_InOrderOfPaths())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give workers a file at a time, and all files that share processes to one worker: each worker that gets one of
-    them starts these processes, for 15 s of processor time."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
-
-    class SharedProcessesTogether(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return next((prefix for prefix in SHARING if nodeid.startswith(prefix)), super()._split_scope(nodeid))
-
-    return SharedProcessesTogether(config, log)
-
-
-class _InOrderOfPaths:
-    """Undoes the order of `pytest_configure` before pytest groups tests by their fixtures."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: item.path)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `thorough`, most combinations of parameters, tests beyond the sample of functions marked
     `one_in` or of long ones, two thirds of the longest functions, and most mutants unless all are wanted, and most
-    tests where only the fast ones are. Where workers take a file at a time, files with slow tests come first, then
-    files with many, so that none is left to the end."""
+    tests where only the fast ones are. Where workers take a file at a time, those that take longest come first, so
+    that none is left to the end."""
     if not THOROUGH:
         _deselect(config, items, {item for item in items if item.get_closest_marker("thorough")})
         _deselect(config, items, repeated_combinations(items) | further_mutants(items))
@@ -118,10 +86,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _deselect(config, items, of_other_days(items, days, SAMPLE))
     if FAST:
         _deselect(config, items, set(items).difference(fast_tests(items)))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        counts = Counter(item.path for item in items)
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (item.path not in slow, -counts[item.path], item.path))
+    if config.getoption("workers"):
+        seconds: Counter[str] = Counter()
+        for item, expected_s in zip(items, expected_durations_s(items), strict=True):
+            seconds[group_of(item)] += expected_s
+        items.sort(key=lambda item: (-seconds[group_of(item)], item.path))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ import pytest
 TESTS = Path(__file__).parent
 WITH_PROCESSES = frozenset({"system", "dashboard", "helm", "fuzz"})  # folders whose tests start servers or a browser
 LONG = TESTS / "long_tests.txt"  # functions that `make test-fast` leaves out
+SHORT_S = 0.03  # mean of the other functions
 LONG_S = 0.4  # a test of them takes more than this, while others run on the same processors
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
@@ -130,6 +131,13 @@ def fast_tests(items: list[pytest.Item]) -> set[pytest.Item]:
         if not (with_processes or item.get_closest_marker("slow") or _name(item) in long):
             fast.setdefault(_name(item), item)
     return set(fast.values())
+
+
+def expected_durations_s(items: list[pytest.Item]) -> list[float]:
+    """Return roughly how long each test takes, in seconds, by the lists in which its function is."""
+    rotated, long = days_of_rotated(), frozenset(LONG.read_text(encoding="utf-8").split())
+    names = map(_name, items)
+    return [2 * ROTATED_S if name in rotated else LONG_S if name in long else SHORT_S for name in names]
 
 
 def _name(item: pytest.Item) -> str:
