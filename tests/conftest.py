@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if FAST:
         _deselect(config, items, set(items).difference(fast_tests(items)))
     if config.getoption("workers"):
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for item, expected_s in zip(items, expected_durations_s(items), strict=True):
             seconds[group_of(item)] += expected_s
         items.sort(key=lambda item: (-seconds[group_of(item)], item.path))
