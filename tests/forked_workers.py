@@ -11,6 +11,8 @@ PYTEST_DONT_REWRITE: it has no assertions, and `conftest.py` imports it before p
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, metavar="N", help="Run tests in N processes that are forked after collection."
     )
+    parser.addini("worker_imports", "Modules to import before workers start, if tests use their package.", "linelist")
     parser.addini("worker_groups", "Prefixes of paths: the files with one of them run in one worker.", "linelist")
 
 
@@ -86,6 +89,10 @@ class ForkedWorkers:
         for index, item in enumerate(session.items):
             groups.setdefault(group_of(item), []).append(index)
         self._groups.extend(groups.values())
+        for module in session.config.getini("worker_imports"):
+            if module.split(".")[0] in sys.modules:
+                importlib.import_module(module)  # once, and not in each worker
+        gc.freeze()  # what workers share: collections of garbage would copy it
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # that workers' folders are in
         try:
             for _ in range(min(self.num_workers, len(groups))):

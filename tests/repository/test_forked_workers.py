@@ -12,6 +12,16 @@ pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., pytest.RunResult]
+CONFIGURATION = """
+    [pytest]
+    worker_groups =
+        test_shared
+    worker_imports =
+        xml.dom.minidom
+        wsgiref.validate
+    filterwarnings =
+        default
+"""
 
 
 @pytest.fixture
@@ -21,7 +31,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run_files(*options: str, **files: str) -> pytest.RunResult:
-        pytester.makeini("[pytest]\nworker_groups =\n    test_shared\nfilterwarnings =\n    default")
+        pytester.makeini(CONFIGURATION)
         if files:
             pytester.makepyfile(**files)
         return pytester.runpytest_subprocess("-p", "tests.forked_workers", "--workers=2", *options)
@@ -69,6 +79,18 @@ def test_files_of_a_group_run_in_one_worker_and_share_fixtures_of_the_session(
     files = {f"test_shared_{number}": "def test_it(server): pass" for number in range(4)}
     run(conftest=conftest, **files).assert_outcomes(passed=4)
     assert (pytester.path / "servers").read_text() == "begin end "
+
+
+def test_modules_of_packages_that_tests_use_are_imported_before_the_fork(run: Run) -> None:
+    file = """
+        import sys
+        import xml
+
+        def test_it():
+            assert "xml.dom.minidom" in sys.modules
+            assert "wsgiref.validate" not in sys.modules
+    """
+    run(test_imports=file).assert_outcomes(passed=1)
 
 
 def test_failures_output_warnings_and_skips_are_reported(run: Run, pytester: pytest.Pytester) -> None:
