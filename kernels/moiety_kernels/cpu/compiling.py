@@ -52,6 +52,11 @@ def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
     return _address(driver.py_func, *[types.int64] * 5)  # type: ignore[attr-defined]
 
 
+def function_address(function: Callable[..., None], num_args: int) -> int:
+    """Return the address of the machine code of a function of so many int64 arguments. The first call compiles it."""
+    return _address(function, *[types.int64] * num_args)
+
+
 @functools.cache
 def _task_address(task: Callable[..., None], arguments: type[tuple[Any, ...]]) -> int:
     return _address(task, StructAt(arguments), *[types.int64] * 2)

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
+from moiety_kernels.cpu.emitter import Emitter, call, called_at, emit_once, function, loaded
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import (
     EMULATED,
@@ -87,6 +87,8 @@ def _multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
 class PackedDotArguments(NamedTuple):
     """Arguments of out[m, n] = Σ_k row_m[k] · w[n, k] for packed rows."""
 
+    is_many: Int  # whether COLS weight rows are multiplied, else n, one after the other
+    num_rows: Int
     packed_MK: Bytes
     packed_stride: Int
     k: Int
@@ -332,20 +334,35 @@ class _GroupedEights(_Eights):
         return self.e.splat(scales_G.scalar(k >> self.args.shift))
 
 
+class DotsKind(NamedTuple):
+    """How a kind of weight is multiplied."""
+
+    name: str
+    is_there: bool  # whether the CPU has the instructions
+    dots_of: type[_Dots]
+    few: int  # most rows for which weight rows are multiplied one after the other
+    most: int  # rows at a time with COLS weight rows
+
+
 def _emit_dots(e: Emitter, args: PackedDotArguments, *, dots_of: type[_Dots], num_rows: int, cols: int) -> None:
     dots_of(e, args, num_rows, cols).emit()
 
 
-def _choose(e: Emitter, kind: Int, is_many: Int, num_rows: Int, args: PackedDotArguments) -> None:
-    """Call the function for a kind, few or many rows, and a number of rows known only at run time."""
-    with e.switch((kind * 2 + is_many) * _MAX_ROWS + num_rows) as case:
-        for number, (name, is_there, dots_of, few, many) in enumerate(_KINDS):
-            variants = [(m, 1) for m in range(1, few + 1)] + [(m, COLS) for m in range(1, many + 1)]
-            for m, cols in variants if is_there else ():
-                emit = partial(_emit_dots, dots_of=dots_of, num_rows=m, cols=cols)
-                block_dot = emit_once(e.module, f"moiety_{name}_{m}_{cols}", emit)
-                with case((2 * number + int(cols > 1)) * _MAX_ROWS + m):
-                    call(e, block_dot, *args)
+def _of_kind(e: Emitter, arguments: Int, *, kind: DotsKind) -> None:
+    """Call the function for few or many rows, and a number of rows known only at run time."""
+    args = loaded(e, PackedDotArguments, arguments)
+    variants = [(m, 1) for m in range(1, kind.few + 1)] + [(m, COLS) for m in range(1, kind.most + 1)]
+    with e.switch(args.is_many * _MAX_ROWS + args.num_rows) as case:
+        for m, cols in variants:
+            emit = partial(_emit_dots, dots_of=kind.dots_of, num_rows=m, cols=cols)
+            block_dot = emit_once(e.module, f"moiety_{kind.name}_{m}_{cols}", emit)
+            with case(int(cols > 1) * _MAX_ROWS + m):
+                call(e, block_dot, *args)
+
+
+def _function_of(kind: DotsKind) -> Any:
+    """Return the products of a kind of weight, a function of the address of PackedDotArguments."""
+    return function(f"moiety_{kind.name}", partial(_of_kind, kind=kind), is_there=kind.is_there)
 
 
 unpack_fours_row, unpack_half_fours_row = (
@@ -353,16 +370,34 @@ unpack_fours_row, unpack_half_fours_row = (
     for name, halves in (("fours", False), ("half_fours", True))
 )
 
-# kinds of weights: bfloat16, four bits, eight bits with a scale per row or of groups, four bits in half blocks
-PAIRS, FOURS, EIGHTS, GROUPED_EIGHTS, HALF_FOURS = range(5)
-_KINDS = (
-    ("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS),
-    ("fours", FOURS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW),
-    ("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS),
-    ("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS),
-    ("half_fours", FOURS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW),
-)
 _MAX_ROWS = 16  # more than any kind takes at once
-# The products of a kind of weight with few or many rows; a kind whose instructions the CPU lacks has no code and is
-# never called.
-dots = function("moiety_dots", _choose)
+PAIRS = DotsKind("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
+FOURS = DotsKind("fours", FOURS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW)  # in four bits
+EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  # in eight bits with a scale per row
+GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
+HALF_FOURS = DotsKind("half_fours", FOURS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
+
+# In compiled code: products of packed rows with a weight, by the function of its kind at an address.
+dots = function("moiety_dots", called_at(PackedDotArguments))
+_pairs, _fours, _half_fours = map(_function_of, (PAIRS, FOURS, HALF_FOURS))
+_eights, _grouped_eights = map(_function_of, (EIGHTS, GROUPED_EIGHTS))
+
+
+def multiply_pairs(arguments: int) -> None:
+    _pairs(arguments)
+
+
+def multiply_fours(arguments: int) -> None:
+    _fours(arguments)
+
+
+def multiply_half_fours(arguments: int) -> None:
+    _half_fours(arguments)
+
+
+def multiply_eights(arguments: int) -> None:
+    _eights(arguments)
+
+
+def multiply_grouped_eights(arguments: int) -> None:
+    _grouped_eights(arguments)

@@ -20,7 +20,6 @@ from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.packed import (
     DESCRIPTION_BYTES,
     describe,
-    multiply_packed,
 )
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.cpu.tiles import (
@@ -41,7 +40,7 @@ from moiety_kernels.cpu.tiles import (
     unpack,
 )
 from moiety_kernels.cpu.unpacking import E4M3, PLAIN, UNPACKED_BYTES, WeightArguments, is_unpackable, unpack_rows
-from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles, widen_row
+from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles
 from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -257,7 +256,7 @@ def _multiply_block(
 
 
 @jit
-def _multiply_tiles(
+def multiply_tiles(
     rows: int, m: int, w: int, other_w: int, n: int, k: int, out: int, other_out: int, out_stride: int, scratch: int
 ) -> None:
     """Compute out[:m, :n] for bfloat16 w on the matrix tiles, and for a second weight if there is one (else 0).
@@ -283,59 +282,6 @@ def _multiply_tiles(
                     packed, count, start, 2 * k, n, depth, is_first, is_last, other_out + below, out_stride,
                     other_area, scratch,
                 )  # fmt: skip
-
-
-@jit
-def multiply(rows: int, m: int, w: int, kind: int, n: int, k: int, out: int, out_stride: int, scratch: int) -> None:
-    """Compute out[:m, :n] = rows · wᵀ.
-
-    `rows` is the address of m row addresses, `kind` that of the product, `w` the return value of `weight_rows`.
-    """
-    if kind == BFLOAT16_TILES:
-        _multiply_tiles(rows, m, w, 0, n, k, out, 0, out_stride, scratch)
-        return
-    if kind == PACKED:
-        multiply_packed(rows, m, w, 0, n, k, out, 0, out_stride, scratch + WIDE_AT)
-        return
-    narrow = kind == BFLOAT16
-    if narrow and m < WIDEN_ROWS:
-        multiply_narrow(rows, m, w, n, k, out, out_stride)
-        return
-    wide, wide_stride = scratch + WIDE_AT, 4 * k + PANEL_PAD
-    panel = max(TILE_COLS, PANEL_BYTES // wide_stride // TILE_COLS * TILE_COLS)
-    for j in range(0, n, panel):
-        count = min(panel, n - j)
-        if narrow:
-            for r in range(count):
-                widen_row(w + 2 * (j + r) * k, k, wide + r * wide_stride)
-            multiply_wide(rows, m, wide, wide_stride, count, k, out + 4 * j, out_stride)
-        else:
-            multiply_wide(rows, m, w + 4 * j * k, 4 * k, count, k, out + 4 * j, out_stride)
-
-
-@jit
-def multiply_both(
-    rows: int,
-    m: int,
-    w: int,
-    other_w: int,
-    kind: int,
-    n: int,
-    k: int,
-    out: int,
-    other_out: int,
-    stride: int,
-    scratch: int,
-) -> None:
-    """Run `multiply` with two weights of one kind and size, into two outputs of one stride."""
-    if kind == BFLOAT16_TILES:
-        _multiply_tiles(rows, m, w, other_w, n, k, out, other_out, stride, scratch)
-        return
-    if kind == PACKED:
-        multiply_packed(rows, m, w, other_w, n, k, out, other_out, stride, scratch + WIDE_AT)
-        return
-    multiply(rows, m, w, kind, n, k, out, stride, scratch)
-    multiply(rows, m, other_w, kind, n, k, other_out, stride, scratch)
 
 
 @jit

@@ -10,15 +10,10 @@ from typing import NamedTuple
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.dots import (
     COLS,
-    EIGHTS,
     EIGHTS_FEW,
     EIGHTS_ROWS,
-    FOURS,
     FOURS_FEW,
     GROUP,
-    GROUPED_EIGHTS,
-    HALF_FOURS,
-    PAIRS,
     PAIRS_FEW,
     PAIRS_ROWS,
     SHARE_BITS,
@@ -29,7 +24,7 @@ from moiety_kernels.cpu.dots import (
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
 from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
-from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW
+from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN
 from moiety_kernels.cpu.vectors import fetch
 
 PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-bit rows as far in bytes
@@ -99,29 +94,30 @@ def _even_part(left: int, most: int) -> int:
 
 @jit
 def multiply_packed(
-    rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int
-) -> None:
+    of_weight: int, of_unpacked: int,
+    rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int,
+) -> None:  # fmt: skip
     """Compute out[:m, :n] of the m rows whose addresses are at `rows` with the weight described at `weight`.
 
-    `other`: a second weight of the same kind, or 0. `area`: PACKED_BYTES for packed rows, and COLS unpacked ones.
+    `of_weight` and `of_unpacked`: addresses of the products with the weight as it lies and, for one in four bits, with
+    unpacked rows of it. `other`: a second weight of the same kind, or 0. `area`: PACKED_BYTES for packed rows, and COLS
+    unpacked ones.
     """
     described = struct_at(WeightDescription, weight)
     numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
     w_bytes, s_bytes = described.row_bytes, described.scales_bytes
     halves = int(numbers == E2M1_HALVES)
     table = int(numbers == E2M1) + halves + 2 * int(numbers == INT4_OFFSETS)
-    few, most, tiles_ahead = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD
-    kind = PAIRS if numbers == PLAIN else HALF_FOURS if halves else FOURS
+    few, most, tiles_ahead, is_fours = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD, False
     if numbers == INT8:
-        kind, few, most = EIGHTS if shift == WHOLE_ROW else GROUPED_EIGHTS, EIGHTS_FEW, EIGHTS_ROWS
-    fours = kind in (FOURS, HALF_FOURS)
-    if fours:
-        few, tiles_ahead = FOURS_FEW, FOURS_AHEAD
+        few, most = EIGHTS_FEW, EIGHTS_ROWS
+    elif numbers != PLAIN:
+        few, tiles_ahead, is_fours = FOURS_FEW, FOURS_AHEAD, True
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
         pack(rows + 8 * start, count, k, numbers, area)
-        unpacks, alone = fours and count > few, not fours and count <= few
+        unpacks, alone = is_fours and count > few, not is_fours and count <= few
         tiles, parts = 0 if alone else n // COLS, (count + most - 1) // most
         share = (COLS << SHARE_BITS) // parts
         for turn in range((2 if other else 1) * (tiles + 1)):
@@ -137,7 +133,7 @@ def multiply_packed(
                 while i < count:
                     step = _even_part(count - i, most)
                     dots(
-                        kind=PAIRS, is_many=1, num_rows=step,
+                        of_unpacked, is_many=1, num_rows=step,
                         packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=0,
                         w_NK=panel, w_stride=2 * k + PAD, n=COLS, ahead=panel, share=0,
                         scales_NG=0, scales_stride=0, shift=0, table=0,
@@ -145,10 +141,10 @@ def multiply_packed(
                     )  # fmt: skip
                     i += step
             while i < count:
-                step = _even_part(count - i, most if many and not fours else few)
+                step = _even_part(count - i, most if many and not is_fours else few)
                 ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
                 dots(
-                    kind=kind, is_many=int(many), num_rows=step,
+                    of_weight, is_many=int(many), num_rows=step,
                     packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
                     w_NK=w, w_stride=w_bytes, n=n - first, ahead=ahead, share=share,
                     scales_NG=s, scales_stride=s_bytes, shift=shift, table=table,

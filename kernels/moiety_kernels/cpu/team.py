@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCRATCH_BYTES = 7 << 20  # per thread; kernels size their blocks by it
-ARGS_SIZE = 48  # int64 values that a job's arguments may take
+ARGS_SIZE = 64  # int64 values that a job's arguments may take
 CACHE_LINE = 64
 SPINS_BEFORE_YIELD = 2_000
 YIELDS_BEFORE_SLEEP = 2_000

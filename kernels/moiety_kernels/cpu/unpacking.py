@@ -38,14 +38,21 @@ def weight_arguments(weight: Tensor | QuantizedWeight) -> WeightArguments:
     """Return the weight as kernels read it."""
     if not isinstance(weight, QuantizedWeight):
         return WeightArguments(values=weight.data_ptr(), scales=0, numbers=PLAIN, shift=0)
+    numbers, shift = number_format(weight)
+    return WeightArguments(
+        values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
+    )
+
+
+def number_format(weight: Tensor | QuantizedWeight) -> tuple[int, int]:
+    """Return the number format of a weight, and the shift from an input to its scale."""
+    if not isinstance(weight, QuantizedWeight):
+        return PLAIN, 0
     form = weight.format
     shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
     fours = INT4_OFFSETS if form.offsets else INT4
     floats = E4M3 if form.bits == 8 else E2M1_HALVES if form.in_halves else E2M1
-    numbers = floats if form.floating else (fours if form.bits == 4 else INT8)
-    return WeightArguments(
-        values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
-    )
+    return floats if form.floating else (fours if form.bits == 4 else INT8), shift
 
 
 def is_unpackable(weight: QuantizedWeight) -> bool:

@@ -10,12 +10,11 @@ from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROWS_AT,
     chunk_rows,
-    multiply,
     point_rows,
-    product_kind,
     row_block,
     weight_rows,
 )
+from moiety_kernels.cpu.products import Product, multiply, product_of
 from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.unpacking import PLAIN, WeightArguments
@@ -34,7 +33,7 @@ class HeadLinearArguments(NamedTuple):
     m: Int64
     n: Int64
     k: Int64
-    kind: Int64  # of the product
+    product: Product
     x_stride: Int64  # bytes from one row of x to the next
     head_stride: Int64  # bytes from one head of x to the next
     heads: Int64  # H
@@ -69,8 +68,8 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
     """Write the first N entries of each head of `out`, contiguous, from the first K of x; either may be wider."""
     m, heads, _ = x_MHK.shape
     n, k = weight_HNK.shape[1:]
-    kind = product_kind(weight_HNK)
-    block = row_block(kind, k)
+    product = product_of(weight_HNK)
+    block = row_block(product.kind, k)
     blocks = -(-m // block)
     chunk = chunk_rows(weight_HNK, n, m, heads * blocks)
     chunks = -(-n // chunk)
@@ -84,7 +83,7 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
             m=m,
             n=n,
             k=k,
-            kind=kind,
+            product=product,
             x_stride=4 * x_MHK.stride(0),
             head_stride=4 * x_MHK.stride(1),
             heads=heads,
@@ -97,7 +96,7 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
 
 
 def _task(args: HeadLinearArguments, task: int, scratch: int) -> None:
-    m, n, k, kind = args.m, args.n, args.k, args.kind
+    m, n, k, product = args.m, args.n, args.k, args.product
     x_stride, head_stride, heads = args.x_stride, args.head_stride, args.heads
     chunk, chunks, block, out_bytes = args.chunk, args.chunks, args.block, args.out_bytes
     column, item = task % chunks * chunk, task // chunks
@@ -106,6 +105,6 @@ def _task(args: HeadLinearArguments, task: int, scratch: int) -> None:
     rows = scratch + ROWS_AT
     point_rows(rows, args.x_MHK + row * x_stride + head * head_stride, x_stride, num_rows)
     weight = WeightArguments(values=args.weight_HNK, scales=0, numbers=PLAIN, shift=0)
-    w = weight_rows(weight, kind, head * n + column, num_columns, k, scratch, 0)
+    w = weight_rows(weight, product.kind, head * n + column, num_columns, k, scratch, 0)
     out = args.out_MHN + (row * heads + head) * out_bytes + 4 * column
-    multiply(rows, num_rows, w, kind, num_columns, k, out, heads * out_bytes, scratch)
+    multiply(product, rows, num_rows, w, num_columns, k, out, heads * out_bytes, scratch)

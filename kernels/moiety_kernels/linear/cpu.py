@@ -11,13 +11,12 @@ from moiety_kernels.cpu.gemm import (
     ROWS_AT,
     chunk_rows,
     is_multipliable,
-    multiply,
     point_rows,
-    product_kind,
     row_block,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, store_f32
+from moiety_kernels.cpu.products import Product, multiply, product_of
 from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
@@ -39,7 +38,7 @@ class LinearArguments(NamedTuple):
     m: Int64
     n: Int64
     k: Int64
-    kind: Int64  # of the product
+    product: Product
     x_stride: Int64  # bytes from one row of x to the next
     chunk: Int64  # outputs per task
     num_chunks: Int64
@@ -66,8 +65,8 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
     out_MN = torch.empty(m, n)
     if m == 0 or n == 0:
         return out_MN
-    kind = product_kind(weight_NK)
-    block = row_block(kind, k)
+    product = product_of(weight_NK)
+    block = row_block(product.kind, k)
     chunk = chunk_rows(weight_NK, n, m, -(-m // block))
     tasks = -(-m // block) * -(-n // chunk)
     args = LinearArguments(
@@ -78,7 +77,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
         m=m,
         n=n,
         k=k,
-        kind=kind,
+        product=product,
         x_stride=4 * x_MK.stride(0),
         chunk=chunk,
         num_chunks=-(-n // chunk),
@@ -89,15 +88,15 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
 
 
 def _task(args: LinearArguments, task: int, scratch: int) -> None:
-    m, n, k, kind = args.m, args.n, args.k, args.kind
+    m, n, k, product = args.m, args.n, args.k, args.product
     x_stride, chunk, num_chunks, block = args.x_stride, args.chunk, args.num_chunks, args.block
     row, column = (task // num_chunks) * block, (task % num_chunks) * chunk
     num_rows, num_columns = min(block, m - row), min(chunk, n - column)
     rows = scratch + ROWS_AT
     point_rows(rows, args.x_MK + row * x_stride, x_stride, num_rows)
-    w = weight_rows(args.weight_NK, kind, column, num_columns, k, scratch, 0)
+    w = weight_rows(args.weight_NK, product.kind, column, num_columns, k, scratch, 0)
     out = args.out_MN + 4 * (row * n + column)
-    multiply(rows, num_rows, w, kind, num_columns, k, out, 4 * n, scratch)
+    multiply(product, rows, num_rows, w, num_columns, k, out, 4 * n, scratch)
     bias_N = args.bias_N
     if bias_N:
         for i in range(num_rows):

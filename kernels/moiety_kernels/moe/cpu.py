@@ -19,12 +19,10 @@ from moiety_kernels.cpu.gemm import (
     UNPACKED_AT,
     chunk_rows,
     is_multipliable,
-    multiply,
-    multiply_both,
-    product_kind,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
+from moiety_kernels.cpu.products import Product, multiply, multiply_both, product_of
 from moiety_kernels.cpu.structs import (
     Address,
     Float64,
@@ -99,8 +97,8 @@ class ExpertsArguments(NamedTuple):
     experts: Int64  # E
     hidden: Int64  # F
     num_ups: Int64  # rows of an expert's first weight: gates and ups, or ups only
-    up_kind: Int64  # of the product
-    down_kind: Int64
+    up: Product
+    down: Product
     up_chunk: Int64  # of F, per task
     down_chunk: Int64  # of D, per task
     activation: Int64
@@ -193,7 +191,7 @@ def experts(
     if adapters is not None and adapters.gate_up is not None:
         added_P2F = torch.empty(rows, num_ups)
         low_rank.spread(added_P2F, x_TD, adapters.gate_up, adapters.slot_T, expert_TK)
-    up_kind, down_kind, up_chunk, down_chunk = _kinds_and_chunks(w_gate_up_E2FD, w_down_EDF, rows, activation)
+    up_chunk, down_chunk = _chunks(w_gate_up_E2FD, w_down_EDF, rows, activation)
     args = ExpertsArguments(
         x_TD=x_TD.data_ptr(),
         x_stride=4 * x_TD.stride(0),
@@ -205,8 +203,8 @@ def experts(
         experts=num_experts,
         hidden=hidden,
         num_ups=num_ups,
-        up_kind=up_kind,
-        down_kind=down_kind,
+        up=product_of(w_gate_up_E2FD),
+        down=product_of(w_down_EDF),
         up_chunk=up_chunk,
         down_chunk=down_chunk,
         activation=_KINDS[activation.kind],
@@ -270,19 +268,18 @@ def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
     return out_TD
 
 
-def _kinds_and_chunks(
+def _chunks(
     w_gate_up_E2FD: Tensor | QuantizedWeight,
     w_down_EDF: Tensor | QuantizedWeight,
     rows: int,
     activation: Activation,
-) -> tuple[int, int, int, int]:
-    """Return how both products are multiplied, and how many weight rows a task of each takes."""
+) -> tuple[int, int]:
+    """Return how many weight rows a task of each product takes."""
     num_experts, width, hidden = w_down_EDF.shape
-    up_kind, down_kind = product_kind(w_gate_up_E2FD), product_kind(w_down_EDF)
     items = min(num_experts, rows)
     up_chunk = chunk_rows(w_gate_up_E2FD, hidden, rows // num_experts, items, activation.num_inputs)
     down_chunk = chunk_rows(w_down_EDF, width, rows // num_experts, items)
-    return up_kind, down_kind, min(up_chunk, _MAX_CHUNK), down_chunk
+    return min(up_chunk, _MAX_CHUNK), down_chunk
 
 
 @jit
@@ -363,23 +360,23 @@ def _order_down_task(args: ExpertsArguments, task: int, scratch: int) -> None:
 
 def _up_task(args: ExpertsArguments, task: int, scratch: int) -> None:
     """Multiply an item's rows with a chunk of gates and ups, or of ups only, and apply the activation."""
-    width, hidden, kind, chunk = args.combine.width, args.hidden, args.up_kind, args.up_chunk
+    width, hidden, product, chunk = args.combine.width, args.hidden, args.up, args.up_chunk
     num_chunks = (hidden + chunk - 1) // chunk
     item = struct_at(Item, args.items + _ITEM_BYTES * (task // num_chunks))
     expert, first, num_rows = item.expert, item.first, item.num_rows
     column = task % num_chunks * chunk
     num_columns = min(chunk, hidden - column)
     w_gate_up, gate_row = args.w_gate_up_E2FD, expert * args.num_ups + column
-    gate_w = weight_rows(w_gate_up, kind, gate_row, num_columns, width, scratch, 0)
+    gate_w = weight_rows(w_gate_up, product.kind, gate_row, num_columns, width, scratch, 0)
     rows = args.x_row_R + 8 * first
     gate, up = scratch + TEMP_AT, scratch + TEMP_AT + 4 * num_rows * num_columns
     gated = args.activation != _RELU2
     if gated:
-        up_w = weight_rows(w_gate_up, kind, gate_row + hidden, num_columns, width, scratch, num_columns)
-        multiply_both(rows, num_rows, gate_w, up_w, kind, num_columns, width, gate, up, 4 * num_columns, scratch)
+        up_w = weight_rows(w_gate_up, product.kind, gate_row + hidden, num_columns, width, scratch, num_columns)
+        multiply_both(product, rows, num_rows, gate_w, up_w, num_columns, width, gate, up, 4 * num_columns, scratch)
     else:
         up = gate
-        multiply(rows, num_rows, gate_w, kind, num_columns, width, up, 4 * num_columns, scratch)
+        multiply(product, rows, num_rows, gate_w, num_columns, width, up, 4 * num_columns, scratch)
     bias_E2F = args.gate_up_bias_E2F
     gate_bias = bias_E2F + 4 * gate_row
     for i in range(num_rows):
@@ -416,16 +413,16 @@ def _activate(args: ExpertsArguments, gate: int, up: int, num_columns: int, out:
 
 def _down_task(args: ExpertsArguments, task: int, scratch: int) -> None:
     """Multiply an item's inner rows with a chunk of the weight, and add the bias."""
-    width, hidden, kind, chunk = args.combine.width, args.hidden, args.down_kind, args.down_chunk
+    width, hidden, product, chunk = args.combine.width, args.hidden, args.down, args.down_chunk
     num_chunks = (width + chunk - 1) // chunk
     item = struct_at(Item, args.items + _ITEM_BYTES * (task // num_chunks))
     expert, first, num_rows = item.expert, item.first, item.num_rows
     column = task % num_chunks * chunk
     num_columns = min(chunk, width - column)
-    w = weight_rows(args.w_down_EDF, kind, expert * width + column, num_columns, hidden, scratch, 0)
+    w = weight_rows(args.w_down_EDF, product.kind, expert * width + column, num_columns, hidden, scratch, 0)
     out = args.combine.result_RD + 4 * (first * width + column)
     rows = args.inner_row_R + 8 * first
-    multiply(rows, num_rows, w, kind, num_columns, hidden, out, 4 * width, scratch)
+    multiply(product, rows, num_rows, w, num_columns, hidden, out, 4 * width, scratch)
     bias_ED = args.down_bias_ED
     if bias_ED:
         for i in range(num_rows):

@@ -1,0 +1,159 @@
+"""The ways to multiply rows with a weight, each compiled by itself and called through its address.
+
+A kernel that multiplies gets the product as an argument. A way is compiled when a weight first needs it, once for all
+kernels, and not into each of them: most of the time of a first start is spent there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from moiety_kernels.cpu.compiling import function_address, jit
+from moiety_kernels.cpu.dots import (
+    multiply_eights,
+    multiply_fours,
+    multiply_grouped_eights,
+    multiply_half_fours,
+    multiply_pairs,
+)
+from moiety_kernels.cpu.gemm import (
+    BFLOAT16,
+    BFLOAT16_TILES,
+    FLOAT32,
+    PACKED,
+    PANEL_BYTES,
+    PANEL_PAD,
+    WIDE_AT,
+    WIDEN_ROWS,
+    multiply_narrow,
+    multiply_tiles,
+    multiply_wide,
+    product_kind,
+)
+from moiety_kernels.cpu.memory import call_product
+from moiety_kernels.cpu.packed import multiply_packed
+from moiety_kernels.cpu.structs import Address, Int64, address_of_struct, struct_at
+from moiety_kernels.cpu.unpacking import E2M1_HALVES, E4M3, INT8, PLAIN, WHOLE_ROW, number_format
+from moiety_kernels.cpu.vectors import TILE_COLS, widen_row
+from moiety_kernels.quantization.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+class Product(NamedTuple):
+    """A way to multiply, as kernels read it."""
+
+    kind: Int64  # of `gemm.product_kind`
+    function: Address  # of the arguments of `multiply`
+    dots: Address  # of packed rows with the weight as it lies, or 0
+    unpacked_dots: Address  # of packed rows with rows of it that were unpacked to bfloat16, or 0
+
+
+def product_of(weight: Tensor | QuantizedWeight) -> Product:
+    """Return how this machine multiplies a weight of K columns, its last dimension; compile that if it is new."""
+    kind = product_kind(weight)
+    numbers, shift = number_format(weight) if kind == PACKED else (PLAIN, 0)
+    return _product(kind, numbers, shift == WHOLE_ROW)
+
+
+@functools.cache
+def _product(kind: int, numbers: int, is_whole_row: bool) -> Product:
+    function = function_address(_FUNCTIONS[kind], _NUM_ARGS)
+    if kind != PACKED:
+        return Product(kind, function, 0, 0)
+    if numbers == INT8:
+        return Product(
+            kind, function, function_address(multiply_eights if is_whole_row else multiply_grouped_eights, 1), 0
+        )
+    pairs = function_address(multiply_pairs, 1)
+    if numbers in (PLAIN, E4M3):  # whose rows are unpacked before they are multiplied
+        return Product(kind, function, pairs, 0)
+    fours = multiply_half_fours if numbers == E2M1_HALVES else multiply_fours
+    return Product(kind, function, function_address(fours, 1), pairs)
+
+
+@jit
+def multiply(
+    product: Product, rows: int, m: int, w: int, n: int, k: int, out: int, out_stride: int, scratch: int
+) -> None:
+    """Compute out[:m, :n] = rows · wᵀ.
+
+    `rows` is the address of m row addresses, `w` the return value of `weight_rows`.
+    """
+    call_product(product.function, address_of_struct(product), rows, m, w, 0, n, k, out, 0, out_stride, scratch)
+
+
+@jit
+def multiply_both(
+    product: Product, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    """Run `multiply` with two weights of one kind and size, into two outputs of one stride."""
+    at = address_of_struct(product)
+    call_product(product.function, at, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch)
+
+
+def _on_tiles(
+    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_tiles(rows, m, w, other_w, n, k, out, other_out, out_stride, scratch)
+
+
+def _in_place(
+    product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    ways, area = struct_at(Product, product), scratch + WIDE_AT
+    multiply_packed(ways.dots, ways.unpacked_dots, rows, m, w, other_w, n, k, out, other_out, out_stride, area)
+
+
+def _with_float32(
+    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    _by_panels(rows, m, w, False, n, k, out, out_stride, scratch)
+    if other_w:
+        _by_panels(rows, m, other_w, False, n, k, other_out, out_stride, scratch)
+
+
+def _with_bfloat16(
+    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    for turn in range(2 if other_w else 1):
+        weight, target = (other_w, other_out) if turn else (w, out)
+        if m < WIDEN_ROWS:
+            multiply_narrow(rows, m, weight, n, k, target, out_stride)
+        else:
+            _by_panels(rows, m, weight, True, n, k, target, out_stride, scratch)
+
+
+@jit
+def _by_panels(
+    rows: int, m: int, w: int, is_narrow: bool, n: int, k: int, out: int, out_stride: int, scratch: int
+) -> None:
+    """Multiply with as many weight rows at a time as fit in the cache, widened there from bfloat16."""
+    wide, wide_stride = scratch + WIDE_AT, 4 * k + PANEL_PAD
+    panel = max(TILE_COLS, PANEL_BYTES // wide_stride // TILE_COLS * TILE_COLS)
+    for j in range(0, n, panel):
+        count = min(panel, n - j)
+        if is_narrow:
+            for r in range(count):
+                widen_row(w + 2 * (j + r) * k, k, wide + r * wide_stride)
+            multiply_wide(rows, m, wide, wide_stride, count, k, out + 4 * j, out_stride)
+        else:
+            multiply_wide(rows, m, w + 4 * j * k, 4 * k, count, k, out + 4 * j, out_stride)
+
+
+_NUM_ARGS = 11
+_FUNCTIONS: dict[int, Callable[..., None]] = {
+    FLOAT32: _with_float32,
+    BFLOAT16: _with_bfloat16,
+    BFLOAT16_TILES: _on_tiles,
+    PACKED: _in_place,
+}
