@@ -17,10 +17,7 @@ from moiety_kernels.cpu import dots, tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
-from moiety_kernels.cpu.packed import (
-    DESCRIPTION_BYTES,
-    describe,
-)
+from moiety_kernels.cpu.packed import DESCRIPTION_BYTES, describe
 from moiety_kernels.cpu.team import SCRATCH_BYTES, team
 from moiety_kernels.cpu.tiles import (
     ROWS,
