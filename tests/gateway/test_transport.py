@@ -194,7 +194,7 @@ async def test_without_an_engine_open_raises_unavailable(
     connected: Connected,
 ) -> None:
     async with connected("tcp://127.0.0.1:9", wait=False) as client:
-        assert client.state.reason == "not connected yet"
+        assert client.state.reason.startswith("not connected yet")
         with pytest.raises(Unavailable):
             async with client.open(submit()):
                 pass

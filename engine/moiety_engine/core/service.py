@@ -35,11 +35,13 @@ from moiety_engine.messages import (
 )
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
+from moiety_kernels.cpu.compile_progress import progress as compile_progress
 from moiety_wire.engine_choices import Batching
 from moiety_wire.experts import ExpertLoadQuery, ScaleExpertRanks
 
 BATCHING_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
 PROGRESS_INTERVAL_S = 0.2
+COMPILE_INTERVAL_S = 2.0
 
 
 def serve(
@@ -58,7 +60,9 @@ def serve(
     if ignored := ignored_keys(Path(config.model)):
         advice = "check that the model computes the same without them"
         structlog.get_logger().warning("config_keys_ignored", keys=ignored, advice=advice)
-    with load_loop(config, rendezvous=rendezvous, progress=_Progress(link)) as generating:
+    progress = _Progress(link)
+    compile_progress.report = progress.compiled
+    with load_loop(config, rendezvous=rendezvous, progress=progress) as generating:
         generating.first_steps = first_steps
         _serve(link, generating, config)
 
@@ -67,6 +71,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     log = structlog.get_logger()
     loop.record_prefix_changes()
     loop.warm_up()
+    compile_progress.report = None  # what a later request compiles does not delay the start
     link.send(hello_of(loop))
     link.send(CoreStep([], [], loop.load()))
     gc.freeze()  # present objects are permanent: later collections, in the middle of a step, need not scan them
@@ -170,7 +175,7 @@ def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSl
 
 
 class _Progress:
-    """Reports the loading progress to the engine server a few times per second."""
+    """Reports the loading progress to the engine server, that of weights a few times per second."""
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
@@ -181,4 +186,12 @@ class _Progress:
         if now_s - self._reported_at_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
             self._reported_at_s = now_s
             text = f"loading weights: {done_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB"
+            self._link.send(CoreHello(state=CoreState.LOADING, message=text))
+
+    def compiled(self, num_functions: int) -> None:
+        """Report the compilation of CPU kernels, at most each COMPILE_INTERVAL_S."""
+        now_s = time.monotonic()
+        if num_functions == 1 or now_s - self._reported_at_s >= COMPILE_INTERVAL_S:
+            self._reported_at_s = now_s
+            text = f"compiling kernels for this processor, once for each version of Moiety: {num_functions} so far"
             self._link.send(CoreHello(state=CoreState.LOADING, message=text))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
+from moiety_kernels.cpu.compile_progress import progress
 from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.structs import S, StructAt
 
@@ -66,6 +67,8 @@ def _task_address(task: Callable[..., None], arguments: type[tuple[Any, ...]]) -
 def _address(function: Callable[..., None], *arguments: types.Type) -> int:
     with _one_process_compiles(function):
         kernel = cfunc(types.void(*arguments), cache=_cacheable(), error_model="numpy")(function)
+    if not kernel.cache_hits:
+        progress.add()
     _KEPT.append(kernel)
     address = kernel.address
     assert address is not None

@@ -84,7 +84,7 @@ class ZmqEngineClient:
         self._session: Session | None = None
         self._connection_task: asyncio.Task[None] | None = None
         self._last_card: ModelCard | None = None
-        self._reason = "not connected yet"
+        self._reason = "not connected yet; an engine listens when its model is loaded"
 
     @property
     def address(self) -> str:
