@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
-from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_wire.engine_choices import Batching
-from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
@@ -50,15 +48,11 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
         return
     if config.block_size is not None:
         _require_block_size(model.spec, config.block_size)
-    transfer = config.transfer
     refused = {
         "the disk cache does not store states: leave out --disk-cache": bool(config.disk_cache),
         "padded batching computes rows beyond a sequence: use another --batching": config.batching is Batching.PADDED,
         "not all of them can replay tokens when a draft is rejected: leave out --speculate": (
             config.speculate is not Speculate.OFF and not can_undo_drafts(model.spec)
-        ),
-        "entries of layers with states are not sent between engines: leave out --role and --kv-listen": (
-            (transfer.role is not EngineRole.BOTH or bool(transfer.listen)) and not can_send_kv(model.spec)
         ),
         "their bits on a GPU depend on how prompts are cut: leave out --batch-invariant": (
             config.batch_invariant and model.device.type != "cpu"
@@ -89,11 +83,6 @@ def _require_block_size(spec: ModelSpec, block_size: int) -> None:
                 f"this model has compressed entries of {pool.rate} tokens, and --block-size {block_size} is neither a "
                 f"multiple nor a divisor of that: use another --block-size, such as {entry_block_size(spec)}"
             )
-
-
-def can_send_kv(spec: ModelSpec) -> bool:
-    """Return whether all layers' keys and values, or states, can be sent to another engine."""
-    return not any(isinstance(layer.attention, PagedStateSpec) for layer in spec.layers)
 
 
 def can_undo_drafts(spec: ModelSpec) -> bool:

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from moiety_engine.distribution.layout import Layout, RankPosition
-from moiety_engine.kv_transfer.cache_shards import EVENLY, MAX_RANKS, WHOLE, CacheShare, share_on_rank
+from moiety_engine.kv_transfer.cache_shards import (
+    EVENLY,
+    MAX_RANKS,
+    WHOLE,
+    WHOLE_STATE,
+    WITH_STATE,
+    CacheShare,
+    share_on_rank,
+)
 from moiety_engine.kv_transfer.kv_layout import ShardViews, read, token_bytes
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, KvChunk, TensorLayout
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
@@ -27,7 +35,7 @@ from moiety_wire.roles import KvRanks
 from .rank_processes import FAMILIES as SETTINGS
 from .rank_processes import SMALL
 
-UNITS = (4, WHOLE, EVENLY, 2, None, 8)  # of six layers
+UNITS = (4, WHOLE, EVENLY, 2, None, 8, WITH_STATE, WHOLE_STATE)  # of eight layers
 DIVISIONS = [KvRanks(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
 NUM_TOKENS, BLOCK_SIZE = 11, 4
 
@@ -52,7 +60,10 @@ def test_each_rank_gets_each_unit_of_its_layers_once(senders: KvRanks, receivers
                 got[shard.layer] += [unit - first for unit in range(shard.first, shard.end)]
                 assert max(got[shard.layer]) < end - first
         for layer, units in got.items():
-            assert sorted(units) == list(range(len(units))) and units, f"layer {layer} must be complete"
+            twice = 2 if UNITS[layer] == WITH_STATE else 1  # entries and a state
+            each = sorted(units)[::twice]
+            assert sorted(units) == sorted(each * twice), f"layer {layer} has as many entries as states"
+            assert each == list(range(len(each))) and each, f"layer {layer} must be complete"
 
 
 @pytest.mark.parametrize("ranks", DIVISIONS)
@@ -73,7 +84,7 @@ def test_layouts_without_a_common_division_are_refused_with_the_reason() -> None
     share = share_of(KvRanks(), 0)
     assert share.why_incompatible(KvRanks(tp=2, pp=3)) == ""
     assert "does not divide the model's 2 key-value heads" in share.why_incompatible(KvRanks(tp=3))
-    assert "more than the model's 6 layers" in share.why_incompatible(KvRanks(pp=7))
+    assert "more than the model's 8 layers" in share.why_incompatible(KvRanks(pp=9))
     for none in (KvRanks(tp=0), KvRanks(tp=1 << 20, pp=1 << 20), KvRanks(dcp=0)):
         assert "no numbers of ranks" in share.why_incompatible(none)
     for few in (KvRanks(tp=2, dcp=2), KvRanks(tp=4, dcp=3)):

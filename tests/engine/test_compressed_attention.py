@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, Speculate, TransferConfig
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.model.batch import CompressedCache, RecurrentStateCache
@@ -23,7 +23,6 @@ from moiety_engine.planning.model_support import features_of
 from moiety_engine.planning.models import find_model
 from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.engine_choices import Batching, LoadFormat
-from moiety_wire.roles import EngineRole
 from moiety_wire.trace_events import Reason
 
 from .test_recurrent_states import PROMPTS, Engine, assert_same, tokens
@@ -142,7 +141,6 @@ def test_rejected_drafts_leave_no_trace_in_windows_and_entries(engine: Any, alon
     [
         ({"batching": Batching.PADDED}, "use another --batching"),
         ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
-        ({"transfer": TransferConfig(role=EngineRole.PREFILL)}, "leave out --role"),
         ({"block_size": 12}, "entries of 32 tokens, and --block-size 12 is neither"),
     ],
 )
@@ -182,7 +180,7 @@ def test_the_table_of_features_says_what_is_missing(model: Transformer) -> None:
     features = features_of(model.spec)
     assert (features.tensor_parallel, features.expert_parallel, features.pipeline_parallel) == ("yes",) * 3
     assert features.speculation == "yes"
-    assert features.roles == "no: entries of layers with states are not sent between engines"
+    assert features.roles == "yes"
     assert (features.lora, features.mtp) == ("feed-forward only", "yes")
 
 

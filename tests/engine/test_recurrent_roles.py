@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moiety_engine.config import KvTransport
 from moiety_engine.offline import run_all
 from moiety_wire.messages import Sampling
 
@@ -42,6 +43,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     return loops_of(tmp_path_factory.mktemp("draft"), "granite")
 
 
+@pytest.fixture(scope="module", params=["deepseek_v4", "zaya"])
+def entries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """Layers with entries in blocks, of several tokens or keys and values, beside a state."""
+    return loops_of(tmp_path_factory.mktemp("entries"), request.param)
+
+
 @pytest.fixture
 def pairs(of_kind: Loops) -> Iterator[Any]:
     yield from pairs_of(of_kind)
@@ -53,6 +60,27 @@ def test_two_engines_of_different_roles_answer_as_one(of_kind: Loops, pairs: Any
     pair.run(requests)
     assert pair.tokens == {key: one.token_ids for key, one in run_all(of_kind.make(), requests).items()}
     assert all(end.arrival.num_bytes > 0 and not end.num_recomputed_tokens for end in pair.ends.values())
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        (KvTransport.MEMORY, {"block_size": 8}),
+        (KvTransport.TCP, {"block_size": 64}),
+        (KvTransport.TCP, {"max_running": 1}),
+    ],
+    ids=str,
+)
+def test_entries_beside_states_are_sent_to_blocks_of_another_size(
+    entries: Loops, way: KvTransport, settings: dict[str, Any]
+) -> None:
+    requests = [asked(1, 3), asked(2, 32), asked(3, 67), asked(4, 140), asked(5, 140)]
+    made = pairs_of(entries)
+    pair = next(made)(way=way, **settings)
+    pair.run(requests)
+    assert pair.tokens == {key: one.token_ids for key, one in run_all(entries.make(), requests).items()}
+    assert all(end.arrival.num_bytes > 0 and not end.num_recomputed_tokens for end in pair.ends.values())
+    assert not list(made)
 
 
 def test_drafts_of_another_model_change_no_answer(of_kind: Loops, draft: Loops) -> None:

@@ -1,10 +1,11 @@
 """Division of a model's cache over ranks, and the shards that each rank of one engine sends to each rank of another.
 
 A layer's cache consists of equal units: its key-value heads; a single one if every rank has the whole layer, as with
-latent attention; or, for recurrent states, as many as both engines' numbers of ranks need. Ranks with the same units
-may divide the positions of a layer (decode context parallelism); those of hidden states are never divided. Pure
-functions of the two divisions, so both engines compute the same shards. Ranks are numbered within a group of
---dp-attention: those of each pipeline stage, one stage after the other.
+latent attention; or, for recurrent states, as many as both engines' numbers of ranks need. A layer with entries in
+blocks and a state has a shard of each. Ranks with the same units may divide the positions of a layer (decode context
+parallelism); those of hidden states are never divided. Pure functions of the two divisions, so both engines compute the
+same shards. Ranks are numbered within a group of --dp-attention: those of each pipeline stage, one stage after the
+other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.kv_transfer.messages import CacheShard
+from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
 from moiety_engine.model.spec import LatentAttentionSpec, kv_layer_of
 from moiety_engine.model.tensor_shards import own_range
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 EVENLY = 0  # units of a recurrent state, which tensor parallelism divides evenly
 WHOLE = 1  # units of a cache that every rank of a stage has
+WHOLE_STATE = -1  # units of a state that every rank has
+WITH_STATE = -2  # units of entries in blocks beside a state, both of which every rank has
 MAX_RANKS = 256  # of one group of another engine; the time to compute its shards grows with them
 
 
@@ -33,14 +37,16 @@ MAX_RANKS = 256  # of one group of another engine; the time to compute its shard
 class CacheShare:
     """One rank's share of a model's cache. `rank` counts the ranks of one group.
 
-    `units` has the key-value heads of each layer of the whole model, WHOLE, EVENLY, or None for a layer that reads the
-    cache of an earlier one; those of the hidden states follow if they are kept.
+    `units` has the key-value heads of each layer of the whole model, one of the constants above, or None for a layer
+    that reads the cache of an earlier one; those of the hidden states follow if they are kept.
+    `row_tokens` has the tokens of a row of each layer with rows; () if they are one each.
     """
 
     ranks: KvRanks
     rank: int
     num_layers: int
     units: tuple[int | None, ...]
+    row_tokens: tuple[int, ...] = ()
 
     @property
     def first_layer(self) -> int:
@@ -53,10 +59,10 @@ class CacheShare:
             return f"--tp {other.tp} and --pp {other.pp} of the other engine are no numbers of ranks"
         if other.pp > self.num_layers:
             return f"--pp {other.pp} of the other engine is more than the model's {self.num_layers} layers"
-        uneven = {one for one in self.units if one and one != WHOLE and one % other.tp and other.tp % one}
+        uneven = {one for one in self.units if one and one > WHOLE and one % other.tp and other.tp % one}
         if uneven:
             return f"--tp {other.tp} of the other engine does not divide the model's {min(uneven)} key-value heads"
-        few = {one for one in self.units[: self.num_layers] if one and max(1, other.tp // one) % other.dcp}
+        few = {one for one in self.units[: self.num_layers] if one and one > 0 and max(1, other.tp // one) % other.dcp}
         if few:
             return (
                 f"--decode-context-parallel {other.dcp} of the other engine needs as many copies of the model's "
@@ -95,6 +101,8 @@ class CacheShare:
 def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool) -> CacheShare:
     """Return a rank's share of the model with this spec. `keeps_hidden`: its cache has hidden states."""
     units = tuple(_units_of(layer.attention) for layer in spec.layers)
+    attentions = (layer.attention for layer in spec.layers)
+    row_tokens = tuple(one.tokens_per_entry if isinstance(one, PagedStateSpec) else 1 for one in attentions)
     layout = position.layout
     rank = position.pp_rank * layout.tp + position.tp_rank
     return CacheShare(
@@ -102,10 +110,13 @@ def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool
         rank,
         len(units),
         (*units, WHOLE) if keeps_hidden else units,
+        row_tokens if any(one > 1 for one in row_tokens) else (),
     )
 
 
 def _units_of(attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec) -> int | None:
+    if isinstance(attention, PagedStateSpec):
+        return WITH_STATE if attention.entry_widths else WHOLE_STATE
     if isinstance(attention, RecurrentSpec):
         return EVENLY
     if kv_layer_of(attention) is not None:
@@ -123,18 +134,22 @@ def _shards(
     common &= set(_layers_of(receivers, stages[1], share.num_layers))
     if len(share.units) > share.num_layers and stages == (senders.pp - 1, receivers.pp - 1):
         common.add(share.num_layers)
-    numbered = [(layer, share.units[layer]) for layer in sorted(common)]
+    numbered = [(layer, units) for layer in sorted(common) if (units := share.units[layer]) is not None]
+    paged = [one for one in numbered if one[1] not in (EVENLY, WHOLE_STATE)]
+    states = [one for one in numbered if one[1] in (EVENLY, WHOLE_STATE, WITH_STATE)]
     shards: list[CacheShard] = []
-    for layer, units in sorted(numbered, key=lambda one: one[1] == EVENLY):
-        if units is None:
-            continue
+    for number, (layer, units) in enumerate((*paged, *states)):
         counts = _num_position_shards(share, senders, layer), _num_position_shards(share, receivers, layer)
         residues = sender % senders.tp % counts[0], receiver % receivers.tp % counts[1]
         if (residues[0] - residues[1]) % math.gcd(*counts):
             continue  # they have no position in common
         stride = math.lcm(*counts)
         phase = next(one for one in range(residues[0], stride, counts[0]) if one % counts[1] == residues[1])
-        num_units = math.lcm(senders.tp, receivers.tp) if units == EVENLY else units
+        if (
+            number < len(paged) and units == WITH_STATE and share.row_tokens
+        ):  # an entry is at the position of the last of its tokens
+            stride, phase = share.row_tokens[layer], share.row_tokens[layer] - 1
+        num_units = math.lcm(senders.tp, receivers.tp) if units == EVENLY else max(WHOLE, units)
         wanted = _range(units, num_units, receivers.tp, receiver % receivers.tp)
         held = _range(units, num_units, senders.tp, sender % senders.tp)
         first, end = max(wanted[0], held[0]), min(wanted[1], held[1])
@@ -146,7 +161,8 @@ def _shards(
 
 def _num_position_shards(share: CacheShare, ranks: KvRanks, layer: int) -> int:
     """Return by how many of these ranks the positions of a layer are divided."""
-    return 1 if layer == share.num_layers or share.units[layer] == EVENLY else ranks.dcp
+    units = share.units[layer]
+    return 1 if layer == share.num_layers or units is None or units < WHOLE else ranks.dcp
 
 
 def _nearest(

@@ -1,7 +1,8 @@
 """Layout-independent access to the cache's content, token by token.
 
 KV is read on one engine and written on another, whose blocks may have another size and data type. A rank reads and
-writes shards of its cache: key-value heads, shares of states, or whole layers.
+writes shards of its cache: key-value heads, shares of states, or whole layers. Compressed entries, each of several
+tokens, are rows that belong to the last of their tokens.
 
 n blocks, P token slots a block, T tokens, G key-value heads, d head width, L width of a latent row.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, TensorLayout
-from moiety_engine.model.batch import KvCache, RecurrentStateCache
+from moiety_engine.model.batch import CompressedCache, KvCache, RecurrentStateCache
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input.reference import scale_of, to_whole
@@ -36,6 +38,33 @@ _NUM_SCALED_PARTS = 4  # keys, values, and one scale per key and per value
 _NUM_LATENT_SCALES = 2  # one for each of a row's two parts
 
 
+@dataclass(frozen=True, slots=True)
+class EntryCache:
+    """Compressed entries of a layer: `parts` [N, places of a block, width], of `tokens` tokens each.
+
+    An entry is in the block of `block_size` tokens that has its last token.
+    """
+
+    parts: tuple[Tensor, ...]
+    tokens: int
+    block_size: int
+
+    def read(self, blocks_n: Tensor, positions_E: Tensor) -> list[Tensor]:
+        """Return a copy of the entries at these positions, counted from the start of the first block."""
+        block_E = blocks_n[positions_E // self.block_size]
+        return [part[block_E, positions_E % self.block_size // self.tokens] for part in self.parts]
+
+    def write(self, rows: Sequence[Tensor], blocks_n: Tensor, positions_E: Tensor) -> None:
+        """Write entries at these positions, counted from the start of the first block."""
+        block_E = blocks_n[positions_E // self.block_size]
+        for part, values in zip(self.parts, rows, strict=True):
+            places_E = (positions_E % self.block_size // self.tokens).to(part.device)
+            part[block_E.to(part.device), places_E] = values.to(part)
+
+
+PagedCache = LayerCache | LatentCache | EntryCache
+
+
 class ShardViews:
     """Shards of one rank's cache, in the order of the shards: of layers with rows of every token, then of states."""
 
@@ -45,14 +74,17 @@ class ShardViews:
         self.numbers: list[int] = []  # of the layers on this rank
         self._block_size = kv.block_size
         self._num_position_shards: list[int] = []  # ranks that divide the positions of each layer of `paged`
-        self.paged: list[LayerCache | LatentCache] = []
+        self.paged: list[PagedCache] = []
         self.states: list[tuple[RecurrentStateCache, list[Sequence[slice] | None]]] = []  # ranges of each part
-        token_caches, state_caches = kv.token_caches, kv.state_caches
+        token_caches, state_caches, entry_caches = kv.token_caches, kv.state_caches, kv.entry_caches
         for shard in shards:
             number = shard.layer - share.first_layer
             self.numbers.append(number)
             bounds = share.range_of(shard)
-            if number in state_caches:
+            if number in entry_caches:  # its first shard has the entries, its second one the state
+                self.paged.append(_entries(entry_caches.pop(number)))
+                self._num_position_shards.append(1)
+            elif number in state_caches:
                 state = state_caches[number]
                 self.states.append((state, [_ranges(part, shard, bounds) for part in state.specs]))
             elif number in token_caches:
@@ -88,15 +120,20 @@ class ShardViews:
         """
         num_ranks, positions = self._num_position_shards[index], self.shards[index].positions(first, end)
         begin = first // self._block_size * self._block_size
+        layer = self.paged[index]
+        if isinstance(layer, EntryCache):
+            return layer.read(blocks_n, _tensor_of(positions).to(blocks_n.device) - begin)
         offset = positions.start // num_ranks - begin // num_ranks
-        return read(self.paged[index], blocks_n, offset, len(positions), positions.step // num_ranks)
+        return read(layer, blocks_n, offset, len(positions), positions.step // num_ranks)
 
     def write_rows(self, index: int, rows: Sequence[Tensor], block_table: Tensor, positions: range) -> None:
         """Write the rows of these positions into the blocks of a sequence, converted to the cache's data types."""
         num_ranks, size = self._num_position_shards[index], self._block_size
-        positions_T = torch.arange(positions.start, positions.stop, positions.step)
+        positions_T, layer = _tensor_of(positions), self.paged[index]
+        if isinstance(layer, EntryCache):
+            layer.write(rows, block_table, positions_T)
+            return
         slots_T = block_table[positions_T // size] * (size // num_ranks) + positions_T % size // num_ranks
-        layer = self.paged[index]
         device = layer.parts[0].device
         write(layer, [row.to(device) for row in rows], slots_T.to(device))
 
@@ -122,7 +159,7 @@ class ShardViews:
 
 
 def token_bytes(form: Form) -> int:
-    """Return the bytes of one token over all layers."""
+    """Return the bytes of one row of each layer."""
     return sum(layer_bytes(layer) for layer in form)
 
 
@@ -132,7 +169,7 @@ def announced_bytes(begin: Begin) -> int:
 
 
 def layer_bytes(parts: Sequence[TensorLayout]) -> int:
-    """Return the bytes of one token in one layer."""
+    """Return the bytes of one row of one layer."""
     return sum(math.prod(part.shape) * _dtype(part).itemsize for part in parts)
 
 
@@ -212,6 +249,10 @@ def _num_bytes(shards: Sequence[CacheShard], form: Form, states: Form, num_token
     return token_bytes(states) + sum(len(one.positions(0, num_tokens)) * layer_bytes(parts) for one, parts in layers)
 
 
+def _tensor_of(positions: range) -> Tensor:
+    return torch.arange(positions.start, max(positions.start, positions.stop), positions.step)
+
+
 def _typed(bytes_B: Tensor, dtype: torch.dtype) -> Tensor:
     aligned = bytes_B.data_ptr() % dtype.itemsize == 0
     return (bytes_B if aligned else bytes_B.clone()).view(dtype)
@@ -224,6 +265,10 @@ def _plain(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return k_TGd.float() * k_scale_TG[..., None], v_TGd.float() * v_scale_TG[..., None]
     k_TGd, v_TGd = rows
     return k_TGd.float(), v_TGd.float()
+
+
+def _entries(cache: CompressedCache) -> PagedCache:
+    return cache.pages if cache.heads else EntryCache(cache.parts, cache.tokens_per_entry, cache.block_size)
 
 
 def _narrowed(cache: LayerCache | LatentCache, shard: CacheShard, bounds: tuple[int, int]) -> LayerCache | LatentCache:
@@ -286,7 +331,7 @@ def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _form_of(layer: LayerCache | LatentCache, part: Tensor) -> TensorLayout:
+def _form_of(layer: PagedCache, part: Tensor) -> TensorLayout:
     shape = list(part.shape[1:])
     del shape[_token_dim(layer) - 1]
     return TensorLayout(_name(part), tuple(shape))
@@ -296,8 +341,8 @@ def _name(part: Tensor) -> str:
     return str(part.dtype).removeprefix("torch.")
 
 
-def _token_dim(layer: LayerCache | LatentCache) -> int:
-    return 1 if isinstance(layer, LatentCache) else 2
+def _token_dim(layer: PagedCache) -> int:
+    return 2 if isinstance(layer, LayerCache) else 1
 
 
 def _dtype(part: TensorLayout) -> torch.dtype:

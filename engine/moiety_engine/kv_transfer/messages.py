@@ -10,7 +10,8 @@ part begins once, with the token that a gateway created for the transfer, and be
 Messages of other connections under its id are dropped. The transfer is complete at a rank when all parts are.
 
 All chunks together fill `num_bytes`, each from its `offset` on. The chunk of a layer and a range of tokens contains all
-keys, then all values, or the other parts of that layer's cache, each part token by token. The state of a recurrent
+keys, then all values, or the other parts of that layer's cache, each part token by token; of compressed entries, those
+whose last token is in the range. The state of a recurrent
 layer after the last token is one chunk, of that token; these layers are numbered after all others.
 """
 
@@ -34,7 +35,8 @@ Form = tuple[tuple[TensorLayout, ...], ...]  # layout of all layers
 class CacheShard(msgspec.Struct, frozen=True, array_like=True):
     """Part of the cache of one layer: units `first` to `end` - 1 of `num_units` equal ones; see `cache_shards`.
 
-    Of a layer with rows of every token it has those at the positions p with p mod `stride` = `phase`.
+    Of a layer with rows of every token it has those at the positions p with p mod `stride` = `phase`. A compressed
+    entry, which is a row of several tokens, is at the position of the last of them.
     """
 
     layer: int  # of the whole model; the hidden states come after all layers

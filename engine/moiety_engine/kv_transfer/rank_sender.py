@@ -41,7 +41,7 @@ class _Outgoing:
 
     address: str
     views: ShardViews
-    shards: dict[int, _Shard]  # by number of the layer on this rank
+    shards: dict[int, list[_Shard]]  # by number of the layer on this rank
     offset: int = 0  # bytes that are sent or queued
 
 
@@ -182,8 +182,8 @@ class StepSends:
     def __call__(self, layer: int) -> None:
         for blocks_sent in self._sent_blocks:
             for receiver in blocks_sent.transfer.receivers:
-                shard = receiver.shards.get(layer)
-                if shard is not None:  # else this rank does not send it, or it reads keys and values of another layer
+                # without any, this rank does not send the layer, or it reads keys and values of another one
+                for shard in receiver.shards.get(layer, ()):
                     self._send(layer, blocks_sent, receiver, shard)
 
     def _send(self, layer: int, blocks_sent: _SentBlocks, receiver: _Outgoing, shard: _Shard) -> None:
@@ -213,6 +213,8 @@ class StepSends:
             return copies, DeviceMark(stream.record_event())
 
 
-def _shards_by_layer(views: ShardViews) -> dict[int, _Shard]:
-    num_paged = len(views.paged)
-    return {number: _Shard(index, max(-1, index - num_paged)) for index, number in enumerate(views.numbers)}
+def _shards_by_layer(views: ShardViews) -> dict[int, list[_Shard]]:
+    num_paged, found = len(views.paged), dict[int, list[_Shard]]()
+    for index, number in enumerate(views.numbers):
+        found.setdefault(number, []).append(_Shard(index, max(-1, index - num_paged)))
+    return found

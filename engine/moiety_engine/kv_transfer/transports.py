@@ -92,7 +92,7 @@ class SharedMemoryTransport:
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
         for part in parts:
             data = _bytes_of(part)
-            if not data:  # a rank without one of these positions
+            if not data:  # no row of these tokens is this rank's, or none has its last token among them
                 continue
             torch.frombuffer(self._memory, dtype=torch.uint8, count=len(data), offset=offset).copy_(
                 torch.frombuffer(data, dtype=torch.uint8)

@@ -189,13 +189,25 @@ class RecurrentStateCache:
 class CompressedCache:
     """Compressed entries of one layer, and its state.
 
-    An entry is in the block that has its last token, of `block_size`; a block has E places for entries.
+    An entry is in the block that has its last token, of `block_size`; a block has E places for entries. `heads`:
+    key-value heads, if the entries of a block are the keys of each head and then the values of each; 0: an entry is of
+    `tokens_per_entry` tokens.
     """
 
     entries_NEd: Tensor
     index_keys_NEI: Tensor | None  # beside each entry, if the layer has an indexer
     block_size: int
     state: RecurrentStateCache
+    tokens_per_entry: int = 1
+    heads: int = 0
+
+    @property
+    def pages(self) -> LayerCache:
+        """Views of the keys and values of `heads`, which share the memory of the entries."""
+        assert self.heads, "the entries are no keys and values"
+        width = self.entries_NEd.shape[-1]
+        blocks_N2GPd = self.entries_NEd.view(len(self.entries_NEd), 2 * self.heads, -1, width)
+        return LayerCache(*blocks_N2GPd.chunk(2, dim=1))
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -246,9 +258,15 @@ class KvCache:
         return {number: one for number, one in found if first[self.groups[number], id(one)] == number}
 
     @property
+    def entry_caches(self) -> dict[int, CompressedCache]:
+        """Caches of the layers that keep entries in blocks beside a state, by index."""
+        return {number: one for number, one in enumerate(self.layers) if isinstance(one, CompressedCache)}
+
+    @property
     def state_caches(self) -> dict[int, RecurrentStateCache]:
-        """Caches of the layers that keep nothing but a state, by index."""
-        return {number: one for number, one in enumerate(self.layers) if isinstance(one, RecurrentStateCache)}
+        """States of the layers that keep one, by index."""
+        states = ((i, one.state if isinstance(one, CompressedCache) else one) for i, one in enumerate(self.layers))
+        return {number: one for number, one in states if isinstance(one, RecurrentStateCache)}
 
     @property
     def everything(self) -> tuple[LayerCache | LatentCache, ...]:
@@ -269,5 +287,4 @@ class KvCache:
     @property
     def states(self) -> tuple[RecurrentStateCache, ...]:
         """Caches of the recurrent layers."""
-        states = (one.state if isinstance(one, CompressedCache) else one for one in self.layers)
-        return tuple(one for one in states if isinstance(one, RecurrentStateCache))
+        return tuple(self.state_caches.values())

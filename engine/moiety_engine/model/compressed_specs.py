@@ -120,6 +120,11 @@ class CompressedAttentionSpec(PagedStateSpec):
             return (self.head_dim,) if self.rows_in_blocks else ()
         return (self.head_dim,) if self.pool.indexer is None else (self.head_dim, self.pool.indexer.head_dim)
 
+    @property
+    def tokens_per_entry(self) -> int:
+        """Tokens of an entry, or of a row."""
+        return 1 if self.pool is None else self.pool.rate
+
     def entries_of(self, block_size: int) -> int:
         """Return the places for entries, or for rows, in a block of `block_size` tokens."""
         return block_size if self.pool is None else self.pool.entries_of(block_size)

@@ -14,7 +14,6 @@ import torch
 from moiety_engine.model.batch import CompressedCache
 from moiety_kernels.attention_input import AttentionInputPlan, attention_input
 from moiety_kernels.head_linear import head_linear
-from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.inputs import AttentionParameters
@@ -72,7 +71,7 @@ class ConvAttention:
         convolved_TC = self._convolve(mixed_TC, before)
         _advance(mixed_TC, delayed_TV, before, rows, cache.state)
         qkv_TC = torch.cat((convolved_TC, current_TV, before.delayed_TV), dim=1)
-        pages = _pages(cache, spec)
+        pages = cache.pages
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), pages, batch.slots_T)
         q_THd = q_THd * self._key_scale_H1.to(q_THd.dtype)  # of the keys, which scores are linear in
         out_THd = paged_attention(q_THd, pages, batch.attention, self._parameters)
@@ -102,12 +101,6 @@ class ConvAttention:
             of_keys_TGd = of_keys_TGd + mean_TGHd[:, :, index]
         added_TC = torch.cat((mean_TGHd.reshape(tokens, -1), (of_keys_TGd / per_group).reshape(tokens, -1)), dim=1)
         return convolved_TC + added_TC
-
-
-def _pages(cache: CompressedCache, spec: ConvAttentionSpec) -> LayerCache:
-    """Return the views of keys and values in the entries of blocks."""
-    blocks_N2GPd = cache.entries_NEd.view(len(cache.entries_NEd), 2 * spec.num_kv_heads, -1, spec.head_dim)
-    return LayerCache(*blocks_N2GPd.chunk(2, dim=1))
 
 
 def _before(mixed_TC: Tensor, delayed_TV: Tensor, rows: RecurrentRows, state: RecurrentStateCache) -> _Before:

@@ -67,6 +67,11 @@ class ConvAttentionSpec(PagedStateSpec):
         """Width of a key or a value of one head."""
         return (self.head_dim,)
 
+    @property
+    def heads_in_entries(self) -> int:
+        """All key-value heads."""
+        return self.num_kv_heads
+
     def entries_of(self, block_size: int) -> int:
         """Return the number of keys and values of a block: the keys of each head, then the values of each."""
         return 2 * self.num_kv_heads * block_size

@@ -172,7 +172,8 @@ class KvAllocation:
                 return state
             places = num_blocks, one.entries_of(block_size)
             entries, *index_keys = (empty(*places, width) for width in one.entry_widths)
-            return CompressedCache(entries, index_keys[0] if index_keys else None, block_size, state)
+            entry = one.tokens_per_entry, one.heads_in_entries
+            return CompressedCache(entries, index_keys[0] if index_keys else None, block_size, state, *entry)
 
         return KvCache(
             tuple(map(layer, self._place_of_layer, paged)),

@@ -27,6 +27,16 @@ class PagedStateSpec(RecurrentSpec):
     def entries_of(self, block_size: int) -> int:
         """Return the places for entries in a block of `block_size` tokens."""
 
+    @property
+    def tokens_per_entry(self) -> int:
+        """Tokens of an entry, which is in the block of the last of them."""
+        return 1
+
+    @property
+    def heads_in_entries(self) -> int:
+        """Key-value heads, if the entries of a block are keys and values of its tokens; 0 if they are not."""
+        return 0
+
     def block_values(self, block_size: int) -> int:
         """Return the values that a block of `block_size` tokens has of this layer."""
         return self.entries_of(block_size) * sum(self.entry_widths)

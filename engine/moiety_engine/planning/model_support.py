@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moiety_engine.cache_setup import can_send_kv, can_undo_drafts
+from moiety_engine.cache_setup import can_undo_drafts
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.encoder.config import is_encoder
@@ -92,7 +92,7 @@ def features_of(spec: ModelSpec) -> ModelFeatures:
         expert_parallel=_divides(spec, Layout(dp=2, ep=2)),
         pipeline_parallel=_divides(spec, Layout(pp=2)),
         speculation=YES if can_undo_drafts(spec) else f"{NO}: not all recurrent layers can replay tokens",
-        roles=YES if can_send_kv(spec) else f"{NO}: entries of layers with states are not sent between engines",
+        roles=YES,
         lora="attention's output only" if spec.has_normed_experts and shares_rows else lora,
         mtp=NO if spec.mtp is None else YES,
         images=NO if spec.vision is None else YES,
