@@ -242,7 +242,7 @@ class DecodePrograms:
         own = _own(batch, kv)
         _refill(own, batch)
         begun_TD, begun = record_pass(lambda: self._parts.begin(own.token_ids_T))
-        own_x_TD = begun_TD if begun.only_kernels and begun_TD.shape == x_TD.shape else torch.empty_like(x_TD)
+        own_x_TD = begun_TD if begun.is_repeatable and begun_TD.shape == x_TD.shape else torch.empty_like(x_TD)
         states = _read_states(own, kv)
         for _ in range(2):  # the first run may compute tables and compile code
             own_x_TD.copy_(x_TD)

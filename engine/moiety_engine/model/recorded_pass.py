@@ -21,6 +21,7 @@ class RecordedModel(Protocol):
     vocabulary: Vocabulary
     activation_dtype: torch.dtype
 
+    def scale_input(self, x_TD: Tensor) -> Tensor: ...
     def run_layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> tuple[Tensor, Tensor]: ...
     def logits(self, hidden_LD: Tensor) -> Tensor: ...
 
@@ -34,7 +35,8 @@ class RecordedPass:
     def begin(self, token_ids_T: Tensor) -> Tensor:
         """Return the input of the first layer."""
         model = self._model
-        return model.vocabulary.look_up(token_ids_T, model.activation_dtype, model.spec.embedding_multiplier)
+        x_TD = model.vocabulary.look_up(token_ids_T, model.activation_dtype, model.spec.embedding_multiplier)
+        return model.scale_input(x_TD)
 
     def layers(self, x_TD: Tensor, batch: Batch, kv: KvCache) -> Tensor:
         """Return the output of all layers after the final norm."""

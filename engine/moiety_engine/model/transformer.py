@@ -240,8 +240,7 @@ class Transformer:
         pipeline = self.ranks.pipeline
         if pipeline.is_first:
             x_TD = self.vocabulary.embed(batch.token_ids_T, self.activation_dtype)
-            x_TD = times(self.spec.embedding_multiplier, x_TD)
-            x_TD = x_TD if self._weights.input_scale is None else scale_term(x_TD, self._weights.input_scale)
+            x_TD = self.scale_input(times(self.spec.embedding_multiplier, x_TD))
             if batch.images is not None:
                 x_TD = x_TD.index_copy(0, batch.images.rows_I, batch.images.features_FID[0])
             if self._mtp_input is not None and len(x_TD):  # a group may have no tokens
@@ -269,6 +268,11 @@ class Transformer:
         hidden_LD = (kept_TD if chained else normed_TD).index_select(0, batch.wanted_rows_L)
         returned = pipeline.begin_return(hidden_LD)
         return PendingPass(batch, returned, self._begin_count(batch) if pipeline.size > 1 else count_nothing)
+
+    def scale_input(self, x_TD: Tensor) -> Tensor:
+        """Return the first layer's input for these embeddings, [T, D]."""
+        scale = self._weights.input_scale
+        return x_TD if scale is None else scale_term(x_TD, scale)
 
     @torch.inference_mode()
     def end_pass(self, pending: PendingPass) -> Tensor:
