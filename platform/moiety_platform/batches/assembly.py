@@ -14,7 +14,7 @@ from moiety_platform.auth.client import owner_of_request
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchController, BatchServices
 from moiety_platform.batches.execution import HeldRows, LineRunner
-from moiety_platform.batches.input_lines import Limits
+from moiety_platform.batches.input_lines import BatchFileLimits
 from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.worker import POLL_S, BatchWorker
@@ -91,7 +91,7 @@ class Batches:
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
-    def limits(self) -> Limits:
+    def limits(self) -> BatchFileLimits:
         """Return the current limits of a batch and its lines."""
         return limits_of(self.settings)
 
@@ -154,5 +154,7 @@ class Batches:
             self._worker.wake()
 
 
-def limits_of(settings: GatewaySettings) -> Limits:
-    return Limits(settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, ShapeLimits.of(settings))
+def limits_of(settings: GatewaySettings) -> BatchFileLimits:
+    return BatchFileLimits(
+        settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, ShapeLimits.of(settings)
+    )

@@ -58,7 +58,7 @@ class GoodLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchFileLimits:
     """Limits of an input file and its lines."""
 
     max_lines: int
@@ -121,7 +121,7 @@ class Checker:
     Lines that were `checked` before are only located: the limits may have changed meanwhile.
     """
 
-    def __init__(self, endpoint: BatchEndpoint, limits: Limits, *, checked: bool = False) -> None:
+    def __init__(self, endpoint: BatchEndpoint, limits: BatchFileLimits, *, checked: bool = False) -> None:
         self._endpoint = endpoint
         self._limits = limits
         self._checked = checked
