@@ -70,7 +70,7 @@ class AdminClient:
     """The admin API at a URL, under one credential; all clients share `http`."""
 
     def __init__(self, url: str, credential: str, http: httpx.Client, drawing: Drawing | None = None) -> None:
-        """With a `drawing`, store answers, and return them again while the gateway does not respond."""
+        """Create the client. A `drawing` stores answers, and returns them while the gateway does not respond."""
         self._drawing = drawing
         self._headers = {"Authorization": f"Bearer {credential}"}
         self._http = http

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ["platform", "engine", "kernels", "dashboard", "migrations"]
 MAX_FILE_LINES = 450
-FRAGMENT = re.compile(r"(Of|What|That|Which|Who|Whose|Whether|Where|When|How|As|By|For|From|In|To)\b")
+FRAGMENT = re.compile(r"(Of|What|That|Which|Who|Whose|Whether|Where|When|How|As|By|For|With|From|In|To)\b")
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
