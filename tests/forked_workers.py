@@ -247,6 +247,7 @@ def _work(session: pytest.Session, connection: Connection, others: Iterable[Conn
         connection.send(("broken", traceback.format_exc()))
         session._setupstate.teardown_exact(None)
     finally:
+        warnings.simplefilter("ignore", ResourceWarning)  # of what other processes leave to their end, too
         atexit._run_exitfuncs()  # servers that fixtures left to the end of the process; `multiprocessing` skips them
 
 

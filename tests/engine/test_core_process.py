@@ -23,6 +23,7 @@ from moiety_engine.messages import (
     CoreState,
     CoreStep,
     CoreSubmit,
+    PrefixChanges,
     ToCore,
     ToServer,
 )
@@ -64,8 +65,8 @@ class EngineServerStub:
                 return message
 
     def beat(self) -> CoreStep:
-        """Return the next step or heartbeat, and skip messages of expert balance."""
-        while isinstance(message := self.receive(), ExpertBalance):
+        """Return the next step or heartbeat, and skip messages of expert balance and of the prefix cache."""
+        while isinstance(message := self.receive(), ExpertBalance | PrefixChanges):
             pass
         assert isinstance(message, CoreStep)
         return message
