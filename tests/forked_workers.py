@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--workers", type=int, default=0, metavar="N", help="Run tests in N processes that are forked after collection."
     )
     parser.addini("worker_imports", "Modules to import before workers start, if tests use their package.", "linelist")
+    parser.addini("imports_of_workers", "Modules that may be imported only after the fork.", "linelist")
     parser.addini("worker_groups", "Prefixes of paths: the files with one of them run in one worker.", "linelist")
 
 
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(ForkedWorkers(config.getoption("workers")), "forked_workers")
     if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         reporter.showfspath = False  # files alternate; with -v each line has its file
+
+
+def _check_imports(config: pytest.Config) -> None:
+    """Raise UsageError if a module is imported whose threads forked processes would lack."""
+    for module in config.getini("imports_of_workers"):
+        if module in sys.modules:
+            raise pytest.UsageError(f"{module} was imported during collection; import it in tests and fixtures")
 
 
 def group_of(item: pytest.Item) -> str:
@@ -89,6 +97,7 @@ class ForkedWorkers:
         for index, item in enumerate(session.items):
             groups.setdefault(group_of(item), []).append(index)
         self._groups.extend(groups.values())
+        _check_imports(session.config)
         for module in session.config.getini("worker_imports"):
             if module.split(".")[0] in sys.modules:
                 importlib.import_module(module)  # once, and not in each worker

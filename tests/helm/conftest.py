@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import helm_python
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    import helm_python
 
 CHART = Path(__file__).parents[2] / "helm" / "moiety"
 SETS = Path(__file__).with_name("value_sets.yaml")
@@ -44,6 +46,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def chart() -> Iterator[helm_python.Chart]:
+    import helm_python  # not before the fork of workers: it starts threads
+
     with helm_python.Chart.load(CHART) as loaded:
         yield loaded
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import helm_python
 import kubernetes_validate
 import pytest
 import yaml
@@ -17,6 +16,9 @@ from moiety_platform.cli.config import problems_of
 from .conftest import CHART, Objects, Render, Values, pod_templates
 from .test_validations import REFUSED
 
+if TYPE_CHECKING:
+    import helm_python
+
 CASES = yaml.load(Path(__file__).with_name("cluster_cases.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 CUSTOM = ("leaderworkerset.x-k8s.io/v1",)  # see test_custom_objects.py
 NUM_CASES = 40
@@ -24,6 +26,8 @@ NUM_CASES = 40
 
 def refusal(chart: helm_python.Chart, values: Values) -> str:
     """Return the message with which the chart refuses the values."""
+    import helm_python  # not before the fork of workers: it starts threads
+
     with pytest.raises(helm_python.HelmError) as refused:
         chart.render(values, name="rel", namespace="prod")
     return str(refused.value)

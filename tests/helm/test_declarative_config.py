@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import helm_python
 import pytest
 import yaml
 
 from moiety_platform.cli.apply.document import read_document
 from moiety_platform.cli.apply.spec import read_declared_objects
+
+if TYPE_CHECKING:
+    import helm_python
 
 SETS = yaml.load(Path(__file__).with_name("value_sets.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 
@@ -49,5 +51,7 @@ def test_without_declared_keys_the_job_has_no_token_of_the_cluster(chart: helm_p
     ],
 )
 def test_a_declaration_that_is_none_is_refused_by_the_schema(chart: helm_python.Chart, declared: Any) -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     with pytest.raises(helm_python.HelmError, match="declared"):
         chart.render({"declared": declared}, name="rel", namespace="prod")

@@ -6,9 +6,8 @@ import runpy
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import helm_python
 import kubernetes_validate
 import pytest
 import yaml
@@ -18,11 +17,16 @@ from moiety_podrun.rendering import render as podrun_render
 
 from .conftest import pod_templates
 
+if TYPE_CHECKING:
+    import helm_python
+
 OWN_NAMES = ("rel-moiety", "tokens")  # of objects of the release; others are the operator's
 CHART = Path(__file__).parents[2] / "helm" / "moiety"
 
 
 def test_the_chart_lints_without_a_complaint() -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     report = helm_python.lint(CHART, strict=True)
     assert report["errors"] == []
     assert [one for one in report["messages"] if one["severity"] > 1] == []
@@ -112,6 +116,8 @@ VLLM = {"name": "v", "kind": "vllm", "model": {"name": "a", "hub": "a/b", "token
 def test_an_engine_option_that_the_engine_would_refuse_is_refused(
     options: dict[str, Any], words: str, chart: helm_python.Chart
 ) -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     for values in (
         {"engines": [{"name": "a", "options": options}]},
         {"engines": [{"name": "a"}], "enginePoolDefaults": {"options": options}},
@@ -142,6 +148,8 @@ def test_options_of_vllm_are_not_checked_as_the_engines(chart: helm_python.Chart
     "values", [{"gatewy": {}}, {"gateway": {"replica": 2}}, {"engines": [{"name": "a", "gpu": 1}]}]
 )
 def test_a_value_that_the_chart_does_not_know_is_refused(values: dict[str, Any], chart: helm_python.Chart) -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     with pytest.raises(helm_python.HelmValuesError, match="additional properties"):
         chart.render(values, name="rel", namespace="prod")
 

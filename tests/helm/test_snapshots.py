@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import helm_python
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    import helm_python
 
 CHART = Path(__file__).parents[2] / "helm" / "moiety"
 FOLDER = Path(__file__).with_name("snapshots")
@@ -42,6 +45,8 @@ def test_nothing_is_written_down_that_is_not_looked_at() -> None:
 
 
 def write_all() -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     FOLDER.mkdir(exist_ok=True)
     with helm_python.Chart.load(CHART) as chart:
         for example in TAKEN:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import helm_python
 import pytest
+
+if TYPE_CHECKING:
+    import helm_python
 
 MINE = {"existingSecret": "pg", "bundled": {"enabled": False}}
 VLLM = {"name": "v", "kind": "vllm"}
@@ -48,5 +50,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
 def test_a_value_that_cannot_work_is_refused(values: dict[str, Any], sentence: str, chart: helm_python.Chart) -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     with pytest.raises(helm_python.HelmRenderError, match=re.escape(sentence)):
         chart.render(values, name="rel", namespace="prod")

@@ -19,6 +19,8 @@ CONFIGURATION = """
     worker_imports =
         xml.dom.minidom
         wsgiref.validate
+    imports_of_workers =
+        xml.sax
     filterwarnings =
         default
 """
@@ -91,6 +93,16 @@ def test_modules_of_packages_that_tests_use_are_imported_before_the_fork(run: Ru
             assert "wsgiref.validate" not in sys.modules
     """
     run(test_imports=file).assert_outcomes(passed=1)
+
+
+def test_a_module_whose_threads_workers_would_lack_is_refused_before_the_fork(run: Run) -> None:
+    early = run(test_early="import xml.sax\n\ndef test_it(): pass")
+    assert early.ret == pytest.ExitCode.USAGE_ERROR
+    early.stderr.fnmatch_lines(["*xml.sax was imported during collection; import it in tests and fixtures"])
+
+
+def test_a_module_that_starts_threads_is_imported_in_a_worker(run: Run) -> None:
+    run(test_late="def test_it():\n    import xml.sax").assert_outcomes(passed=1)
 
 
 def test_failures_output_warnings_and_skips_are_reported(run: Run, pytester: pytest.Pytester) -> None:

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import psycopg
 import pytest
 import yaml
@@ -116,6 +115,8 @@ def test_values_of_the_install_page_render_with_the_chart(text: str) -> None:
         for part in outer:
             place = place.setdefault(part, {})
         place[last] = value
+    import helm_python  # not before the fork of workers: it starts threads
+
     assert files
     with helm_python.Chart.load(ROOT / "helm" / "moiety") as chart:
         assert len(chart.render(values, name=words[0], namespace="moiety")) > 10
@@ -148,6 +149,8 @@ def test_a_backup_is_taken_and_restored_by_the_commands_as_they_stand(
 
 
 def test_the_rules_for_an_adapter_are_the_queries_that_keda_asks() -> None:
+    import helm_python  # not before the fork of workers: it starts threads
+
     (rules,) = re.findall(r"^```yaml\n(rules:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     told = {one["name"]["as"]: one for one in yaml.load(rules, yaml.CSafeLoader)["rules"]["external"]}
     with helm_python.Chart.load(ROOT / "helm" / "moiety") as chart:
