@@ -120,7 +120,10 @@ class ForkedWorkers:
             target=_work, args=(session, theirs, others, self._num_started), name=f"tests-{self._num_started}"
         )
         self._num_started += 1
-        process.start()
+        with warnings.catch_warnings():
+            # from Python 3.12 on, of threads that libraries in C and Rust have started
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
         theirs.close()
         self._workers.append(_Worker(process, ours))
 
@@ -251,6 +254,7 @@ def _work(session: pytest.Session, connection: Connection, others: Iterable[Conn
             _end_session(session, last)
         connection.send(("end",))
     except (KeyboardInterrupt, EOFError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal and of the collecting process: one is enough
         session._setupstate.teardown_exact(None)
     except BaseException:
         connection.send(("broken", traceback.format_exc()))
