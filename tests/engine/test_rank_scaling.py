@@ -8,17 +8,21 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.conftest import wait_for
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from moiety_engine.distribution.layout import Layout, with_expert_ranks
+from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.layout import Layout, RankPosition, with_expert_ranks
 from moiety_engine.distribution.rank_group import LONGEST_TRANSFER
 from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation
 from moiety_engine.distribution.rendezvous import LONGEST_WAIT
+from moiety_engine.runner.expert_messages import ExpertMessage, PrepareExpertRanks, SwitchExpertRanks
+from moiety_engine.runner.expert_scaling import ExpertScaling
 
 NEXT = with_expert_ranks(Layout(ffn_ranks=1), 2)  # ranks 0 and 1 run, rank 2 is new
 PREPARED = """
@@ -35,10 +39,8 @@ time.sleep(600)
 class Share:
     """A share of the experts."""
 
-    is_loaded = False
-
     def load(self) -> None:
-        self.is_loaded = True
+        """Load nothing."""
 
 
 @pytest.fixture
@@ -77,9 +79,8 @@ def test_a_rank_that_discards_its_share_of_experts_frees_it_although_it_waits_fo
     kept = weakref.ref(share)
     preparations = [ScalingPreparation(store, NEXT, 0, 1), ScalingPreparation(store, NEXT, 1, 1, share.load)]
     assert new_rank.stdout is not None and new_rank.stdout.readline() == "prepared\n"
-    wait_for(lambda one=share: one.is_loaded, "the share is loaded")
     del share
-    wait_for(lambda: kept() is None, "the share is freed")
+    wait_for(lambda: kept() is None, "the share is freed once it is loaded")
     assert not any(one.is_done for one in preparations)
 
 
@@ -89,6 +90,64 @@ def test_a_change_that_rank_0_cancels_ends_on_ranks_that_still_wait(store: TCPSt
     for preparation in preparations:
         with pytest.raises(ScalingFailed, match="went to sleep"):
             preparation.result()
+
+
+class HangingRank:
+    """Heartbeats, processes and messages of rank 0 beside a new rank that joins and then hangs."""
+
+    def __init__(self) -> None:
+        self.has_joined = self.hangs = False
+        self.sent: list[ExpertMessage] = []
+        self.killed: list[int] = []
+        self.processes = self
+
+    def watch_candidates(self, lines: dict[int, Any]) -> None:
+        self.has_joined = True
+
+    def lost_candidates(self, ranks: range) -> list[int]:
+        return list(ranks) if self.hangs else []
+
+    def admit(self, *_: Any) -> dict[int, Any]:
+        return {}
+
+    def dismiss(self, ranks: range, *, kill: bool = False) -> None:
+        self.killed += ranks if kill else ()
+
+    def send(self, message: ExpertMessage) -> None:
+        self.sent.append(message)
+
+    def start(self, *_: Any) -> None:
+        """Start the process of the new rank."""
+
+    def ended(self) -> dict[int, str]:
+        return {}
+
+    def scaling(self, store: TCPStore) -> ExpertScaling:
+        """Return the owner of the number of expert ranks, of a model with eight experts on one expert rank."""
+        layout = Layout(ffn_ranks=1)
+        group = SimpleNamespace(store=store, heartbeat=self, excluded=(), additions=self)
+        model = SimpleNamespace(
+            ranks=SimpleNamespace(rank_position=RankPosition(layout, 0)),
+            adapters=SimpleNamespace(num_changes=0, num_slots=0),
+            experts=SimpleNamespace(num_placed=8),
+            device=torch.device("cpu"),
+            is_offloaded=False,
+        )
+        controls, config = SimpleNamespace(rank_group=group, send=self.send), EngineConfig(model="folder", name="name")
+        return ExpertScaling(cast(Any, model), cast(Any, controls), config, lambda: None)
+
+
+def test_a_new_rank_that_hangs_ends_the_change_and_the_ranks_of_before_go_on(store: TCPStore) -> None:
+    rank = HangingRank()
+    scaling = rank.scaling(store)
+    scaling.begin(2)
+    wait_for(lambda: rank.has_joined, "the new rank joins")
+    assert not scaling.update() and scaling.is_under_way
+    rank.hangs = True
+    wait_for(lambda: not scaling.update() and not scaling.is_under_way, "the change ends")
+    assert "rank 2 sends no heartbeat any more" in scaling.problem
+    assert rank.sent == [PrepareExpertRanks(2, 1), SwitchExpertRanks(commits=False)] and rank.killed == [2]
+    assert (scaling.requested_ranks, scaling.failed_scalings_total, scaling.scalings_total) == (1, 1, 0)
 
 
 def test_groups_are_created_within_a_time_but_wait_as_those_of_a_start(store: TCPStore) -> None:

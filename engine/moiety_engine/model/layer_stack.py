@@ -65,8 +65,8 @@ class LayerStack:
         self._spec, self._ranks = spec, ranks
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
         self.chosen: list[Tensor] = []
-        groups = {"group": ranks.tensor, "context": ranks.context, "copies": ranks.copies}
-        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, **groups)
+        attend = partial(attention, arithmetic=arithmetic, rounds=rounds, group=ranks.tensor)
+        attend = partial(attend, context=ranks.context, copies=ranks.copies)
         halves = [
             attend(one.attention, w.attention, rotaries, spec.norm.eps, adapters=factors)
             for one, w, factors in zip(own.layers, weights.layers, adapters.layers, strict=True)

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from operator import attrgetter, getitem
 
 import numpy as np
@@ -275,8 +274,9 @@ class BatchBuilder:
         for each cache group.
         """
         upload, states = self._staging.upload, host.states
-        first_slots, *further_slots = [tuple(map(upload, slots)) for slots in rank_slots] or [()]
-        tables = host.further_tables or (HostTable.empty(),) * len(further_slots)
+        slots_of_groups = [tuple(map(upload, slots)) for slots in rank_slots]
+        tables = host.further_tables or (HostTable.empty(),) * (len(slots_of_groups) - 1)
+        slots_of_groups = slots_of_groups or [()] * (1 + len(tables))
         token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
         return Batch(
@@ -297,9 +297,9 @@ class BatchBuilder:
             micro_batches=tuple(map(self.upload, parts)),
             further_tables=tuple(
                 GroupTable(upload(table.slots_T), upload(table.block_table_SB), slots)
-                for table, slots in zip_longest(tables, further_slots, fillvalue=())
+                for table, slots in zip(tables, slots_of_groups[1:], strict=True)
             ),
-            rank_slots=first_slots,
+            rank_slots=slots_of_groups[0],
             states=None if states is None else states.upload(upload),
         )
 
