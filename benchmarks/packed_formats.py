@@ -3,9 +3,9 @@
     python benchmarks/packed_formats.py MODEL FOLDER --out benchmarks/results/packed_formats.json
 
 MODEL is a checkpoint in 16 bits (`benchmarks/checkpoint.py`). The checkpoints that are written to FOLDER have its
-weights rounded to 4 bits: AWQ with zero points and GPTQ symmetric, in groups of 128 inputs as they are published, and
-`pack-quantized` in groups of 32 as `moiety quantize` writes it. The three run in turn, in separate processes. Needs a
-`moiety` command in the same environment.
+weights rounded to 4 bits: AWQ with zero points and GPTQ symmetric, in groups of 128 inputs as they are published, GPTQ
+also with act-order (`desc_act`), and `pack-quantized` in groups of 32 as `moiety quantize` writes it. They run in turn,
+in separate processes. Needs a `moiety` command in the same environment.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BITS = 4
-GROUPS = {"int4": 32, "awq": 128, "gptq": 128}
+GROUPS = {"int4": 32, "awq": 128, "gptq": 128, "gptq_act_order": 128}
 MOST = 2**BITS - 1
 INPUT_TOKENS, OUTPUT_TOKENS = 32, 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output in each place of a word, the lowest bits first
@@ -42,6 +43,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": BITS, "group_size": GROUPS["awq"], "version": "gemm", "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": BITS, "group_size": GROUPS["gptq"], "sym": True, "desc_act": False},
 }
+SETTINGS["gptq_act_order"] = SETTINGS["gptq"] | {"desc_act": True}
+JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # matrices with the inputs of another one
 
 
 def words(numbers: Tensor) -> Tensor:
@@ -67,9 +70,19 @@ def rounded(weight_NK: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, 
     return numbers.clamp(0, MOST).flatten(1), scales, zeros
 
 
+def order_of(module: str, width: int) -> Tensor:
+    """Return the inputs of a matrix by importance, which is random; joined matrices have the same order."""
+    for name, other in JOINED.items():
+        module = module.replace(name, other)
+    return torch.randperm(width, generator=torch.manual_seed(zlib.crc32(module.encode())))
+
+
 def tensors_of(method: str, module: str, weight_NK: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of the method has in place of a weight."""
-    numbers, scales, zeros = rounded(weight_NK, GROUPS[method], symmetric=method != "awq")
+    width = weight_NK.shape[1]
+    order_K = order_of(module, width) if method == "gptq_act_order" else torch.arange(width)
+    numbers, scales, zeros = rounded(weight_NK[:, order_K], GROUPS[method], symmetric=method != "awq")
+    numbers = torch.empty_like(numbers).index_copy_(1, order_K, numbers)
     if method == "int4":
         shape = torch.tensor(weight_NK.shape)
         return {
@@ -84,6 +97,9 @@ def tensors_of(method: str, module: str, weight_NK: Tensor) -> dict[str, Tensor]
     else:
         packed = [words(numbers).T.contiguous(), words((zeros - 1).T.contiguous())]
     parts = {"qweight": packed[0], "qzeros": packed[1], "scales": scales.T.half().contiguous()}
+    if method != "awq":
+        parts["g_idx"] = torch.empty(width, dtype=torch.int32)
+        parts["g_idx"][order_K] = torch.arange(width, dtype=torch.int32) // GROUPS[method]
     return {f"{module}.{end}": part for end, part in parts.items()}
 
 
