@@ -248,6 +248,11 @@ def test_experts_with_inputs_in_orders_of_their_own_stay_in_four_bits(
         torch.testing.assert_close(dequantize(one), product, rtol=1e-5, atol=1e-6)
     found = kept.prefill(make_sequence(PROMPT), 64).log_softmax(-1)
     assert (found - expected).abs().median() < 0.05
+    read = make_sequence(PROMPT)
+    kept.step([(read, 50)])
+    decoded = torch.stack([kept.step([(read, 1)])[0][-1] for _ in range(4)]).log_softmax(-1)
+    assert kept.model.only_kernels, "decode steps are recorded"
+    torch.testing.assert_close(decoded, found[50:54], rtol=0, atol=1e-3)
     offload = OffloadConfig(what=Offload.EXPERTS, folder=str(tmp_path), memory_bytes=100_000)
     for _ in range(2):  # the second start reads the file of the first
         offloaded = make_driver(narrow, dtype="bfloat16", offload=offload)
