@@ -20,7 +20,7 @@ from moiety_platform.fast_path import DIRECT
 from moiety_platform.handler_parameters import parameters_of
 
 IGNORED = "ignored_query_parameters"  # key in a route's `opt`: names that clients send and that change nothing
-SENT_BY_ANTHROPIC_CLIENTS = frozenset({"beta"})  # their beta resources add ?beta=true to each path
+SENT_BY_BETA_CLIENTS = frozenset({"beta"})  # the vendors' beta resources add ?beta=true to each path
 MAX_SHOWN = 64  # characters of an unknown name in an error message
 
 

@@ -18,9 +18,11 @@ from pydantic import ConfigDict, model_validator
 from moiety_platform.anthropic_api.errors import answer_error_of_version
 from moiety_platform.anthropic_api.models import (
     DEFAULT_PAGE,
+    LIFECYCLE,
     MAX_PAGE,
     ModelInfo,
     ModelPage,
+    includes_active,
     model_info,
     model_page,
     parse_limit,
@@ -30,7 +32,7 @@ from moiety_platform.inference.body_fields import ModelName, StrictBody, TokenId
 from moiety_platform.inference.generation import Conversation, Prompt
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.tool_fields import TemplateVariables
-from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
 from moiety_platform.openai_api.schemas import FORMS
 from moiety_platform.openai_api.tools import ChatTools, offer_of
@@ -45,7 +47,8 @@ from moiety_wire.messages import ModelCard
 Body = TypeVar("Body", bound=StrictBody)
 
 SECURITY = [{name: list[str]()} for name in (KEY, ANTHROPIC_KEY)]
-_BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
+_BETA = {IGNORED: SENT_BY_BETA_CLIENTS}
+_LISTED = {IGNORED: SENT_BY_BETA_CLIENTS | LIFECYCLE}
 
 Limit = Annotated[
     str | None, whole(f"Largest number of results, in Anthropic's list; {DEFAULT_PAGE} if not given.", 1, MAX_PAGE)
@@ -160,7 +163,7 @@ class ModelController(Controller):
     tags = ("models",)
     security = SECURITY
 
-    @get("/v1/models", opt=_BETA, exception_handlers=_ERRORS)
+    @get("/v1/models", opt=_LISTED, exception_handlers=_ERRORS)
     async def list_models(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
@@ -175,6 +178,8 @@ class ModelController(Controller):
         """
         cards = await models.visible(await models.caller(request))
         most = parse_limit(limit)
+        if not includes_active(request.scope["query_string"]):
+            cards = {}
         if VERSION_HEADER in fields_of(request.scope):
             return model_page(cards, most, before_id, after_id)
         return {"object": "list", "data": [_describe(name, card) for name, card in cards.items()]}

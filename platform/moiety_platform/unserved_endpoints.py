@@ -13,6 +13,15 @@ _ADVICE = {
     "/v1/fine_tuning": "fine-tuning is not supported; train an adapter elsewhere and upload it",
     "/v1/vector_stores": "vector stores are not supported; use /v1/embeddings and /v1/rerank with a store of your own",
     "/v1/assistants": "assistants are not supported; use /v1/responses",
+    "/v1/agents": "hosted agents are not run; run the agent at the client, with /v1/responses or /v1/messages",
+    "/v1/sessions": "hosted agents are not run; run the agent at the client, with /v1/messages",
+    "/v1/environments": "hosted agents are not run; run the agent at the client, with /v1/messages",
+    "/v1/containers": "code is not run on the server; offer a tool of the client's instead",
+    "/v1/skills": "skills are not stored; put their text into the system message",
+    "/v1/evals": "evaluations are not run; use a client such as lm_eval or inspect-ai",
+    "/v1/live": "audio and realtime sessions are not supported; stream /v1/responses or /v1/chat/completions",
+    "/v1/chatkit": "ChatKit sessions are not supported; use /v1/responses",
+    "/v1/complete": "Anthropic's text completions are not supported; use /v1/messages",
     "/v1/threads": "threads are not supported; use /v1/responses with 'previous_response_id'",
 }
 

@@ -10,15 +10,29 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import typing_extensions
-from anthropic.types import message_create_params
+from anthropic.types import content_block_param, message_count_tokens_params, message_create_params
+from anthropic.types.beta import beta_content_block_param
+from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
 from openai.types import completion_create_params, decision_create_params
+from openai.types.beta import beta_response_input_item_param
+from openai.types.beta import response_create_params as beta_response_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
-from pydantic import BaseModel, Field
+from openai.types.responses import (
+    input_token_count_params,
+    response_compact_params,
+    response_create_params,
+    response_input_item_param,
+)
+from pydantic import BaseModel, Field, TypeAdapter
 
+from moiety_platform.anthropic_api.content_blocks import Blocks, OtherBlock
+from moiety_platform.anthropic_api.schemas import ConversationBody
 from moiety_platform.cli.field_reference import SCHEMAS, field_rows, fields_reference
 from moiety_platform.inference.field_support import FieldTreatment, ignored, mapped, refused, support_of
+from moiety_platform.responses_api.compaction import CompactBody
+from moiety_platform.responses_api.input import InputItems
+from moiety_platform.responses_api.token_count import InputTokensBody
 
 PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 VENDORS: list[tuple[str, Any]] = [
@@ -28,13 +42,18 @@ VENDORS: list[tuple[str, Any]] = [
     ("/v1/completions", completion_create_params.CompletionCreateParamsStreaming),
     ("/v1/responses", response_create_params.ResponseCreateParamsNonStreaming),
     ("/v1/responses", response_create_params.ResponseCreateParamsStreaming),
+    ("/v1/responses", beta_response_create_params.ResponseCreateParamsNonStreaming),
+    ("/v1/responses", beta_response_create_params.ResponseCreateParamsStreaming),
     ("/v1/decisions", decision_create_params.DecisionCreateParams),
     ("/v1/messages", message_create_params.MessageCreateParamsNonStreaming),
     ("/v1/messages", message_create_params.MessageCreateParamsStreaming),
     ("/v1/messages", beta_message_create_params.MessageCreateParamsNonStreaming),
     ("/v1/messages", beta_message_create_params.MessageCreateParamsStreaming),
 ]
-HEADERS = {"/v1/messages": {"betas", "user_profile_id", "workspace_id"}}  # which the SDK sends as headers
+HEADERS = {  # which the SDKs send as headers
+    "/v1/messages": {"betas", "user_profile_id", "workspace_id"},
+    "/v1/responses": {"betas"},
+}
 VALIDATED = {  # objects that a validator of their own reads, as its tests show
     "/v1/chat/completions": {"tool_choice", "function_call"},
     "/v1/responses": {"tool_choice"},
@@ -76,6 +95,20 @@ def vendor_paths(params: Any, within: str = "") -> Iterator[str]:
         yield path
         for one in objects_in(annotation):
             yield from vendor_paths(one, f"{path}.")
+
+
+def types_in(union: Any) -> set[str]:
+    """Return the values of `type` of all objects in a union."""
+    hints = (typing_extensions.get_type_hints(one).get("type") for one in objects_in(union))
+    return {str(value) for hint in hints for value in literals_in(hint)}
+
+
+def literals_in(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for one in get_args(annotation):
+            yield from literals_in(one)
 
 
 def objects_in(annotation: Any) -> Iterator[Any]:
@@ -139,3 +172,45 @@ def test_a_refused_field_may_be_null_and_an_ignored_one_may_be_left_out(path: st
 
 def test_literals_are_no_objects() -> None:
     assert list(objects_in(Literal["a"] | None)) == []
+
+
+SECONDARY: list[tuple[Any, Any, set[str]]] = [  # schema, the vendor's type, fields that the SDK sends as headers
+    (InputTokensBody, input_token_count_params.InputTokenCountParams, set()),
+    (CompactBody, response_compact_params.ResponseCompactParams, set()),
+    (ConversationBody, message_count_tokens_params.MessageCountTokensParams, {"user_profile_id", "workspace_id"}),
+    (
+        ConversationBody,
+        beta_message_count_tokens_params.MessageCountTokensParams,
+        {"betas", "user_profile_id", "workspace_id"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "params", "headers"), SECONDARY, ids=[str(row[1].__module__) for row in SECONDARY])
+def test_every_field_of_requests_that_count_or_compact_is_known(schema: Any, params: Any, headers: set[str]) -> None:
+    assert set(typing_extensions.get_type_hints(params)) - headers <= set(schema.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("entries", "union"),
+    [
+        (InputItems, response_input_item_param.ResponseInputItemParam),
+        (InputItems, beta_response_input_item_param.BetaResponseInputItemParam),
+        (Blocks, content_block_param.ContentBlockParam),
+        (Blocks, beta_content_block_param.BetaContentBlockParam),
+    ],
+    ids=["items", "beta items", "blocks", "beta blocks"],
+)
+def test_every_type_of_the_vendors_items_and_blocks_is_known(entries: Any, union: Any) -> None:
+    kinds, adapter = types_in(union), TypeAdapter(entries)
+    assert len(kinds) > 10
+    unknown = {kind for kind in [*kinds, "nonsense"] if is_unknown(adapter, kind)}
+    assert unknown == {"nonsense"}
+
+
+def is_unknown(adapter: TypeAdapter[Any], kind: str) -> bool:
+    try:
+        (found,) = adapter.validate_python([{"type": kind}])
+    except ValueError as exc:
+        return "are unknown" in str(exc)
+    return isinstance(found, OtherBlock)

@@ -220,9 +220,13 @@ async def test_unknown_routes_and_methods_have_openais_error_shape(gateway: Runn
         ("POST", "/v1/moderations", "use /v1/classify"),
         ("POST", "/v1/images/generations", "images are not generated"),
         ("GET", "/v1/vector_stores/vs_1/files", "use /v1/embeddings"),
+        ("POST", "/v1/agents", "hosted agents are not run"),
+        ("POST", "/v1/containers", "code is not run"),
+        ("GET", "/v1/skills", "put their text into the system message"),
+        ("POST", "/v1/complete", "use /v1/messages"),
     ],
 )
-async def test_an_endpoint_of_openai_that_is_not_served_says_what_to_use(
+async def test_an_endpoint_of_a_vendor_that_is_not_served_says_what_to_use(
     gateway: RunningGateway, method: str, path: str, words: str
 ) -> None:
     status, _, answer = await gateway.request(method, path, b"{}")

@@ -184,6 +184,8 @@ async def test_models_are_listed_in_anthropics_shape_page_by_page(start_gateway:
         page = await models.list(before_id="org/b", limit=1)
         assert ([model.id for model in page.data], page.has_more, page.first_id) == (["c"], True, "c")
         assert (await models.retrieve("org/b")).id == "org/b"
+        for states, found in ((["active", "retired"], sorted(names)), (["retired"], [])):
+            assert [model.id async for model in models.list(lifecycle=states)] == found
         with pytest.raises(anthropic.NotFoundError) as unknown:
             await models.retrieve("none")
         assert unknown.value.type == "not_found_error"

@@ -263,3 +263,28 @@ async def test_an_item_can_be_referred_to_once_only(start_gateway: StartGateway,
         await gateway.client.responses.create(**BODY | {"input": [reference, go_on]})
         with pytest.raises(openai.BadRequestError, match="more than once"):
             await gateway.client.responses.create(**BODY | {"input": [reference, reference, go_on]})
+
+
+async def test_beta_resources_of_the_client_work_and_agents_of_openai_are_ignored(gateway: RunningGateway) -> None:
+    beta = gateway.client.beta.responses
+    items: list[Any] = [
+        {"type": "multi_agent_call", "call_id": "a", "action": "spawn_agent", "arguments": "{}"},
+        {"type": "multi_agent_call_output", "call_id": "a", "action": "spawn_agent", "output": []},
+        {"type": "agent_message", "author": "a", "recipient": "b", "content": []},
+        {"role": "user", "content": "hello"},
+    ]
+    raw = await beta.with_raw_response.create(
+        model="tiny", input=items, store=True, multi_agent={"enabled": True}, betas=["responses_multi_agent=v1"]
+    )
+    ignored = raw.headers[IGNORED].split(", ")
+    assert {"multi_agent", "input.agent_message", "input.multi_agent_call"} <= set(ignored)
+    answer = raw.parse()
+    assert answer.output[0].content[0].text == (await beta.retrieve(answer.id)).output[0].content[0].text
+    listed = await beta.input_items.list(answer.id, include=["reasoning.encrypted_content"])
+    assert [item.type for item in listed.data] == ["message"]
+    counted = await beta.input_tokens.count(model="tiny", input="hello")
+    assert counted.input_tokens == answer.usage.input_tokens
+    assert (await beta.compact(model="tiny", input="hello")).output
+    await beta.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        await beta.retrieve(answer.id)

@@ -39,7 +39,7 @@ from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import TextAnswer
-from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.headers import MESSAGES_REQUEST_ID
@@ -141,7 +141,7 @@ MESSAGES = Endpoint(
     headers=with_anthropic_headers,
     prepare=_prepare,
     keep_alive=PING,
-    ignored_parameters=SENT_BY_ANTHROPIC_CLIENTS,
+    ignored_parameters=SENT_BY_BETA_CLIENTS,
 )
 
 
@@ -161,7 +161,7 @@ class TokenCountController(Controller):
         Exception: answer_unexpected_anthropic,
     }
 
-    @post(status_code=200, opt=_COUNTING | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS})
+    @post(status_code=200, opt=_COUNTING | {IGNORED: SENT_BY_BETA_CLIENTS})
     async def count_message_tokens(
         self, messages: NamedDependency[SkipValidation[MessageServices]], request: Request[Any, Any, Any]
     ) -> TokenCount:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, TypedDict
+from urllib.parse import parse_qsl
 
 from moiety_platform.errors import BadRequest
 from moiety_platform.query_parameters import parse_whole
@@ -12,6 +13,8 @@ from moiety_wire.messages import ModelCard
 
 DEFAULT_PAGE = 20
 MAX_PAGE = 1000
+LIFECYCLE = frozenset({"lifecycle", "lifecycle[]"})  # names of the query parameter, as clients write it
+ACTIVE = "active"
 
 
 class ModelInfo(TypedDict):
@@ -46,6 +49,15 @@ def model_info(name: str, card: ModelCard) -> ModelInfo:
         "max_input_tokens": card.max_context_tokens,
         "max_tokens": card.max_context_tokens,
     }
+
+
+def includes_active(query: bytes) -> bool:
+    """Return whether a query string asks for active models, which all served models are.
+
+    Without a parameter of LIFECYCLE it asks for models in any state.
+    """
+    states = [value for name, value in parse_qsl(query.decode("latin-1")) if name in LIFECYCLE]
+    return not states or ACTIVE in states
 
 
 def parse_limit(limit: str | None) -> int:

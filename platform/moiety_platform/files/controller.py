@@ -27,7 +27,7 @@ from moiety_platform.files.anthropic_objects import (
 from moiety_platform.files.schemas import DOWNLOAD, UPLOAD, DeletedFile, FileList, FileObject, view
 from moiety_platform.files.service import Files
 from moiety_platform.files.upload import Uploads
-from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import fails
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.openapi.schemas import either
@@ -45,7 +45,7 @@ BeforeId = Annotated[str | None, QueryParameter(description="The id of the file 
 AfterId = Annotated[str | None, QueryParameter(description="The id of the file before the page (Anthropic's list).")]
 Page = Annotated[str | None, QueryParameter(description="The `next_page` of the page before (Anthropic's list).")]
 
-_BETA = {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
+_BETA = {IGNORED: SENT_BY_BETA_CLIENTS}
 
 FilesDependency = NamedDependency[SkipValidation[Files]]
 

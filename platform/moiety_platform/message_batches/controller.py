@@ -41,7 +41,7 @@ from moiety_platform.files.models import StoredFile
 from moiety_platform.files.service import Files
 from moiety_platform.files.upload import Uploads
 from moiety_platform.inference.request_body import read_body
-from moiety_platform.known_parameters import IGNORED, SENT_BY_ANTHROPIC_CLIENTS
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.message_batches.objects import (
     BATCHES_PATH,
     DeletedMessageBatch,
@@ -73,7 +73,7 @@ AfterId = Annotated[str | None, QueryParameter(description="The id of the batch 
 
 def _described(**more: Any) -> dict[str, Any]:
     described = Described(error=AnthropicErrorBody, answer_headers=(MESSAGES_REQUEST_ID,), **more)
-    return describes(described) | {IGNORED: SENT_BY_ANTHROPIC_CLIENTS}
+    return describes(described) | {IGNORED: SENT_BY_BETA_CLIENTS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from litestar import Controller, Response, delete, get, post
@@ -22,7 +22,7 @@ from moiety_platform.inference.response import HttpResponse
 from moiety_platform.inference.response_headers import field_headers
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import relay
-from moiety_platform.known_parameters import IGNORED
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import EVENTS as EVENT_STREAM
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import KEY
@@ -85,7 +85,7 @@ def response_route(
     answers = ResponseAnswers(service, ConversationReader(service, cipher), runs)
     endpoint = Endpoint(
         PATH, "chat", ID_PREFIX, ResponsesBody, answers.answer, _SHOWN, answers.prepare, answers.accept,
-        resume=partial(streams.open, starting_after=-1),
+        resume=partial(streams.open, starting_after=-1), ignored_parameters=SENT_BY_BETA_CLIENTS,
     )  # fmt: skip
     return route(endpoint, partial(runs.serve, serve))
 
@@ -205,6 +205,7 @@ def compaction_route(serve: Serve, service: ResponseService, cipher: ReasoningCi
                 answer=CompactedResponse,
             ),
             compactions.prepare,
+            ignored_parameters=SENT_BY_BETA_CLIENTS,
         ),
         serve,
     )
@@ -244,6 +245,9 @@ class Compactions:
         return partial(reply.whole, 200, msgspec.json.encode(fields))
 
 
+# what is stored is returned whole
+_BETA: dict[str, Any] = {IGNORED: SENT_BY_BETA_CLIENTS | {"include", "include[]", "include_obfuscation"}}
+
 StoredDependency = NamedDependency[SkipValidation[StoredResponses]]
 
 
@@ -257,7 +261,7 @@ class ResponseController(Controller):
     @get(
         "/{response_id:str}",
         opt={
-            IGNORED: frozenset({"include", "include[]", "include_obfuscation"}),  # what is stored is returned whole
+            **_BETA,
             **describes(
                 Described(answers={200: {JSON: ResponseObject, EVENT_STREAM: _SHOWN.event}}, errors=(400, 429))
             ),
@@ -284,7 +288,7 @@ class ResponseController(Controller):
             raise BadRequest("'starting_after' is of streams; send 'stream=true' as well", param="starting_after")
         return Response(await stored.service.body(owner, response_id), media_type="application/json")
 
-    @delete("/{response_id:str}", status_code=200)
+    @delete("/{response_id:str}", status_code=200, opt=_BETA)
     async def delete_response(
         self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]
     ) -> DeletedResponse:
@@ -293,7 +297,7 @@ class ResponseController(Controller):
         stored.runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @get("/{response_id:str}/input_items", dependencies=ITEM_LIST)
+    @get("/{response_id:str}/input_items", dependencies=ITEM_LIST, opt=_BETA)
     async def list_input_items(
         self,
         owner: AuthenticatedClient,
@@ -313,7 +317,7 @@ class ResponseController(Controller):
     @post(
         "/{response_id:str}/cancel",
         status_code=200,
-        opt=describes(Described(answers={200: {JSON: ResponseObject}}, errors=(400,))),
+        opt=_BETA | describes(Described(answers={200: {JSON: ResponseObject}}, errors=(400,))),
     )
     async def cancel_response(
         self, owner: AuthenticatedClient, stored: StoredDependency, response_id: FromPath[str]

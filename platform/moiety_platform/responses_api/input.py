@@ -45,6 +45,7 @@ REFERENCE = "item_reference"
 TRIGGER = "compaction_trigger"
 
 SKIPPED = (  # items of hosted tools and of features that are not offered; they carry nothing that a model here reads
+    "agent_message",
     "code_interpreter_call",
     "computer_call",
     "computer_call_output",
@@ -55,6 +56,8 @@ SKIPPED = (  # items of hosted tools and of features that are not offered; they 
     "mcp_approval_response",
     "mcp_call",
     "mcp_list_tools",
+    "multi_agent_call",
+    "multi_agent_call_output",
     "program",
     "program_output",
     "web_search_call",

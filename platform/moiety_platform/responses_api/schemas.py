@@ -160,6 +160,9 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
     client_metadata: Annotated[dict[str, Any] | None, ignored("The field is for OpenAI's own statistics.")] = None
     access_programs: Annotated[dict[str, Any] | None, ignored("There are no such programs here.")] = None
     image: Annotated[dict[str, Any] | None, ignored("Images are not compressed.")] = None
+    multi_agent: Annotated[
+        dict[str, Any] | None, ignored("The server runs no subagents. The model answers by itself.")
+    ] = None
     prompt: Annotated[_Refused, refused(_REFUSED["prompt"])] = None
     moderation: Annotated[_Refused, refused(_REFUSED["moderation"])] = None
 

@@ -12,6 +12,7 @@ from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
 from moiety_platform.inference.model_services import ModelServices
+from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.request_head import fields_of
@@ -41,6 +42,12 @@ class InputTokensBody(ToolItemsBody):
         return Conversation(self.messages(), tools=offer, effort=effort)
 
 
+_COUNTING = {
+    **describes(Described(body={JSON: InputTokensBody}, errors=(404,))),
+    IGNORED: SENT_BY_BETA_CLIENTS,
+}
+
+
 class ResponseTokensController(Controller):
     """Route that counts the tokens of a conversation."""
 
@@ -48,7 +55,7 @@ class ResponseTokensController(Controller):
     tags = ("responses",)
     security = [{KEY: list[str]()}, {ANTHROPIC_KEY: list[str]()}]  # noqa: RUF012  read by the framework only
 
-    @post(status_code=200, opt=describes(Described(body={JSON: InputTokensBody}, errors=(404,))))
+    @post(status_code=200, opt=_COUNTING)
     async def count_input_tokens(
         self,
         models: NamedDependency[SkipValidation[ModelServices]],
