@@ -53,6 +53,7 @@ from moiety_platform.inference.request_recorder import RequestRecorder, UsageSin
 from moiety_platform.inference.response import ClientDisconnected
 from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.inference.shape_limits import ShapeLimits
+from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.machine_limits import MachineLimits
@@ -216,7 +217,8 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters, rules = services.replicas, services.adapters, services.rules
     files = services.images, services.documents
-    messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, rules, adapters)
+    counts = TokenCountLimits(services.recorder.quotas, settings.max_token_counts_per_tenant)
+    messages = MessageServices(services.authenticator, bodies, replicas, texts, *files, rules, counts, adapters)
     resumed_gate = StreamGate(settings.max_resumed_streams_per_tenant, "tenant", "resumed streams")
     resumed = ResumedStreams(
         services.responses, pipeline.services.streams, resumed_gate, lambda: services.background.is_draining
@@ -225,9 +227,9 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     owner = owner_of_request(services.authenticator)
     reader = ConversationReader(services.responses, services.cipher)
     conversations = ConversationServices(bodies, services.conversations, reader)
-    quotes = quote_service_of(pipeline, reader, settings)
+    quotes = quote_service_of(pipeline, reader, settings, counts)
     has_operations = settings.has_operations_on_port
-    models = ModelServices(services.authenticator, replicas, texts, bodies, *files, rules, adapters)
+    models = ModelServices(services.authenticator, replicas, texts, bodies, *files, rules, counts, adapters)
     probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine)
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
@@ -262,7 +264,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     check_actions(app)
     app.cross_origin = cross_origin_policy(settings.cors_allowed_origins)
     if services.live is not None:
-        _follow(services.live, app, services, resumed_gate, quotes)
+        _follow(services.live, app, services, resumed_gate, quotes, counts)
     return app
 
 
@@ -276,6 +278,7 @@ def _follow(
     services: Services,
     resumed_gate: StreamGate,
     quotes: QuoteService,
+    token_counts: TokenCountLimits,
 ) -> None:
     """Apply changed bounds, origins and terms of quotes to later requests."""
 
@@ -295,7 +298,11 @@ def _follow(
     def quote(settings: GatewaySettings) -> None:
         quotes.terms = quote_terms_of(settings)
 
+    def count(settings: GatewaySettings) -> None:
+        token_counts.max_open_per_tenant = settings.max_token_counts_per_tenant
+
     live.follow(["max_body_bytes"], bound)
+    live.follow(["max_token_counts_per_tenant"], count)
     live.follow(["quote_ttl_s", "quote_margin"], quote)
     live.follow(["max_resumed_streams_per_tenant"], resume)
     live.follow(["cors_allowed_origins"], open_to)

@@ -151,7 +151,7 @@ class Detokenized(TypedDict):
 
 
 def _takes(body: type[StrictBody]) -> dict[str, Described]:
-    return describes(Described(body={JSON: body}, errors=(404,)))
+    return describes(Described(body={JSON: body}, errors=(404, 429)))
 
 
 _ERRORS: ExceptionHandlersMap = {PlatformError: answer_error_of_version}
@@ -238,21 +238,23 @@ async def _tokenized(models: ModelServices, request: Request[Any, Any, Any]) -> 
     principal = await models.caller(request)
     cards = await models.visible(principal)
     body = await models.receive(TokenizeBody, principal, request)
-    card = _find(cards, body.model)
-    prompt = body.as_prompt()
-    if isinstance(prompt, Conversation):
-        prompt, _ = await models.documents.prepare_conversation(prompt, principal)
-        prompt = await models.images.prepare_count(prompt, card, principal)
-    (tokens,) = await (await models.texts.get(card)).encode([prompt])
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
+    async with models.token_counts.counted(principal):
+        card = _find(cards, body.model)
+        prompt = body.as_prompt()
+        if isinstance(prompt, Conversation):
+            prompt, _ = await models.documents.prepare_conversation(prompt, principal)
+            prompt = await models.images.prepare_count(prompt, card, principal)
+        (tokens,) = await (await models.texts.get(card)).encode([prompt])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": card.max_context_tokens}
 
 
 async def _detokenized(models: ModelServices, request: Request[Any, Any, Any]) -> Detokenized:
     principal = await models.caller(request)
     cards = await models.visible(principal)
     body = await models.receive(DetokenizeBody, principal, request)
-    text = await models.texts.get(_find(cards, body.model))
-    return {"prompt": await text.decode(body.tokens)}
+    async with models.token_counts.counted(principal):
+        text = await models.texts.get(_find(cards, body.model))
+        return {"prompt": await text.decode(body.tokens)}
 
 
 def _find(cards: dict[str, ModelCard], model: str | None) -> ModelCard:

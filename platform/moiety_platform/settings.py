@@ -22,6 +22,7 @@ from moiety_platform.origins import check_origin
 from moiety_platform.quote_settings import QuoteSettings
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.routing_settings import RoutingSettings
+from moiety_platform.token_count_settings import TokenCountSettings
 from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
@@ -44,7 +45,7 @@ def _also(name: str, variable: str) -> AliasChoices:
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
-class GatewaySettings(LogSettings, DocumentSettings, QuoteSettings, RoutingSettings):
+class GatewaySettings(LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

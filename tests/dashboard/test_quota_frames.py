@@ -64,4 +64,8 @@ def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
     assert "already exhausted" in spent
     assert "until 2026-01-02 00:00 UTC" in spent
     assert "would be rejected" in " ".join(limits.preview("requests_per_minute", 5, None, pace, NOON))
+    counts = limits.preview("token_counts_per_minute", 600, None, pace, NOON)
+    assert counts[1:] == ["Requests that count tokens are not part of the recorded usage."]
+    none = limits.preview("token_counts_per_minute", 0, None, pace, NOON)
+    assert none[1:] == ["**All requests that count tokens are rejected** with 429."]
     assert "All requests are rejected" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))

@@ -91,3 +91,36 @@ async def test_money_pays_for_as_much_as_without_a_document(limited: Limited) ->
         cut = await ask(gateway, part_of(CHAT, PAGES), max_tokens=100)
         assert cut.usage.completion_tokens == 6
         assert await used(gateway, quota) == quota["cap"]
+
+
+async def test_a_quota_that_is_too_small_for_the_text_refuses_the_request_and_nothing_is_billed(
+    limited: Limited,
+) -> None:
+    async with limited() as gateway:
+        size = (await ask(gateway, part_of(CHAT, PAGES))).usage.prompt_tokens
+        small = (await ask(gateway)).usage.total_tokens
+        assert small < size
+        quota = await limit(gateway, "tenant", size)  # the lower bound fits, and the prompt with its first output not
+        money = await limit(gateway, "key", 10**12, "money_per_month")
+        await gateway.admin("PUT", "/prices", {"model": "tiny", "input": "1", "output": "2"})
+        num_submits = len(gateway.engine.submits)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await ask(gateway, part_of(CHAT, PAGES))
+        assert has_read(gateway) and "limit" in refused.value.message
+        assert len(gateway.engine.submits) == num_submits
+        assert [await used(gateway, one) for one in (quota, money)] == [0, 0]
+        row = (await gateway.admin("GET", "/usage/requests"))["data"][0]
+        assert (row["outcome"], row["prompt_tokens"], row["output_tokens"]) == ("rejected", 0, 0)
+        assert row["cost_nanodollars"] == 0
+        await ask(gateway)
+        assert await used(gateway, quota) == small, "the lower bound is free again"
+
+
+async def test_a_quota_that_others_use_up_while_a_document_is_read_refuses_the_request(limited: Limited) -> None:
+    async with limited() as gateway:
+        size = (await ask(gateway, part_of(CHAT, PAGES))).usage.total_tokens
+        quota = await limit(gateway, "tenant", size + size // 2)
+        answers = await asyncio.gather(*(ask(gateway, part_of(CHAT, PAGES)) for _ in range(4)), return_exceptions=True)
+        served = [answer for answer in answers if not isinstance(answer, openai.RateLimitError)]
+        assert [answer.usage.total_tokens for answer in served] == [size], answers
+        assert await used(gateway, quota) == size

@@ -358,6 +358,7 @@ LOOKED_AT_ELSEWHERE = {
     "max_document_bytes", "max_document_pages", "max_document_characters",
     "max_document_requests_per_tenant",  # test_documents.py
     "max_resumed_streams_per_tenant",  # test_resumed_streams.py
+    "max_token_counts_per_tenant",  # test_token_counts.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
 }  # fmt: skip
 

@@ -18,7 +18,9 @@ from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, StepCosts
 
 from .conftest import NewCard, RunningGateway, StartGateway, Until
-from .test_documents import asking, part_of
+from .test_document_quotas import has_read
+from .test_documents import PAGES, asking, part_of
+from .test_quotas import limit, used
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CHAT_PATH = "/v1/chat/completions"
@@ -327,3 +329,56 @@ async def test_files_are_read_for_a_quote_only_within_the_tenants_limit_of_reque
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
+
+
+async def test_a_quote_gets_the_error_of_a_quota_that_its_request_would_exceed(
+    gateway: RunningGateway,
+) -> None:
+    quota = await limit(gateway, "tenant", PROMPT_TOKENS)
+    refused = await quote_of(gateway, expect=429)
+    assert refused["error"]["code"] == "request_exceeds_quota"
+    await limit(gateway, "tenant", PROMPT_TOKENS + 1)
+    for _ in range(3):  # nothing stays reserved
+        assert (await quote_of(gateway))["prompt_tokens"] == PROMPT_TOKENS
+    assert (await gateway.post(CHAT_PATH, CHAT))[0] == 200
+    assert await used(gateway, quota) == PROMPT_TOKENS + 1
+    refused = await quote_of(gateway, expect=429)
+    assert refused["error"]["code"] == "quota_exceeded"
+    assert (await gateway.post(CHAT_PATH, CHAT))[0] == 429
+
+
+async def test_a_quote_of_a_model_without_a_price_is_refused_under_a_limit_on_money(
+    start_gateway: StartGateway, engine: FakeEngineClient
+) -> None:
+    async with start_gateway([engine], stores_usage=True) as gateway:
+        assert (await quote_of(gateway))["data"][0]["price"] is None
+        await limit(gateway, "key", 10**9, "money_per_day")
+        refused = await quote_of(gateway, expect=403)
+        assert refused["error"]["code"] == "model_without_price"
+
+
+async def test_a_running_request_that_takes_the_last_slot_does_not_refuse_a_quote(
+    gateway: RunningGateway, engine: FakeEngineClient, until: Until
+) -> None:
+    await limit(gateway, "tenant", 1, "concurrent_requests")
+    engine.token_s = 1000.0
+    running = asyncio.create_task(gateway.post(CHAT_PATH, CHAT))
+    await until(lambda: bool(engine.submits))
+    assert (await gateway.post(CHAT_PATH, CHAT))[0] == 429
+    assert (await quote_of(gateway))["prompt_tokens"] == PROMPT_TOKENS
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_no_file_is_read_for_a_quote_of_a_tenant_whose_quota_is_used_up(gateway: RunningGateway) -> None:
+    with_file = asking(CHAT_PATH, part_of(CHAT_PATH, PAGES)) | {"model": "tiny"}
+    await limit(gateway, "tenant", 1)
+    assert (await quote_of(gateway, with_file, expect=429))["error"]["code"] == "request_exceeds_quota"
+    assert not has_read(gateway)
+    quota = await limit(gateway, "tenant", 10)
+    assert (await quote_of(gateway, with_file, expect=429))["error"]["code"] == "request_exceeds_quota"
+    assert has_read(gateway)
+    await limit(gateway, "tenant", 1000)
+    assert (await quote_of(gateway, with_file))["prompt_tokens"] > 10
+    assert await used(gateway, quota) == 0

@@ -13,6 +13,7 @@ from moiety_dashboard.formatting import dollars, moment, percent, ratio, short, 
 
 Rows = Sequence[Mapping[str, Any]]
 
+TOKEN_COUNTS = "token_counts_per_minute"
 KINDS = {
     "requests_per_minute": "requests per minute",
     "tokens_per_minute": "tokens per minute",
@@ -21,6 +22,7 @@ KINDS = {
     "tokens_per_month": "tokens per month",
     "money_per_day": "dollars per day",
     "money_per_month": "dollars per month",
+    TOKEN_COUNTS: "token counts per minute",
 }
 COLUMNS = (
     "scope",
@@ -173,7 +175,10 @@ def preview(kind: str, cap: int, current: Mapping[str, Any] | None, pace: UsageR
     """Return the effects of a cap, sentence by sentence. `current` is the limit that it would replace."""
     effects = [_change(kind, cap, current)]
     if cap == 0:
-        return [*effects, "**All requests are rejected** with 429."]
+        rejected = "requests that count tokens" if kind == TOKEN_COUNTS else "requests"
+        return [*effects, f"**All {rejected} are rejected** with 429."]
+    if kind == TOKEN_COUNTS:
+        return [*effects, "Requests that count tokens are not part of the recorded usage."]
     if is_rate(kind):
         return effects + _preview_rate(kind, cap, pace)
     if not is_stock(kind):

@@ -39,6 +39,7 @@ from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.inference.text_answer import TextAnswer
+from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
@@ -54,7 +55,7 @@ _COUNTING = describes(
     Described(
         error=AnthropicErrorBody,
         body={JSON: ConversationBody},
-        errors=(404,),
+        errors=(404, 429),
         answer_headers=(MESSAGES_REQUEST_ID,),
     )
 )
@@ -71,6 +72,7 @@ class MessageServices:
     images: ImagePreparation
     documents: DocumentPreparation
     rules: RequestRulesCache
+    token_counts: TokenCountLimits
     adapters: AdapterCache | None = None
 
 
@@ -170,18 +172,23 @@ class TokenCountController(Controller):
         principal = await messages.authenticator.authenticate(api_key_authorization(fields))
         require_scope(principal, INFERENCE_SCOPE)
         body = await messages.bodies.read(ConversationBody, request.receive, fields, principal.tenant_id)
-        adapter, model = None, await _counted_model(messages, principal, body.model)
-        if messages.adapters is not None:
-            adapter = await messages.adapters.find(principal.tenant_id, model)
-        base = model if adapter is None else adapter.model
-        asked, _ = await messages.documents.prepare_conversation(body.conversation(), principal)
-        allowed = allowed_of(principal.allowed_models, adapter)
-        card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
-        text = await messages.texts.get(card)
-        asked = await messages.images.prepare_count(asked, card, principal)
-        if body.context_management is not None:
-            edited = await edit_conversation(text, asked, body.context_management.context_edits(), card)
-            counted: CountedContext = {"original_input_tokens": edited.num_original_tokens}
-            return {"input_tokens": len(edited.token_ids), "context_management": counted}
-        (token_ids,) = await text.encode([asked])
-        return {"input_tokens": len(token_ids)}
+        async with messages.token_counts.counted(principal):
+            return await _count(messages, principal, body)
+
+
+async def _count(messages: MessageServices, principal: Principal, body: ConversationBody) -> TokenCount:
+    adapter, model = None, await _counted_model(messages, principal, body.model)
+    if messages.adapters is not None:
+        adapter = await messages.adapters.find(principal.tenant_id, model)
+    base = model if adapter is None else adapter.model
+    asked, _ = await messages.documents.prepare_conversation(body.conversation(), principal)
+    allowed = allowed_of(principal.allowed_models, adapter)
+    card = messages.replicas.card(base, allowed, has_images=bool(asked.images))
+    text = await messages.texts.get(card)
+    asked = await messages.images.prepare_count(asked, card, principal)
+    if body.context_management is not None:
+        edited = await edit_conversation(text, asked, body.context_management.context_edits(), card)
+        counted: CountedContext = {"original_input_tokens": edited.num_original_tokens}
+        return {"input_tokens": len(edited.token_ids), "context_management": counted}
+    (token_ids,) = await text.encode([asked])
+    return {"input_tokens": len(token_ids)}

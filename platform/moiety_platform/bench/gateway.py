@@ -38,6 +38,7 @@ LARGE_CAPS = {
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**11,
     "concurrent_requests": 10**6,
+    "token_counts_per_minute": 10**9,
     "tokens_per_day": 10**15,
     "tokens_per_month": 10**15,
     "money_per_day": 10**17,

@@ -49,6 +49,10 @@ def set_quota(
     concurrent_requests: Annotated[
         int | None, typer.Option(min=0, help="Largest number of concurrent requests.")
     ] = None,
+    token_counts_per_minute: Annotated[
+        int | None,
+        typer.Option(min=0, help="Largest number of requests per minute that only count tokens or get a quote."),
+    ] = None,
     tokens_per_day: Annotated[
         int | None, typer.Option(min=0, help="Largest number of prompt and output tokens per day (UTC).")
     ] = None,
@@ -70,6 +74,7 @@ def set_quota(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
+        "token_counts_per_minute": token_counts_per_minute,
         "tokens_per_day": tokens_per_day,
         "tokens_per_month": tokens_per_month,
         "money_per_day": nano_dollars(dollars_per_day),

@@ -17,6 +17,7 @@ from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
+from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.request_head import api_key_authorization, fields_of
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
@@ -36,6 +37,7 @@ class ModelServices:
     images: ImagePreparation
     documents: DocumentPreparation
     rules: RequestRulesCache
+    token_counts: TokenCountLimits
     adapters: AdapterCache | None = None
 
     async def caller(self, request: Request[Any, Any, Any]) -> Principal:

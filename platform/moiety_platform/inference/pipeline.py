@@ -59,7 +59,7 @@ from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest,
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import billed_prompt_tokens
 from moiety_platform.inference.prompt_encoding import encode_specially
-from moiety_platform.inference.quota_reservation import Tariff, Tariffs
+from moiety_platform.inference.quota_reservation import QuotaReservation, Tariff, Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
@@ -234,7 +234,7 @@ class RequestPipeline:
         try:
             _refuse_unattainable(matched)
             if matched.has_images or matched.generation.has_documents:
-                await self._reserve_least(record, matched)
+                await reserve_least(record.reservation, matched)
                 matched = await self.read_files(record, matched, terms.rules.prices)
             text = await services.texts.get(matched.card)
             record.generation = generation = matched.generation
@@ -396,16 +396,6 @@ class RequestPipeline:
             adapter=matched.adapter_name,
         )
 
-    async def _reserve_least(self, record: RequestRecord, matched: MatchedRequest) -> None:
-        """Reserve a lower bound of a request with files, so that none is read for a tenant whose quota is used up.
-
-        Each document and image has at least one token. Raises the errors of `_reserve`.
-        """
-        prompt = matched.generation.prompts[0]
-        assert isinstance(prompt, Conversation), "only conversations have files"
-        num_files = len(prompt.documents) + len(prompt.images)
-        await record.reservation.begin_least(num_files, record.num_sequences, matched.tariff)
-
 
 class MatchedRequest(msgspec.Struct, frozen=True):
     """Generation, model card, engines and service class of a request.
@@ -422,6 +412,18 @@ class MatchedRequest(msgspec.Struct, frozen=True):
     adapter: NamedAdapter | None
     adapter_name: str  # the engines' name of it, or an empty text
     has_images: bool
+
+
+async def reserve_least(reservation: QuotaReservation, matched: MatchedRequest) -> None:
+    """Reserve a lower bound of a request with files, so that none is read for a tenant whose quota is used up.
+
+    Each document and image has at least one token. Raises the errors of `QuotaReservation.begin`.
+    """
+    generation = matched.generation
+    prompt = generation.prompts[0]
+    assert isinstance(prompt, Conversation), "only conversations have files"
+    num_files = len(prompt.documents) + len(prompt.images)
+    await reservation.begin_least(num_files, len(generation.prompts) * generation.num_choices, matched.tariff)
 
 
 def _refuse_unattainable(matched: MatchedRequest) -> None:

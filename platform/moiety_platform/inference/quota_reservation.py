@@ -86,6 +86,9 @@ class UsedTokens(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
+NOTHING_USED = UsedTokens("", 0, 0, 0)
+
+
 def scopes_of(principal: Principal) -> tuple[Scope, ...]:
     """Return the scopes whose quotas apply to a caller."""
     return (
@@ -101,8 +104,18 @@ class QuotaReservation:
     Nothing is reserved until `begin`. It is settled once, when the request's record is closed.
     """
 
-    def __init__(self, enforcer: QuotaEnforcer, principal: Principal, scopes: tuple[Scope, ...] | None = None) -> None:
-        """Create the reservation under the quotas of the caller's scopes, or of those that are given."""
+    def __init__(
+        self,
+        enforcer: QuotaEnforcer,
+        principal: Principal,
+        scopes: tuple[Scope, ...] | None = None,
+        num_slots: int = 1,
+    ) -> None:
+        """Create the reservation under the quotas of the caller's scopes, or of those that are given.
+
+        `num_slots`: how many open requests it counts as; 0 for a request that is only quoted.
+        """
+        self._num_slots = num_slots
         self._enforcer = enforcer
         self._scopes = scopes_of(principal) if scopes is None else scopes
         self._hold: Hold | None = None
@@ -230,7 +243,7 @@ class QuotaReservation:
     def _amounts(self, tokens: int) -> dict[Unit, int]:
         """Return the amounts that a request of `tokens` tokens needs, by unit."""
         cost = self._most_cost(tokens) if self._most_expensive is not FREE else 0
-        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: 1, Unit.MONEY: cost}
+        return {Unit.TOKENS: tokens, Unit.REQUESTS: 1, Unit.SLOTS: self._num_slots, Unit.MONEY: cost}
 
     def _most_cost(self, tokens: int) -> int:
         """Return the maximum cost of `tokens` tokens, including the prompt."""

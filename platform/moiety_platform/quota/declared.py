@@ -20,6 +20,7 @@ class LimitForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
+    token_counts_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     dollars_per_day: Amount | None = None

@@ -34,6 +34,7 @@ class Unit(StrEnum):
     REQUESTS = "requests"
     MONEY = "nano-dollars"
     SLOTS = "open requests"
+    TOKEN_COUNTS = "token counts"
 
 
 class Meter(StrEnum):
@@ -53,6 +54,7 @@ class LimitKind(StrEnum):
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
     CONCURRENT_REQUESTS = "concurrent_requests"
+    TOKEN_COUNTS_PER_MINUTE = "token_counts_per_minute"
     TOKENS_PER_DAY = "tokens_per_day"
     TOKENS_PER_MONTH = "tokens_per_month"
     MONEY_PER_DAY = "money_per_day"
@@ -69,6 +71,7 @@ for _kind, _terms in {
     LimitKind.REQUESTS_PER_MINUTE: (Unit.REQUESTS, Meter.RATE, None),
     LimitKind.TOKENS_PER_MINUTE: (Unit.TOKENS, Meter.RATE, None),
     LimitKind.CONCURRENT_REQUESTS: (Unit.SLOTS, Meter.SLOTS, None),
+    LimitKind.TOKEN_COUNTS_PER_MINUTE: (Unit.TOKEN_COUNTS, Meter.RATE, None),
     LimitKind.TOKENS_PER_DAY: (Unit.TOKENS, Meter.STOCK, Period.DAY),
     LimitKind.TOKENS_PER_MONTH: (Unit.TOKENS, Meter.STOCK, Period.MONTH),
     LimitKind.MONEY_PER_DAY: (Unit.MONEY, Meter.STOCK, Period.DAY),

@@ -14,6 +14,7 @@ from moiety_platform.auth.client import authenticate
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.pipeline import RequestPipeline
+from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
@@ -34,7 +35,9 @@ QuotedPath = Annotated[
 ]
 
 
-def quote_service_of(pipeline: RequestPipeline, reader: ConversationReader, settings: GatewaySettings) -> QuoteService:
+def quote_service_of(
+    pipeline: RequestPipeline, reader: ConversationReader, settings: GatewaySettings, token_counts: TokenCountLimits
+) -> QuoteService:
     """Return the service of quotes of the four text APIs."""
 
     async def continued(body: ResponsesBody, principal: Principal) -> ResponsesBody:
@@ -47,7 +50,7 @@ def quote_service_of(pipeline: RequestPipeline, reader: ConversationReader, sett
         QuotedEndpoint(responses, ResponsesBody, continued),
         QuotedEndpoint(messages, MessagesBody),
     )
-    return QuoteService(pipeline, {one.path: one for one in endpoints}, quote_terms_of(settings))
+    return QuoteService(pipeline, {one.path: one for one in endpoints}, quote_terms_of(settings), token_counts)
 
 
 def quote_terms_of(settings: GatewaySettings) -> QuoteTerms:
@@ -62,7 +65,7 @@ class QuoteController(Controller):
     tags = ("text",)
     security = [{KEY: list[str]()}, {ANTHROPIC_KEY: list[str]()}]  # noqa: RUF012  read by the framework only
 
-    @post(status_code=200, opt=describes(Described(body={JSON: ChatBody}, errors=(404,))))
+    @post(status_code=200, opt=describes(Described(body={JSON: ChatBody}, errors=(404, 429))))
     async def quote_request(
         self,
         authenticator: NamedDependency[SkipValidation[Authenticator]],
@@ -72,7 +75,7 @@ class QuoteController(Controller):
     ) -> QuoteList:
         """Quote a request: its price, predicted times and guarantee in every class that the key may use.
 
-        The body is that of the request. Nothing is reserved or charged.
+        The body is that of the request. Nothing stays reserved, and nothing is charged.
         """
         quoted = quotes.endpoints.get(endpoint or CHAT_PATH)
         if quoted is None:

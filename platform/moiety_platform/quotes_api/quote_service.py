@@ -1,4 +1,4 @@
-"""Makes quotes of requests: parses and counts them as the pipeline does, and reserves nothing."""
+"""Makes quotes of requests: parses and counts them as the pipeline does, and checks quotas without charging them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.generation import Generation
-from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline
-from moiety_platform.inference.quota_reservation import tariff_of
+from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline, reserve_least
+from moiety_platform.inference.quota_reservation import NOTHING_USED, QuotaReservation, tariff_of
 from moiety_platform.inference.request_record import RequestRecord
+from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.inference.truncation import encode_fitting
-from moiety_platform.prices.token_cost import Price
+from moiety_platform.prices.token_cost import Price, PriceList
 from moiety_platform.quotes.body_digest import RecordedBody
 from moiety_platform.quotes.prediction import expected_output_tokens, guarantee_of, predict_timing
 from moiety_platform.quotes.quote import Quote
@@ -72,21 +73,35 @@ class _Counted:
 class QuoteService:
     """Quotes of one gateway process. `terms` may be replaced, for later quotes."""
 
-    def __init__(self, pipeline: RequestPipeline, endpoints: Mapping[str, QuotedEndpoint], terms: QuoteTerms) -> None:
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        endpoints: Mapping[str, QuotedEndpoint],
+        terms: QuoteTerms,
+        token_counts: TokenCountLimits,
+    ) -> None:
         self.endpoints, self.terms = endpoints, terms
-        self._pipeline = pipeline
+        self._pipeline, self._token_counts = pipeline, token_counts
 
     async def quote(
         self, endpoint: QuotedEndpoint, principal: Principal, receive: Receive, fields: Mapping[bytes, bytes]
     ) -> QuoteList:
         """Return quotes of the request in every class that the key may use.
 
-        Raises the errors that the request would get before it is admitted, except for those of quotas.
+        Raises the errors that the request would get before it is admitted, except for that of `concurrent_requests`,
+        and those of `TokenCountLimits.counted`.
         """
         services = self._pipeline.services
         recorded = RecordedBody(receive)
         body = await services.bodies.read(endpoint.schema, recorded, fields, principal.tenant_id)
         digest = await recorded.digest()
+        async with self._token_counts.counted(principal):
+            return await self._quote_body(endpoint, principal, body, digest)
+
+    async def _quote_body(
+        self, endpoint: QuotedEndpoint, principal: Principal, body: InferenceBody, digest: bytes
+    ) -> QuoteList:
+        services = self._pipeline.services
         if endpoint.prepare is not None:
             body = await endpoint.prepare(body, principal)
         record = services.recorder.open(
@@ -131,10 +146,27 @@ class QuoteService:
                 param="model",
             )
         matched = await pipeline.classify(record, generation, rules.prices)
+        reservation = QuotaReservation(pipeline.services.recorder.quotas, record.principal, num_slots=0)
+        try:
+            return await self._count_within(reservation, record, matched, rules.prices, digest)
+        finally:
+            reservation.settle(NOTHING_USED, 0)
+
+    async def _count_within(
+        self,
+        reservation: QuotaReservation,
+        record: RequestRecord,
+        matched: MatchedRequest,
+        prices: PriceList,
+        digest: bytes,
+    ) -> _Counted:
+        """Count the request, and raise what its reservation would raise. The caller settles the reservation."""
+        pipeline = self._pipeline
         if matched.has_images or matched.generation.has_documents:  # counts as a request of the tenant meanwhile
             place = pipeline.services.gate.reserve(record.principal.tenant_id, 1)
             try:
-                matched = await pipeline.read_files(record, matched, rules.prices)
+                await reserve_least(reservation, matched)
+                matched = await pipeline.read_files(record, matched, prices)
             finally:
                 place.release()
         text, generation = await pipeline.services.texts.get(matched.card), matched.generation
@@ -144,7 +176,9 @@ class QuoteService:
         else:
             prompts = await text.encode_prompts(generation)
         longest = pipeline.longest_outputs(record, generation, matched.card, prompts)
-        return _Counted(matched, generation, list(map(len, prompts)), longest, digest)
+        lengths = list(map(len, prompts))
+        await reservation.begin(sum(lengths), record.num_sequences, min(1, max(longest)), matched.tariff)
+        return _Counted(matched, generation, lengths, longest, digest)
 
     async def _quote_class(
         self, record: RequestRecord, counted: _Counted, chosen: ChosenClass, expected: int, expires_ms: int

@@ -43,7 +43,7 @@ class InputTokensBody(ToolItemsBody):
 
 
 _COUNTING = {
-    **describes(Described(body={JSON: InputTokensBody}, errors=(404,))),
+    **describes(Described(body={JSON: InputTokensBody}, errors=(404, 429))),
     IGNORED: SENT_BY_BETA_CLIENTS,
 }
 
@@ -66,13 +66,14 @@ class ResponseTokensController(Controller):
         whose = await models.caller(request)
         fields = fields_of(request.scope)
         given = await models.bodies.read(InputTokensBody, request.receive, fields, whose.tenant_id)
-        body, _ = await reader.resolve(given, whose)
-        adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
-        base = body.model if adapter is None else adapter.model
-        asked, _ = await models.documents.prepare_conversation(body.counted(), whose)
-        allowed = allowed_of(whose.allowed_models, adapter)
-        card = models.replicas.card(base, allowed, has_images=bool(asked.images))
-        text = await models.texts.get(card)
-        asked = await models.images.prepare_count(asked, card, whose)
-        (token_ids,) = await text.encode([asked])
-        return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        async with models.token_counts.counted(whose):
+            body, _ = await reader.resolve(given, whose)
+            adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
+            base = body.model if adapter is None else adapter.model
+            asked, _ = await models.documents.prepare_conversation(body.counted(), whose)
+            allowed = allowed_of(whose.allowed_models, adapter)
+            card = models.replicas.card(base, allowed, has_images=bool(asked.images))
+            text = await models.texts.get(card)
+            asked = await models.images.prepare_count(asked, card, whose)
+            (token_ids,) = await text.encode([asked])
+            return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
