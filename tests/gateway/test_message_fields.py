@@ -113,7 +113,7 @@ async def test_anthropics_client_tools_become_functions_and_hosted_ones_are_skip
             "name": "own.tool",
             "input_schema": SCHEMA,
             "input_examples": [{"n": 1}],
-            "defer_loading": True,
+            "defer_loading": False,
             "eager_input_streaming": True,
         },
     ]
@@ -125,7 +125,7 @@ async def test_anthropics_client_tools_become_functions_and_hosted_ones_are_skip
     for told in ("insert_text", "/memories", '"restart"', 'Examples of its input:\\n{\\"n\\":1}'):
         assert told in prompt
     assert "web_search" not in prompt and "max_characters" not in prompt
-    expected = "tools.*.defer_loading, tools.*.eager_input_streaming, tools.3, tools.4, tools.5"
+    expected = "tools.*.eager_input_streaming, tools.3, tools.4, tools.5"
     assert headers[IGNORED] == expected
     counted = await tool_gateway.anthropic.beta.messages.count_tokens(model="hermes", messages=HELLO, tools=tools)
     assert counted.input_tokens == len(tool_gateway.engine.submits[-1].prompt_ids)
@@ -141,6 +141,44 @@ async def test_a_system_message_withdraws_a_tool_and_brings_it_back(tool_gateway
     assert '"first"' not in last_prompt(tool_gateway) and '"second"' in last_prompt(tool_gateway)
     await raw(tool_gateway, tools=tools, messages=[*HELLO, change("tool_removal"), change("tool_addition")])
     assert '"first"' in last_prompt(tool_gateway)
+
+
+def names_in_prompt(gateway: RunningGateway, tools: list[dict[str, Any]]) -> list[str]:
+    return [tool["name"] for tool in tools if f'"name": "{tool["name"]}"' in last_prompt(gateway)]
+
+
+async def test_a_deferred_tool_is_shown_once_it_is_found(tool_gateway: RunningGateway) -> None:
+    tools: list[dict[str, Any]] = [
+        {"name": name, "input_schema": SCHEMA, "defer_loading": name != "ToolSearch"}
+        for name in ("ToolSearch", "first", "second")
+    ]
+    _, headers = await raw(tool_gateway, tools=tools, messages=HELLO)
+    assert names_in_prompt(tool_gateway, tools) == ["ToolSearch"] and IGNORED not in headers
+    call = {"type": "tool_use", "id": "a", "name": "ToolSearch", "input": {}}
+    references = [{"type": "tool_reference", "tool_name": "second"}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": references}
+    loop = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    await raw(tool_gateway, tools=tools, messages=loop)
+    assert "Tool found: second" in last_prompt(tool_gateway)
+    assert names_in_prompt(tool_gateway, tools) == ["ToolSearch", "second"]
+
+    def change(kind: str, name: str) -> Any:
+        return {"role": "system", "content": [{"type": kind, "tool": {"type": "tool_reference", "name": name}}]}
+
+    await raw(tool_gateway, tools=tools, messages=[*HELLO, change("tool_addition", "first")])
+    assert names_in_prompt(tool_gateway, tools) == ["ToolSearch", "first"]
+    await raw(tool_gateway, tools=tools, messages=[*loop, change("tool_removal", "second")])
+    assert names_in_prompt(tool_gateway, tools) == ["ToolSearch"]
+
+
+async def test_deferred_tools_that_nothing_can_find_are_shown(tool_gateway: RunningGateway) -> None:
+    tools: list[dict[str, Any]] = [{"name": "first", "input_schema": SCHEMA, "defer_loading": True}]
+    hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    _, headers = await raw(tool_gateway, tools=[*tools, hosted], messages=HELLO)
+    assert names_in_prompt(tool_gateway, tools) == ["first"] and headers[IGNORED] == "tools.1"
+    choice = {"type": "tool", "name": "first"}
+    await raw(tool_gateway, tools=tools, messages=HELLO, tool_choice=choice)
+    assert names_in_prompt(tool_gateway, tools) == ["first"]
 
 
 async def test_fields_without_effect_are_named(plain: RunningGateway) -> None:

@@ -64,7 +64,7 @@ class SearchResultBlock(ContentBlock):
 
 
 class ToolReferenceBlock(ContentBlock):
-    """Tool that a search of the client's has found. All tools are offered from the beginning."""
+    """Tool that a search of the client's has found. A deferred tool is offered from then on."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -212,6 +212,11 @@ class ToolResultBlock(ContentBlock):
     tool_use_id: str
     content: Annotated[list[_ResultBlock], BLOCK_LIST, OR_TEXT] | None = None
     is_error: bool | None = None
+
+    @property
+    def found_tools(self) -> list[str]:
+        """Names of the tools that a search has found."""
+        return [block.tool_name for block in self.content or () if isinstance(block, ToolReferenceBlock)]
 
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the result for the chat template; `path` is that of the block in the request."""

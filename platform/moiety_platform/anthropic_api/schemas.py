@@ -37,8 +37,8 @@ from moiety_platform.anthropic_api.turns import (
     check_results,
     last_effort,
     messages_of,
-    removed_tools,
     skipped_blocks,
+    tool_changes,
 )
 from moiety_platform.inference.body_fields import (
     INT32_MAX,
@@ -183,7 +183,7 @@ class ConversationBody(InferenceBody):
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, or None."""
-        return offer_of(self.tools, self.tool_choice, removed_tools(self.messages))
+        return offer_of(self.tools, self.tool_choice, tool_changes(self.messages))
 
     def grammar(self) -> GrammarSpec | None:
         """Return the grammar of the answer, or None for free text."""

@@ -6,7 +6,8 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -30,10 +31,12 @@ from moiety_platform.inference.tool_fields import (
 from moiety_text.tools.offer import Tool, ToolOffer
 
 CUSTOM = "custom"
+HOSTED_SEARCH = "tool_search_tool"  # beginning of the types of the search tools that Anthropic runs
 MAX_EXAMPLES = 64
 
 _IS_CUSTOM: dict[str, Any] = {"properties": {"type": {"enum": [None, CUSTOM]}}}
 _NAMED: dict[str, Any] = {"name": {"type": "string"}}
+_UNCHANGED: Mapping[str, bool] = MappingProxyType({})
 _EXAMPLES = "\n\nExamples of its input:\n"
 
 
@@ -64,7 +67,13 @@ class MessageTool(StrictBody):
         Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_EXAMPLES)] | None,
         mapped("The examples are added to the description."),
     ] = None
-    defer_loading: Annotated[bool | None, ignored("All tools are shown to the model from the beginning.")] = None
+    defer_loading: Annotated[
+        bool | None,
+        mapped(
+            "The model is shown the tool once a `tool_reference` or `tool_addition` has named it. Beside a search tool "
+            "of Anthropic's, which is skipped, all tools are shown from the beginning."
+        ),
+    ] = None
     allowed_callers: Annotated[Any, ignored("The model is the only caller.")] = None
     eager_input_streaming: Annotated[bool | None, ignored("A call is sent once it is complete.")] = None
 
@@ -148,13 +157,21 @@ def check_choice(choice: MessageToolChoice | None, tools: Sequence[MessageTool] 
 
 
 def offer_of(
-    tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None, removed: frozenset[str] = frozenset()
+    tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None, changes: Mapping[str, bool] = _UNCHANGED
 ) -> ToolOffer | None:
-    """Return the tools that the model may call, or None. A tool that the choice names is never removed."""
+    """Return the tools that the model may call, or None.
+
+    `changes` say of tools by name whether the conversation has shown or withdrawn them; otherwise those are shown that
+    are not deferred. A tool that the choice names is always shown.
+    """
     choice = choice or MessageToolChoice(type="auto")
     forced = choice.name if choice.type == "tool" else None
+    known = [tool for tool in tools or () if tool.is_known]
+    must_show = any(str(tool.type).startswith(HOSTED_SEARCH) for tool in tools or ())  # nothing else can find them
     told = tuple(
-        tool.tool() for tool in tools or () if tool.is_known and (tool.name not in removed or tool.name == forced)
+        tool.tool()
+        for tool in known
+        if tool.name == forced or changes.get(tool.name or "", must_show or not tool.defer_loading)
     )
     if not told or choice.type == "none":
         return None

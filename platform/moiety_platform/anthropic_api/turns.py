@@ -152,14 +152,21 @@ def _shown_turns(turns: Sequence[MessageTurn]) -> list[tuple[int, MessageTurn]]:
     ]
 
 
-def removed_tools(turns: Sequence[MessageTurn]) -> frozenset[str]:
-    """Return the names of tools that system messages have withdrawn."""
-    removed: set[str] = set()
+def tool_changes(turns: Sequence[MessageTurn]) -> dict[str, bool]:
+    """Return of tools, by name, whether the last change in the conversation has shown or withdrawn them.
+
+    System messages show and withdraw tools. A search of the client's shows those that it finds, unless they are
+    withdrawn.
+    """
+    changes: dict[str, bool] = {}
     for turn in turns:
         for block in turn.content:
             if isinstance(block, ToolChangeBlock) and block.tool_name is not None:
-                (removed.add if block.type == "tool_removal" else removed.discard)(block.tool_name)
-    return frozenset(removed)
+                changes[block.tool_name] = block.type == "tool_addition"
+            elif isinstance(block, ToolResultBlock):
+                for found in block.found_tools:
+                    changes.setdefault(found, True)
+    return changes
 
 
 def last_effort(turns: Sequence[MessageTurn]) -> str | None:
