@@ -49,7 +49,7 @@ _RULES = tuple(
         ("", "'echo' cannot", "chats are not echoed"),
         ("", "'(top|prompt)_logprobs' must be", "-1 log probabilities, for the whole vocabulary, are refused"),
         ("", "'my-custom-role'", "roles that OpenAI's API does not have are refused"),
-        ("", "the model's context is 2048", _CONTEXT),
+        ("", "maximum context length is 2048", _CONTEXT),
         ("/invocations|test_invocations", "404", "there is no `/invocations` of SageMaker"),
         ("tokenizer_info", "404", "there is no `/tokenizer_info`"),
         ("server_load", "404", "there is no `/load`; `/metrics` has the load"),

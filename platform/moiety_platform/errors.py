@@ -86,6 +86,18 @@ class ContextTooLong(BadRequest):
     default_code = "context_length_exceeded"
 
 
+def prompt_too_long(num_tokens: str, max_context_tokens: int) -> ContextTooLong:
+    """Return the error of a prompt with this number of tokens, in words, which leaves no room for output.
+
+    Coding agents shorten the conversation and try again where they find these words: those of Anthropic's API before
+    the first period, and those of OpenAI's after it.
+    """
+    return ContextTooLong(
+        f"prompt is too long: {num_tokens} tokens > {max_context_tokens - 1} maximum. This model's maximum context "
+        f"length is {max_context_tokens} tokens for prompt and output together. Shorten the prompt"
+    )
+
+
 class Unauthenticated(PlatformError):
     status = 401
     type = "authentication_error"

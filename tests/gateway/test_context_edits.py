@@ -106,7 +106,7 @@ async def test_a_conversation_that_does_not_fit_the_context_is_cleared_below_its
         await gateway.anthropic.beta.messages.create(model="hermes", messages=turns, max_tokens=5)
     message, _ = await ask(gateway, clearing(), turns)
     assert applied(message)[0][0] == 117
-    with pytest.raises(anthropic.BadRequestError, match="the model's context is 20000"):
+    with pytest.raises(anthropic.BadRequestError, match="maximum context length is 20000"):
         await gateway.anthropic.beta.messages.create(
             model="hermes", messages=turns, max_tokens=5, context_management=clearing(keep=120)
         )

@@ -195,7 +195,7 @@ async def test_all_problems_are_named_at_once(gateway: RunningGateway) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_json", "data": [{"a": [0] * 10_000}]}]}]},
             "it has more than 10,000 values",
         ),
-        ({"input": "x" * 5000}, "the model's context is 4096 tokens"),
+        ({"input": "x" * 5000}, "maximum context length is 4096 tokens"),
         (
             {"input": "x" * 50_000, "questions": [TRUE] * 400},
             "'input' has 20,000,000 characters, counted once for each of 400 questions; a request may have 16,777,216",

@@ -125,7 +125,7 @@ BAD = [
     ({"input": ["a"] * 2049}, "input", "at most 2,048"),
     ({"input": [[1]] * 2049}, "input", "at most 2,048"),
     ({"input": [257]}, "input", "token id 257 is not the model's"),
-    ({"input": "x" * 513}, "input", "an input has 513 tokens; the model's context is 512"),
+    ({"input": "x" * 513}, "input", "context length is 512 tokens, and an input has 513"),
     ({"input": ["a", [1]]}, "input", "must be a string, a list of strings"),
     ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
     ({"input": "a", "dimensions": 9}, "dimensions", "'dimensions' is 9, but the vectors of 'tiny' have 8"),

@@ -188,7 +188,7 @@ async def test_a_link_is_fetched_here_and_never_passed_on(start_server: Any, cli
 async def test_the_allowance_is_reserved_and_limits_apply(start_server: Any, client_of: Any, start_over: Any) -> None:
     server = await start_server("vllm")
     async with start_over(client_of(server, "&image_tokens=300")) as gateway:
-        assert "context is 512 tokens" in await refusal(gateway, CHAT, BODIES[CHAT](WIDE, TALL))
+        assert "maximum context length is 512 tokens" in await refusal(gateway, CHAT, BODIES[CHAT](WIDE, TALL))
         assert "scale it down" in await refusal(gateway, CHAT, BODIES[CHAT](png(8000, 8000)))
         assert "a request may have 16" in await refusal(gateway, CHAT, BODIES[CHAT](*[WIDE] * 17))
     assert not server.bodies

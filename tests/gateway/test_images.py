@@ -358,7 +358,7 @@ async def test_a_conversation_that_is_too_long_is_shortened_with_its_images(
     body = response_of(WIDE)
     body["input"] = [*body["input"], {"role": "assistant", "content": "b" * 150}, *response_of(TALL)["input"]]
     async with start_gateway([FakeEngineClient(card)]) as gateway:
-        assert "context is 200 tokens" in await refusal(gateway, RESPONSES, body)
+        assert "maximum context length is 200 tokens" in await refusal(gateway, RESPONSES, body)
         status, headers, answer = await gateway.post(RESPONSES, {**body, "truncation": "auto"})
         assert status == 200, answer
         (submit,) = gateway.engine.submits

@@ -114,7 +114,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         status, _, answer = await gateway.post(path, {"model": "tiny", "max_tokens": 1, **fields})
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (400, "context_length_exceeded")
-        assert "has at least 51" in error["message"] and "context is 512 tokens" in error["message"]
+        assert "is too long: at least 51" in error["message"] and "context length is 512 tokens" in error["message"]
 
 
 async def test_a_moderately_long_prompt_is_refused_with_its_exact_length(gateway: RunningGateway) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
 import anthropic
 import msgspec
+import openai
 import pytest
 
 from moiety_platform.anthropic_api.rate_limit_headers import anthropic_rate_limits
@@ -141,6 +143,25 @@ async def test_a_system_message_withdraws_a_tool_and_brings_it_back(tool_gateway
     assert '"first"' not in last_prompt(tool_gateway) and '"second"' in last_prompt(tool_gateway)
     await raw(tool_gateway, tools=tools, messages=[*HELLO, change("tool_removal"), change("tool_addition")])
     assert '"first"' in last_prompt(tool_gateway)
+
+
+async def test_agents_are_told_of_a_prompt_that_is_too_long_in_the_words_that_they_look_for(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    """So that they shorten the conversation: Anthropic's words and numbers, and OpenAI's words and code."""
+    most = card.max_context_tokens
+    async with start_gateway([FakeEngineClient(card)]) as gateway, gateway.anthropic:
+        for num_more in (0, 1000):
+            text = "x" * (most - gateway.prompt_tokens("") + num_more)
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await raw(gateway, model="tiny", messages=[{"role": "user", "content": text}])
+            body: Any = refused.value.body
+            told = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum\.", body["error"]["message"])
+            assert told is not None and (int(told[1]), int(told[2])) == (most + num_more, most - 1), body
+            assert body["error"]["details"]["error_code"] == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError, match=f"maximum context length is {most} tokens") as same:
+                await gateway.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}])
+            assert same.value.code == "context_length_exceeded"
 
 
 def names_in_prompt(gateway: RunningGateway, tools: list[dict[str, Any]]) -> list[str]:

@@ -139,7 +139,8 @@ def _context_too_long(message: str) -> ContextTooLong:
     size = _CONTEXT_SIZE.search(message)
     most = "" if size is None else f" of {size[1]} tokens"
     return ContextTooLong(
-        f"the prompt and the output do not fit the engine's context{most}; shorten the prompt or lower max_tokens"
+        f"prompt is too long: the prompt and the output do not fit the maximum context length{most} of the engine. "
+        "Shorten the prompt or lower max_tokens"
     )
 
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_platform.errors import BadRequest, prompt_too_long
 from moiety_platform.inference.generation import TextPair
 from moiety_text.errors import TextNotEncodable, TooManyTokens
 from moiety_text.tokenizer import Tokenizer
-
-
-def context_too_long(num_tokens: str, limit: int) -> ContextTooLong:
-    """Return the error of a prompt with this number of tokens, in words, that does not fit the context."""
-    return ContextTooLong(
-        f"the prompt has {num_tokens} tokens; the model's context is {limit} tokens. Shorten the prompt"
-    )
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[TextPair], limit: int) -> list[tuple[list[int], int]]:
@@ -28,9 +21,9 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[TextPair], limit: int) ->
         for pair in pairs:
             encoded.append(tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit))
             if (num_tokens := len(encoded[-1][0])) > limit:
-                raise context_too_long(str(num_tokens), limit)
+                raise prompt_too_long(str(num_tokens), limit)
     except TooManyTokens as exc:
-        raise context_too_long(f"at least {exc.at_least}", limit) from exc
+        raise prompt_too_long(f"at least {exc.at_least}", limit) from exc
     except TextNotEncodable as exc:
         raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
     return encoded

@@ -12,7 +12,7 @@ import msgspec
 
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import ChosenClass
-from moiety_platform.errors import BadRequest, ContextTooLong
+from moiety_platform.errors import BadRequest, ContextTooLong, prompt_too_long
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Conversation, Generation, PoolingTask
@@ -289,23 +289,20 @@ def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_token
     left = card.max_context_tokens - num_prompt_tokens
     if generation.embed and left < 0:
         raise ContextTooLong(
-            f"an input has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens. "
-            "Split it into shorter ones",
+            f"This model's maximum context length is {card.max_context_tokens} tokens, and an input has "
+            f"{num_prompt_tokens}. Split it into shorter ones",
             param=generation.prompt_field,
         )
     if (generation.max_tokens is None or clamps) and left < 1 and not generation.embed:
-        raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; the model's context is {card.max_context_tokens} tokens for "
-            "prompt and output together, which leaves none for output. Shorten the prompt"
-        )
+        raise prompt_too_long(str(num_prompt_tokens), card.max_context_tokens)
     default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
     wanted = default if generation.max_tokens is None else generation.max_tokens
     if clamps:
         return min(wanted, left)
     if wanted > left:
         raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and {wanted} are asked for, together "
-            f"{num_prompt_tokens + wanted}; the model's context is {card.max_context_tokens} tokens. "
-            f"Shorten the prompt or lower {generation.max_tokens_field}"
+            f"This model's maximum context length is {card.max_context_tokens} tokens. The prompt has "
+            f"{num_prompt_tokens} tokens and {wanted} are asked for, together {num_prompt_tokens + wanted}. Shorten "
+            f"the prompt or lower {generation.max_tokens_field}"
         )
     return wanted

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from moiety_platform.errors import BadRequest
+from moiety_platform.errors import BadRequest, prompt_too_long
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.call_grammars import CallGrammars
-from moiety_platform.inference.encoded_pairs import context_too_long, encode_pairs
+from moiety_platform.inference.encoded_pairs import encode_pairs
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
 from moiety_platform.inference.harmony_answers import HarmonyAnswers
@@ -330,7 +330,7 @@ class ModelText:
             else:
                 token_ids = self._encode_conversation(prompt, is_plain, limit)
         except TooManyTokens as exc:
-            raise context_too_long(f"at least {exc.at_least}", self._max_context_tokens) from exc
+            raise prompt_too_long(f"at least {exc.at_least}", self._max_context_tokens) from exc
         except (TextNotEncodable, TemplateRefused) as exc:
             raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
         if not token_ids:
