@@ -192,6 +192,33 @@ async def test_a_deferred_tool_is_shown_once_it_is_found(tool_gateway: RunningGa
     assert names_in_prompt(tool_gateway, tools) == ["ToolSearch"]
 
 
+async def test_a_tool_that_a_message_defines_is_offered(tool_gateway: RunningGateway) -> None:
+    definition = {"name": "second", "description": "Told later.", "input_schema": SCHEMA}
+    tools: list[dict[str, Any]] = [{"name": "first", "input_schema": SCHEMA}, definition]
+
+    def add(tool: dict[str, Any]) -> Any:
+        return {"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}
+
+    messages = [*HELLO, add({"type": "tool_definition", "definition": definition})]
+    for offered in (tools[:1], [tools[0], {"name": "second", "input_schema": {"type": "object"}}]):
+        await raw(tool_gateway, tools=offered, messages=messages)
+        assert names_in_prompt(tool_gateway, tools) == ["first", "second"] and "Told later." in last_prompt(
+            tool_gateway
+        )
+    await raw(tool_gateway, messages=messages, tool_choice={"type": "tool", "name": "second"})
+    assert names_in_prompt(tool_gateway, tools) == ["second"]
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "second"}}
+    await raw(tool_gateway, tools=tools[:1], messages=[*messages, {"role": "system", "content": [removal]}])
+    assert names_in_prompt(tool_gateway, tools) == ["first"]
+    foreign = [{"type": "mcp_toolset_reference", "server_name": "m"}]
+    foreign += [{"type": "tool_definition", "definition": {"type": "mcp_toolset", "mcp_server_name": "m"}}]
+    _, headers = await raw(tool_gateway, tools=tools[:1], messages=[*HELLO, *map(add, foreign)])
+    assert headers[IGNORED] == "messages.1.content.0, messages.2.content.0"
+    with pytest.raises(anthropic.BadRequestError, match="input_schema"):
+        bad = {"type": "tool_definition", "definition": {"name": "second"}}
+        await raw(tool_gateway, messages=[*HELLO, add(bad)])
+
+
 async def test_deferred_tools_that_nothing_can_find_are_shown(tool_gateway: RunningGateway) -> None:
     tools: list[dict[str, Any]] = [{"name": "first", "input_schema": SCHEMA, "defer_loading": True}]
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}

@@ -24,6 +24,7 @@ from moiety_platform.anthropic_api.basic_blocks import (
 )
 from moiety_platform.anthropic_api.cache_control import longest
 from moiety_platform.anthropic_api.thinking_signatures import text_of_signature
+from moiety_platform.anthropic_api.tool_changes import ToolChangeBlock
 from moiety_platform.inference.body_fields import refuse, shows
 from moiety_platform.inference.prompt_documents import tagged
 from moiety_platform.inference.prompt_images import (
@@ -115,23 +116,6 @@ class CompactionBlock(ContentBlock):
     @property
     def is_skipped(self) -> bool:
         return not self.content
-
-
-class ToolChangeBlock(ContentBlock):
-    """Withdrawal of a tool by name, or its return. Other changes have no effect."""
-
-    type: Literal["tool_addition", "tool_removal"]
-    tool: dict[str, Any]
-
-    @property
-    def tool_name(self) -> str | None:
-        """Name of the tool, or None where the block has no effect."""
-        name = self.tool.get("name")
-        return name if self.tool.get("type") == "tool_reference" and isinstance(name, str) else None
-
-    @property
-    def is_skipped(self) -> bool:
-        return self.tool_name is None
 
 
 class ToolUseBlock(ContentBlock):

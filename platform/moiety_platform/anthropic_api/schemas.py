@@ -31,10 +31,13 @@ from moiety_platform.anthropic_api.tools import (
     check_choice,
     offer_of,
     skipped_tools,
+    with_defined,
 )
 from moiety_platform.anthropic_api.turns import (
     MessageTurn,
+    check_definitions,
     check_results,
+    defined_tools,
     last_effort,
     messages_of,
     skipped_blocks,
@@ -109,6 +112,7 @@ class ConversationBody(InferenceBody):
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         bounded(lambda shape: shape.max_messages),
         AfterValidator(check_results),
+        AfterValidator(check_definitions),
         shows(allOf=[{"prefixItems": [{"properties": {"role": {"const": "user"}}}]}]),
     ]
     system: TextBlocks | None = None
@@ -158,8 +162,8 @@ class ConversationBody(InferenceBody):
     @field_validator("tool_choice")
     @classmethod
     def _choice_among_tools(cls, value: MessageToolChoice | None, info: ValidationInfo) -> MessageToolChoice | None:
-        if "tools" in info.data:
-            check_choice(value, info.data["tools"])
+        if info.data.keys() >= {"tools", "messages"}:
+            check_choice(value, with_defined(info.data["tools"], defined_tools(info.data["messages"])))
         return value
 
     def problems(self) -> Iterator[PydanticCustomError]:
@@ -183,7 +187,8 @@ class ConversationBody(InferenceBody):
 
     def offer(self) -> ToolOffer | None:
         """Return the tools that the model may call, or None."""
-        return offer_of(self.tools, self.tool_choice, tool_changes(self.messages))
+        tools = with_defined(self.tools, defined_tools(self.messages))
+        return offer_of(tools, self.tool_choice, tool_changes(self.messages))
 
     def grammar(self) -> GrammarSpec | None:
         """Return the grammar of the answer, or None for free text."""

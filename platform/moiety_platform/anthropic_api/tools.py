@@ -156,6 +156,14 @@ def check_choice(choice: MessageToolChoice | None, tools: Sequence[MessageTool] 
     require_among(names, choice.name if choice.type == "tool" else None)
 
 
+def with_defined(tools: Sequence[MessageTool] | None, defined: Sequence[MessageTool]) -> Sequence[MessageTool]:
+    """Return the tools of a request and those that its messages define, which replace others of the same name."""
+    if not defined:
+        return tools or ()
+    names = {tool.name for tool in defined}
+    return [*(tool for tool in tools or () if tool.name not in names), *defined]
+
+
 def offer_of(
     tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None, changes: Mapping[str, bool] = _UNCHANGED
 ) -> ToolOffer | None:

@@ -12,13 +12,14 @@ from moiety_platform.anthropic_api.basic_blocks import ContentBlock, DocumentBlo
 from moiety_platform.anthropic_api.content_blocks import (
     Blocks,
     ThinkingBlock,
-    ToolChangeBlock,
     ToolResultBlock,
     ToolUseBlock,
     skipped_of,
 )
 from moiety_platform.anthropic_api.output_config import Effort
-from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shows
+from moiety_platform.anthropic_api.tool_changes import ToolChangeBlock
+from moiety_platform.anthropic_api.tools import MessageTool
+from moiety_platform.inference.body_fields import StrictBody, known_role, refuse, shape_of, shows
 from moiety_platform.inference.context_edits import REASONING
 from moiety_platform.inference.prompt_documents import INVALID_DOCUMENT
 from moiety_platform.inference.prompt_images import (
@@ -167,6 +168,21 @@ def tool_changes(turns: Sequence[MessageTurn]) -> dict[str, bool]:
                 for found in block.found_tools:
                     changes.setdefault(found, True)
     return changes
+
+
+def defined_tools(turns: Sequence[MessageTurn]) -> list[MessageTool]:
+    """Return the tools that system messages define, the last definition of each name."""
+    blocks = (block for turn in turns for block in turn.content if isinstance(block, ToolChangeBlock))
+    found = {tool.name: tool for block in blocks if (tool := block.defined_tool) is not None}
+    return list(found.values())
+
+
+def check_definitions(turns: list[MessageTurn], info: ValidationInfo) -> list[MessageTurn]:
+    """Check that messages define no more tools than `tools` may have."""
+    num_tools, most = len(defined_tools(turns)), shape_of(info).max_tools
+    if num_tools > most:
+        raise refuse(f"they define {num_tools} tools; they may define {most}")
+    return turns
 
 
 def last_effort(turns: Sequence[MessageTurn]) -> str | None:
