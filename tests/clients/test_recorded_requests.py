@@ -60,3 +60,4 @@ async def test_an_agents_request_gets_its_answer(
     prompt = Tokenizer.from_json(gateway.engine.card.tokenizer_json).decode(submit.prompt_ids)
     missing = [text for text in recorded["prompt_has"] if text not in prompt]
     assert not missing, prompt
+    assert not [text for text in recorded.get("prompt_lacks", ()) if text in prompt], prompt
