@@ -53,7 +53,7 @@ CLIENTS = (
     Client("LangGraph", "python/langgraph_client.py", "langchain", "langgraph", TOOL_USERS),
     Client("LlamaIndex", "python/llama_index_client.py", "llama_index", "llama-index-core"),
     Client("pydantic-ai", "python/pydantic_ai_client.py", "agents", "pydantic-ai-slim", TOOL_USERS | REFUSES_EMPTY),
-    Client("instructor", "python/instructor_client.py", "vendors", "instructor", TOOL_USERS | REFUSES_EMPTY),
+    Client("instructor", "python/instructor_client.py", "instructor", "instructor", TOOL_USERS | REFUSES_EMPTY),
     Client("smolagents", "python/smolagents_client.py", "litellm", "smolagents"),
     Client("OpenAI Agents", "python/openai_agents_client.py", "agents", "openai-agents"),
     Client("litellm", "python/litellm_client.py", "litellm", "litellm", TOOL_USERS),
