@@ -160,3 +160,18 @@ async def test_anthropics_tool_runner_does_not_run_a_broken_call(
     assert not called
     assert [(block.type, block.text) for block in final.content] == [("text", START + rest)]
     assert final.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", sorted(WRITERS))
+async def test_hundreds_of_parallel_calls_are_all_returned_in_order(
+    tool_gateway: RunningGateway, family: Any, stream: bool
+) -> None:
+    calls = [("forecast", {"city": f"n{number}"}) for number in range(300)]
+    written = [(name, json.dumps(arguments)) for name, arguments in calls]
+    tool_gateway.of[family].script = says(WRITERS[family](*written), sizes=(100,))
+    (_, chat, reason), (blocks, stop_reason), (items, _) = await told_by_all(tool_gateway, family, stream=stream)
+    assert [(name, json.loads(arguments)) for name, arguments in chat] == calls and reason == "tool_calls"
+    assert [told for kind, told in blocks if kind == "tool_use"] == calls and stop_reason == "tool_use"
+    found = [told for kind, _, told in items if kind == "function_call"]
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
