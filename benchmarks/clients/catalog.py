@@ -25,7 +25,7 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Client that one script runs. `environment`: requirements file of its packages, or `node`.
+    """Client that one script runs. `environment`: requirements file of its packages, or folder of its Node packages.
 
     `package` names the package whose version is reported. `servers` holds the tasks that differ from SERVERS.
     """
@@ -63,5 +63,6 @@ CLIENTS = (
     Client("aider", "agents/aider_agent.py", "aider", "aider-chat", ALL_SCRIPTED),
     Client("Claude Code", "agents/claude_code_agent.py", "node", "@anthropic-ai/claude-code", ALL_SCRIPTED),
     Client("Codex CLI", "agents/codex_agent.py", "node", "@openai/codex", ALL_SCRIPTED),
+    Client("Cline CLI", "agents/cline_agent.py", "cline", "cline", ALL_SCRIPTED),
     Client("OpenCode", "agents/opencode_agent.py", "node", "opencode-ai", ALL_SCRIPTED),
 )

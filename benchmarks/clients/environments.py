@@ -1,4 +1,4 @@
-"""Environments of the clients: a virtual environment for each requirements file, and the Node packages of the lock.
+"""Environments of the clients: a virtual environment for each requirements file, and folders of Node packages.
 
 Each is made once and again when its requirements change. Packages never reach the environment that runs Moiety.
 """
@@ -39,19 +39,19 @@ class Environments:
             shutil.copy(HERE / NODE / "tasks.mjs", folder)
             copied = shutil.copy(script, folder)
             return [NODE, str(copied)]
-        python = sys.executable if client.environment == NODE else str(folder / "bin" / "python")
+        python = sys.executable if _node_files(client.environment) else str(folder / "bin" / "python")
         return [python, str(script)]
 
     def variables(self, client: Client) -> dict[str, str]:
         """Return the environment variables that tell a script where its packages' commands are."""
         folder = self._folder / client.environment
-        commands = folder / "node_modules" / ".bin" if client.environment == NODE else folder / "bin"
+        commands = folder / "node_modules" / ".bin" if _node_files(client.environment) else folder / "bin"
         return {"MOIETY_CLIENT_COMMANDS": str(commands), "PYTHONPATH": str(HERE / "python")}
 
     def version(self, client: Client) -> str:
         """Return the installed version of the client's package."""
         folder = self._folder / client.environment
-        if client.environment == NODE:
+        if _node_files(client.environment):
             return str(json.loads((folder / "node_modules" / client.package / "package.json").read_text())["version"])
         asked = f"from importlib.metadata import version; print(version({client.package!r}))"
         return subprocess.check_output([folder / "bin" / "python", "-c", asked], text=True).strip()
@@ -60,19 +60,24 @@ class Environments:
         if name in self._failures:
             raise self._failures[name]
         folder, stamp = self._folder / name, self._folder / f"{name}.made"
-        sources = [HERE / NODE / file for file in ("package.json", "package-lock.json")] if name == NODE else []
-        sources = sources or [HERE / "requirements" / f"{name}.txt"]
+        node_files = _node_files(name)
+        sources = node_files or [HERE / "requirements" / f"{name}.txt"]
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
         if stamp.exists() and stamp.read_text() == digest:
             return folder
         print(f"installing the packages of {name} …", file=sys.stderr)
         try:
-            (_install_node if name == NODE else _install_python)(folder, name, sources)
+            (_install_node if node_files else _install_python)(folder, name, sources)
         except CannotInstall as exc:
             self._failures[name] = exc
             raise
         stamp.write_text(digest)
         return folder
+
+
+def _node_files(name: str) -> list[Path]:
+    """Return the files that declare the Node packages of an environment; none for one of Python."""
+    return [file for file in (HERE / name / "package.json", HERE / name / "package-lock.json") if file.exists()]
 
 
 def _install_node(folder: Path, _name: str, sources: list[Path]) -> None:

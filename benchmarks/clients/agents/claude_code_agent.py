@@ -16,11 +16,18 @@ Call Edit with {{"file_path": "{FILE}", "old_string": "hello", "new_string": "go
 Call Bash with {{"command": "cat a.txt", "description": "show the file"}}"""
 
 
+DELEGATE = """Call Agent with {"description": "say", "prompt": "Run echo moiety", "subagent_type": "general-purpose", \
+"model": "haiku", "run_in_background": false}"""
+SEARCH = """Call ToolSearch with {"query": "select:WebFetch", "max_results": 1}
+Call Bash with {"command": "echo found", "description": "say it"}"""
+
+
 def ask(server: Server, prompt: str, *arguments: str, message: object = None) -> subprocess.CompletedProcess[str]:
     settings = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_MODEL": server.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     written = None if message is None else json.dumps({"type": "user", "message": message})
@@ -32,6 +39,10 @@ def tools(server: Server) -> None:
     expect(made.stdout.strip() == "The tool says: moiety", made)
     made = ask(server, EDIT, "--allowedTools", "Read,Edit,Bash")
     expect(made.stdout.strip() == "The tool says: goodbye", made)
+    made = ask(server, DELEGATE, "--allowedTools", "Agent,Bash")
+    expect("The tool says:" in made.stdout and "error" not in made.stdout.lower(), made)
+    made = ask(server, SEARCH, "--allowedTools", "ToolSearch,Bash")
+    expect(made.stdout.strip() == "The tool says: found", made)
 
 
 def stream(server: Server) -> None:
