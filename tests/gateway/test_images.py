@@ -163,7 +163,10 @@ REPLACED = {
 async def refusal(gateway: RunningGateway, path: str, body: dict[str, Any]) -> str:
     status, _, answer = await gateway.post(path, body)
     assert status == 400, answer
-    return str(json.loads(answer)["error"]["message"])
+    error = json.loads(answer)["error"]
+    param = error.get("details", error).get("param")
+    assert param is None or param.partition(".")[0] in body, error
+    return str(error["message"])
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])

@@ -86,7 +86,7 @@ class ExternalModelText(ModelText):
             try:
                 check_file(image.data, allowance)
             except ValueError as exc:
-                raise invalid_image(f"image {number} cannot be read: {exc}") from exc
+                raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
         token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens)
         return [*token_ids, *[_PADDING_ID] * (allowance.image_tokens * len(images))]
 

@@ -94,7 +94,8 @@ class ImagePreparation:
                 if image.source and not image.is_uploaded:
                     raise invalid_image(
                         f"the image at {image.path or 'a link'} is a link, and links are not followed to count tokens; "
-                        "send the image itself, as base64"
+                        "send the image itself, as base64",
+                        image,
                     )
             files = await self._uploaded(conversation, owner, rules)
         return _changed(conversation, partial(_checked, files, card), replaced)
@@ -113,7 +114,7 @@ def _sources(conversation: Conversation, *, is_uploaded: bool) -> list[str]:
 def _within_number(conversation: Conversation, rules: Limits, replaced: list[str]) -> Conversation:
     """Return the conversation with at most as many images as are allowed. Raises BadRequest."""
     conversation = _without_oldest(conversation, rules.max_images, replaced)
-    check_number(len(conversation.images), rules.max_images)
+    check_number(conversation.images, rules.max_images)
     return conversation
 
 
@@ -176,13 +177,13 @@ def _checked(files: Found, card: ModelCard, part: dict[str, Any], is_result: boo
     if rules is None:
         if is_result:
             return _not_shown(TEXT_ONLY)
-        raise images_not_supported(card.model)
+        raise images_not_supported(card.model, image)
     data = files[image.source] if image.source else image.data
     if isinstance(data, CannotFetch):
         if is_result:
             return _not_shown("its file cannot be read" if image.is_uploaded else "its link could not be followed")
         message = f"the image at {image.path or 'a link'} cannot be fetched: {data}"
-        raise NotFound(message, code=FILE_NOT_FOUND) if isinstance(data, NoSuchFile) else invalid_image(message)
+        raise NotFound(message, code=FILE_NOT_FOUND) if isinstance(data, NoSuchFile) else invalid_image(message, image)
     if is_result or image.is_uploaded:
         try:
             size = check_file(data, rules)
@@ -191,7 +192,7 @@ def _checked(files: Found, card: ModelCard, part: dict[str, Any], is_result: boo
         except ValueError as exc:
             if is_result:
                 return _not_shown(str(exc))
-            raise invalid_image(f"the image at {image.path} cannot be read: {exc}") from exc
+            raise invalid_image(f"the image at {image.path} cannot be read: {exc}", image) from exc
     return image_part(msgspec.structs.replace(image, data=data, source=""))
 
 

@@ -345,7 +345,7 @@ class ModelText:
         if conversation.documents:
             raise RuntimeError("a conversation's documents must be read before its prompt is made")
         if conversation.images and self.image_rules is None:
-            raise images_not_supported(self._model)
+            raise images_not_supported(self._model, conversation.images[0])
         tools = [] if conversation.tools is None else tools_for_template(conversation.tools)
         extra = self._options.variables_of(conversation) if conversation.has_reasoning_options else {}
         opening, messages = self._begun(conversation)

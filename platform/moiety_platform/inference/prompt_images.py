@@ -121,10 +121,15 @@ def _parts_of(content: Any) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [text_part(content)]
 
 
-def images_not_supported(model: str) -> BadRequest:
-    """Return the error for images to a model that reads text only."""
+def images_not_supported(model: str, image: PromptImage) -> BadRequest:
+    """Return the error for an image to a model that reads text only."""
     message = f"the model {model!r} reads text only; leave the images out, or use a model that sees"
-    return BadRequest(message, code=NOT_SUPPORTED, param="messages")
+    return BadRequest(message, code=NOT_SUPPORTED, param=field_of(image))
+
+
+def field_of(image: PromptImage) -> str:
+    """Return the request's field that has the image."""
+    return image.path.partition(".")[0] or "messages"
 
 
 def with_placeholders(token_ids: list[int], images: Sequence[PromptImage], rules: ImageRules, model: str) -> list[int]:
@@ -133,10 +138,10 @@ def with_placeholders(token_ids: list[int], images: Sequence[PromptImage], rules
     Raises BadRequest for images that the model cannot read, and for a template that leaves one out.
     """
     check_together(images, rules)
-    counts = [_num_tokens(number, image.data, rules) for number, image in enumerate(images)]
+    counts = [_num_tokens(number, image, rules) for number, image in enumerate(images)]
     if token_ids.count(rules.image_token_id) != len(counts):
         message = f"the chat template of the model {model!r} does not show each image once; send fewer images a message"
-        raise BadRequest(message, code=NOT_SUPPORTED, param="messages")
+        raise BadRequest(message, code=NOT_SUPPORTED, param=field_of(images[0]) if images else "messages")
     left, expanded = iter(counts), list[int]()
     for token_id in token_ids:
         expanded += [token_id] * (next(left) if token_id == rules.image_token_id else 1)
@@ -153,19 +158,18 @@ def image_inputs(token_ids: Sequence[int], images: Sequence[PromptImage], rules:
     return inputs
 
 
-def check_number(num_images: int, max_images: int) -> None:
+def check_number(images: Sequence[PromptImage], max_images: int) -> None:
     """Check the number of images in a request. Raises BadRequest."""
-    if num_images > max_images:
-        raise invalid_image(f"there are {num_images} images; a request may have {max_images}. Send fewer")
+    if len(images) > max_images:
+        raise invalid_image(f"there are {len(images)} images; a request may have {max_images}. Send fewer", images[0])
 
 
 def check_together(images: Sequence[PromptImage], limits: ImageRules | ImageAllowance) -> None:
     """Check the number of images and their bytes together. Raises BadRequest."""
-    check_number(len(images), limits.max_images)
+    check_number(images, limits.max_images)
     if sum(len(image.data) for image in images) > limits.max_total_bytes:
-        raise invalid_image(
-            f"the images have more than {limits.max_total_bytes:,} bytes together; send fewer or smaller"
-        )
+        message = f"the images have more than {limits.max_total_bytes:,} bytes together; send fewer or smaller"
+        raise invalid_image(message, images[0])
 
 
 def check_file(data: bytes, limits: ImageRules | ImageAllowance) -> tuple[int, int]:
@@ -180,13 +184,13 @@ def check_file(data: bytes, limits: ImageRules | ImageAllowance) -> tuple[int, i
     return width, height
 
 
-def _num_tokens(number: int, data: bytes, rules: ImageRules) -> int:
+def _num_tokens(number: int, image: PromptImage, rules: ImageRules) -> int:
     try:
-        return rules.num_tokens(*check_file(data, rules))
+        return rules.num_tokens(*check_file(image.data, rules))
     except ValueError as exc:
-        raise invalid_image(f"image {number} cannot be read: {exc}") from exc
+        raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
 
 
-def invalid_image(message: str) -> BadRequest:
-    """Return the error for an image that breaks a rule."""
-    return BadRequest(message, code=INVALID_IMAGE, param="messages")
+def invalid_image(message: str, image: PromptImage) -> BadRequest:
+    """Return the error for an image that breaks a rule, alone or together with others."""
+    return BadRequest(message, code=INVALID_IMAGE, param=field_of(image))
