@@ -15,7 +15,6 @@ from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.quota_reservation import scopes_of
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import Unit
-from moiety_platform.quota.lease import Hold
 
 TOO_MANY_TOKEN_COUNTS = "too_many_token_counts"  # an error code
 RETRY_AFTER_S = 1.0
@@ -49,8 +48,5 @@ class TokenCountLimits:
 
     async def _count_under_quotas(self, principal: Principal) -> None:
         """Count the request under the quotas on token counts, and under no other one."""
-        accounts = await self._quotas.accounts_of(scopes_of(principal))
-        leases = [account.lease for account in accounts if account.lease.unit is Unit.TOKEN_COUNTS]
-        if leases:
-            hold = await self._quotas.hold((), _ONE, hold=Hold(leases))
-            hold.settle(_ONE)
+        hold = await self._quotas.hold(scopes_of(principal), _ONE)
+        hold.settle(_ONE)

@@ -103,7 +103,7 @@ class QuotaEnforcer:
         least: Mapping[Unit, int] | None = None,
         hold: Hold | None = None,
     ) -> Hold:
-        """Reserve the amounts under every limit of these scopes, or raise their existing `hold` to them in total.
+        """Reserve the amounts under every limit of their units, or raise their existing `hold` to them in total.
 
         On an error an existing hold is unchanged. Raises QuotaExceeded; RequestExceedsQuota if a whole cap is smaller
         than `least` (the smallest amounts that suffice for the caller, `amounts` by default); or Unavailable while the
@@ -113,7 +113,7 @@ class QuotaEnforcer:
             accounts = self._known_accounts(scopes)
             if accounts is None:
                 accounts = await self.accounts_of(scopes)
-            hold = Hold([account.lease for account in accounts])
+            hold = Hold([account.lease for account in accounts if account.lease.unit in amounts])
         smallest = amounts if least is None else least
         for lease in hold.leases:
             limit, needed = self._accounts[lease.window].limit, smallest.get(lease.unit, 0)
