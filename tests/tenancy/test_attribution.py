@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text
+from sqlalchemy import select, text
 from tests.usage_rows import make_row
 
 from moiety_platform.clock import ManualClock
@@ -24,6 +24,8 @@ from moiety_platform.usage.attribution import (
     stable_user_id,
     tags_of,
 )
+from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.queries import UsageFilter
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import Admin, Demo
@@ -133,10 +135,10 @@ async def test_unsupported_attribution_reports_are_refused(admin: Admin) -> None
 
 @pytest.mark.usefixtures("attributed")
 async def test_rows_of_an_end_user_are_found_by_their_index(database: Database, demo: Demo) -> None:
-    statement = (
-        "SELECT request_id FROM usage WHERE tenant_id = 't' AND end_user = 'ann' "
-        "AND (end_user IS NOT NULL OR tags IS NOT NULL)"
-    )
+    wanted = UsageFilter(datetime.min, datetime.max, tenant_id="t", end_user="ann")
+    dialect = database.engine.dialect
+    rows = select(UsageRecord.request_id).where(*wanted.row_conditions(dialect.name))
+    statement = rows.compile(dialect=dialect, compile_kwargs={"literal_binds": True})
     async with database.read() as session:
         if database.engine.dialect.name == "sqlite":
             plan = (await session.execute(text(f"EXPLAIN QUERY PLAN {statement}"))).all()

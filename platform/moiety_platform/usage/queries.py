@@ -10,7 +10,6 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     BigInteger,
-    Boolean,
     ColumnElement,
     Double,
     Select,
@@ -80,7 +79,8 @@ class UsageFilter:
         if self.tag is not None:
             name, value = self.tag
             found.append(_tag(dialect, name) == value)
-        return [*found, literal_column(f"({IS_ATTRIBUTED})", Boolean)] if self.is_attributed else found
+        # without a type, with which SQLAlchemy would compare it with 1, and SQLite could not use the index
+        return [*found, literal_column(f"({IS_ATTRIBUTED})")] if self.is_attributed else found
 
     @property
     def is_attributed(self) -> bool:
