@@ -47,6 +47,7 @@ from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_rules.cache import RequestRulesCache
+from moiety_platform.spend.controller import SpendController
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
@@ -139,6 +140,7 @@ def admin_router(
             RouteController,
             QuotaController,
             UsageController,
+            SpendController,
             OverviewController,
             CallerController,
             TraceController,

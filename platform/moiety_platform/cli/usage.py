@@ -13,6 +13,7 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
 from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.cli.printing import print_line
+from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import From, Hours, To, period_of
 from moiety_platform.cli.usage_restore import restore
@@ -91,8 +92,8 @@ def usage(
     by: Annotated[
         str,
         typer.Option(
-            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, end_user "
-            "and tag:NAME."
+            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, day, "
+            "end_user and tag:NAME."
         ),
     ] = "tenant",
     hours: Hours = None,
@@ -226,6 +227,9 @@ def quotes(
 
 
 app.command("restore")(restore)
+app.command("spend")(spend)
+app.command("forecast")(forecast)
+app.command("budgets")(budgets)
 
 
 def requests_since(client: AdminClient, since: datetime) -> dict[str, dict[str, Any]]:
@@ -325,14 +329,3 @@ def ratios(found: dict[str, float] | None) -> str | None:
 def tags_in_line(tags: dict[str, str]) -> str:
     """Return a request's tags in one line."""
     return ", ".join(f"{name}={value}" for name, value in tags.items())
-
-
-def named(group: dict[str, str | None]) -> dict[str, str | None]:
-    """Return a group by the names of its members, or by their ids if they have no name."""
-    shown: dict[str, str | None] = {}
-    for field, value in group.items():
-        if field.endswith("_name"):
-            shown[field.removesuffix("_name")] = value or group[field.removesuffix("name") + "id"]
-        elif not field.endswith("_id"):
-            shown[field] = value
-    return shown

@@ -56,6 +56,7 @@ def parse_filter(
     project_id: Filter = None,
     key_id: Filter = None,
     model: Filter = None,
+    service_class: Filter = None,
     end_user: Filter = None,
     tag: TagFilter = None,
 ) -> UsageFilter:
@@ -67,6 +68,7 @@ def parse_filter(
         project_id=parse_text(project_id, "project_id"),
         key_id=parse_text(key_id, "key_id"),
         model=parse_text(model, "model"),
+        service_class=parse_text(service_class, "service_class"),
         end_user=parse_text(end_user, "end_user"),
         tag=None if tag is None else parse_tag(tag, "tag"),
     )
@@ -87,7 +89,7 @@ class UsageController(Controller):
         usage_filter: UsageFilterDependency,
         group_by: Groups = None,
     ) -> UsageReport:
-        """Sum usage by tenant, project, key, model, service_class, hour, end_user and tag:NAME, in any combination.
+        """Sum usage by tenant, project, key, model, service_class, hour, day, end_user, tag:NAME, in any combination.
 
         The last 24 hours unless `since` or `until` is given. Sums by end user or tag span 31 days at most, and contain
         the requests whose rows are kept.

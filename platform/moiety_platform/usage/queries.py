@@ -39,7 +39,8 @@ from moiety_platform.usage.wide_sums import high_part, join_parts, low_part
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 MAX_GROUPS = 1000
-GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour", "end_user")
+GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour", "day", "end_user")
+_TIMES = ("hour", "day")
 TAG_PREFIX = "tag:"  # of the grouping by one tag's values, such as tag:team
 MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which read every request of their time
 
@@ -64,6 +65,7 @@ class UsageFilter:
     service_class: str | None = None
     end_user: str | None = None
     tag: tuple[str, str] | None = None  # name and value
+    among: tuple[str, tuple[str, ...]] | None = None  # a column of ids, and the ids of it
 
     def conditions(
         self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute] = UsageRecord
@@ -71,7 +73,11 @@ class UsageFilter:
         """Return the filter as SQL conditions, without the time and the tag."""
         names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class", "end_user")
         given = {name: getattr(self, name) for name in names}
-        return [getattr(table, name) == value for name, value in given.items() if value is not None]
+        found = [getattr(table, name) == value for name, value in given.items() if value is not None]
+        if self.among is not None:
+            name, ids = self.among
+            found.append(getattr(table, name).in_(ids))
+        return found
 
     def row_conditions(self, dialect: str) -> list[ColumnElement[bool]]:
         """Return the filter of single requests as SQL conditions, without the time."""
@@ -113,25 +119,18 @@ def _is_grouping(name: str) -> bool:
 
 
 async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> UsageReport:
-    """Return sums per group, the groups with most output tokens first; by time if grouped by the hour.
+    """Return sums per group, the groups with most output tokens first; by time if grouped by the hour or the day.
 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
     Sums know no end users and no tags. Reports by them read the requests, as long as these are kept, and raise
     BadRequest for a time of more than MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot
     (`take_snapshot_locks`): it reads which days have sums before it reads these.
     """
-    columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
-    if usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
-        _check_span(usage_filter)
-        in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
-        source = _rows(dialect, usage_filter, in_time, columns).subquery()
-    else:
-        days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
-        source = _source(dialect, usage_filter, columns, days)
-    keys = [source.c[name] for name in columns]
+    source = await source_of(session, usage_filter, grouping)
+    keys = [source.c[_COLUMNS.get(name, name)] for name in grouping]
     statement = select(*keys, *_sums(source))
     if keys:
-        order = [keys[grouping.index("hour")]] if "hour" in grouping else []
+        order = [key for key, name in zip(keys, grouping, strict=True) if name in _TIMES]
         output = func.sum(source.c.output_tokens).desc()
         statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
         counted = func.sum(source.c.requests + source.c.speculative_tokens)
@@ -145,6 +144,20 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     return UsageReport(
         since=usage_filter.since, until=usage_filter.until, data=groups, truncated=len(rows) > MAX_GROUPS
     )
+
+
+async def source_of(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> Subquery:
+    """Return the rows that a report adds up, with a column for each grouping and each sum.
+
+    Raises BadRequest as `sum_usage` does, and needs a stable snapshot as well.
+    """
+    columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
+    if usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
+        _check_span(usage_filter)
+        in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
+        return _rows(dialect, usage_filter, in_time, columns).subquery()
+    days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
+    return _source(dialect, usage_filter, columns, days)
 
 
 async def list_requests(session: AsyncSession, usage_filter: UsageFilter, page: PageRequest) -> RequestPage:
@@ -219,7 +232,7 @@ def _source(dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: 
 def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
     """Return the part's sums by these keys, so that only one row per group goes through the union."""
     subquery = part.subquery().c
-    sums = [func.sum(column).label(column.key) for column in subquery if column.key not in ("hour", *_KEYS)]
+    sums = [func.sum(column).label(column.key) for column in subquery if column.key not in (*_TIMES, *_KEYS)]
     return select(*(subquery[name] for name in keys), *sums).group_by(*(subquery[name] for name in keys))
 
 
@@ -254,6 +267,7 @@ def _rows(
 
     return select(
         _hour(dialect, row.started_at).label("hour"),
+        _day(dialect, row.started_at).label("day"),
         *(getattr(row, name).label(name) for name in _KEYS),
         when(row.endpoint != SPECULATIVE_PREFILL).label("requests"),
         *(when(row.outcome == outcome).label(outcome) for outcome in ("failed", "rejected", "disconnected")),
@@ -286,7 +300,8 @@ def _summed(
     sums = [*(column for column in columns if column.name not in _BYTES), *_parts_of_bytes(dialect, table)]
     keys = [getattr(table, name) for name in _KEYS]
     in_time = moment >= start, moment < end
-    return select(_hour(dialect, moment).label("hour"), *keys, *sums).where(*in_time, *usage_filter.conditions(table))
+    times = _hour(dialect, moment).label("hour"), _day(dialect, moment).label("day")
+    return select(*times, *keys, *sums).where(*in_time, *usage_filter.conditions(table))
 
 
 def _parts_of_bytes(dialect: str, table: Any) -> list[ColumnElement[int]]:
@@ -300,6 +315,13 @@ def _hour(dialect: str, moment: Any) -> ColumnElement[str]:
     if dialect == "postgresql":
         return func.to_char(func.timezone("UTC", moment), 'YYYY-MM-DD"T"HH24:00:00"Z"')
     return func.strftime("%Y-%m-%dT%H:00:00Z", moment)
+
+
+def _day(dialect: str, moment: Any) -> ColumnElement[str]:
+    """Return the day of a time, in UTC, as text: 2026-01-31."""
+    if dialect == "postgresql":
+        return func.to_char(func.timezone("UTC", moment), "YYYY-MM-DD")
+    return func.strftime("%Y-%m-%d", moment)
 
 
 def _sums(source: Subquery) -> list[ColumnElement[Any]]:

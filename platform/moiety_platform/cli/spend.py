@@ -1,0 +1,179 @@
+"""Commands `moiety usage spend`, `forecast` and `budgets`: what usage costs, will cost, and may cost."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
+from moiety_platform.cli.tables import show_csv, show_json
+from moiety_platform.cli.time_options import From, Hours, To, period_of
+from moiety_platform.prices.token_cost import dollars
+
+SPEND = {
+    "requests": "requests",
+    "prompt_tokens": "prompt tokens",
+    "cached_tokens": "of them cached",
+    "output_tokens": "output tokens",
+    "before_credits": "before credits $",
+    "credit": "credit $",
+    "cost": "$",
+    "share": "share",
+}
+SPEND_DETAILS = ("cached_tokens", "before_credits", "credit", "prompt_tokens", "share")
+BUDGETS = {
+    "scope": "scope",
+    "limit": "limit",
+    "cap": "cap $",
+    "used": "used $",
+    "share": "used",
+    "rate": "$ a day",
+    "forecast": "forecast $",
+    "exhausted_at": "used up",
+    "window_end": "ends",
+    "quota_id": "quota",
+}
+BUDGET_DETAILS = ("quota_id", "window_end", "rate")
+
+Tenant = Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")]
+
+
+@admin_command
+def spend(
+    admin: Admin,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, day, "
+            "end_user and tag:NAME."
+        ),
+    ] = "tenant",
+    hours: Hours = None,
+    begin: From = None,
+    end: To = None,
+    tenant: Tenant = None,
+    project: Annotated[
+        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
+    service_class: Annotated[
+        str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")
+    ] = None,
+    end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")] = False,
+) -> None:
+    """Show what was spent, after credits; the figures are those of `moiety usage` and of the ledger."""
+    if as_csv and admin.as_json:
+        raise typer.BadParameter("give --csv or --json, not both")
+    since, until = period_of(hours, begin, end, datetime.now(UTC))
+    tenant_id = _tenant_id(admin, tenant)
+    report = admin.client.get(
+        "/spend",
+        group_by=by,
+        since=since.isoformat(),
+        until=None if until is None else until.isoformat(),
+        tenant_id=tenant_id,
+        project_id=None if project is None else find_project(admin.client, project)["id"],
+        key_id=None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+        model=model,
+        service_class=service_class,
+        end_user=end_user,
+        tag=tag,
+    )
+    if admin.as_json:
+        show_json(report)
+        return
+    if as_csv:
+        show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
+        return
+    whole = report["total"]["cost_nanodollars"]
+    rows = [{**named(one["group"]), **_in_dollars(one["totals"], whole)} for one in report["data"]]
+    groups = {field: field.replace("_", " ") for one in report["data"][:1] for field in named(one["group"])}
+    if rows and groups:
+        rows.append({**dict.fromkeys(groups), next(iter(groups)): "total", **_in_dollars(report["total"], whole)})
+    admin.show_rows(rows, {**groups, **SPEND}, SPEND_DETAILS)
+
+
+@admin_command
+def forecast(
+    admin: Admin,
+    tenant: Tenant = None,
+    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
+) -> None:
+    """Forecast the spend of this month: what is spent, plus the mean of the last seven days for the rest of it."""
+    found = admin.client.get("/spend/forecast", tenant_id=_tenant_id(admin, tenant), model=model)
+    if admin.as_json:
+        show_json(found)
+        return
+    admin.show_row(
+        {
+            "month": f"{found['month_start'][:10]} to {found['month_end'][:10]}, UTC",
+            "spent_$": dollars(found["spent_nanodollars"]),
+            "$_a_day": dollars(found["rate_nanodollars_per_day"]),
+            "mean_since": found["rate_since"],
+            "forecast_$": dollars(found["forecast_nanodollars"]),
+        }
+    )
+
+
+@admin_command
+def budgets(admin: Admin, tenant: Tenant = None) -> None:
+    """List the limits on money: what is used, the forecast for the end of their window, and when they are used up."""
+    tenant_id = _tenant_id(admin, tenant)
+    found = list(admin.client.pages("/spend/budgets", tenant_id=tenant_id))
+    if admin.as_json:
+        show_json({"data": found})
+        return
+    names = ObjectNames(admin.client)
+    rows = [
+        {
+            **one,
+            "scope": names.scope(one["level"], one["scope_id"]),
+            "limit": one["kind"].replace("_", " "),
+            "cap": dollars(one["cap_nanodollars"]),
+            "used": dollars(one["used_nanodollars"]),
+            "share": _share(one["used_nanodollars"], one["cap_nanodollars"]),
+            "rate": dollars(one["rate_nanodollars_per_day"]),
+            "forecast": dollars(one["forecast_nanodollars"]),
+        }
+        for one in found
+    ]
+    admin.show_rows(rows, BUDGETS, BUDGET_DETAILS)
+
+
+def _tenant_id(admin: Admin, tenant: str | None) -> str | None:
+    return None if tenant is None else str(admin.client.find_tenant(tenant)["id"])
+
+
+def _in_dollars(totals: dict[str, Any], whole: int) -> dict[str, Any]:
+    return {
+        **totals,
+        "before_credits": dollars(totals["cost_before_credits_nanodollars"]),
+        "credit": dollars(totals["credit_nanodollars"]) if totals["credit_nanodollars"] else None,
+        "cost": dollars(totals["cost_nanodollars"]),
+        "share": _share(totals["cost_nanodollars"], whole),
+    }
+
+
+def _share(part: int, whole: int) -> str | None:
+    return f"{part / whole:.1%}" if whole else None
+
+
+def named(group: dict[str, str | None]) -> dict[str, str | None]:
+    """Return a group by the names of its members, or by their ids if they have no name."""
+    shown: dict[str, str | None] = {}
+    for field, value in group.items():
+        if field.endswith("_name"):
+            shown[field.removesuffix("_name")] = value or group[field.removesuffix("name") + "id"]
+        elif not field.endswith("_id"):
+            shown[field] = value
+    return shown

@@ -1,0 +1,1 @@
+"""Spend: what usage cost, by group and by day, with a forecast and with budgets."""

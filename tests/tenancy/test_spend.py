@@ -1,0 +1,223 @@
+"""Spend equals usage and the ledger for any time; forecasts and budgets follow from the days, on both databases."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import func, select
+from tests.usage_rows import make_row
+
+from moiety_platform.auth.schemas import NewKey
+from moiety_platform.auth.service import create_key, rotate_key
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import Database
+from moiety_platform.quota.kinds import LimitKind, LimitLevel
+from moiety_platform.quota.models import QuotaWindow
+from moiety_platform.quota.schemas import NewQuota
+from moiety_platform.quota.service import set_quota
+from moiety_platform.spend.forecast import RATE_SPAN, forecast_month, rate_of, read_since
+from moiety_platform.usage.days import DAY, sum_up_some
+from moiety_platform.usage.models import LedgerEntry
+from moiety_platform.usage.store import insert_rows
+
+from .conftest import PEPPER, Admin, Demo
+
+NOW = datetime(2026, 3, 20, 6, tzinfo=UTC)
+SPANS = (
+    (NOW - 40 * DAY, NOW),
+    (datetime(2026, 3, 1, tzinfo=UTC), datetime(2026, 4, 1, tzinfo=UTC)),
+    (NOW - timedelta(days=20, minutes=17, seconds=3), NOW - timedelta(days=2, minutes=1)),
+    (NOW - timedelta(minutes=50), NOW - timedelta(minutes=10)),
+)
+GROUPINGS = ("tenant", "project", "key", "model", "service_class", "day", "tenant,model")
+ATTRIBUTED = ("end_user", "tag:team", "day,end_user")
+
+
+@pytest.fixture
+async def spent(database: Database, demo: Demo, clock: ManualClock) -> Database:
+    """Forty days of requests of two tenants: with credits, end users and tags, and with sums of the past days."""
+    clock.advance((NOW - clock.now()).total_seconds())
+    rows = [
+        make_row(
+            f"r{number}", tenant_id=demo.tenant_id if number % 3 else "ten_b", project_id=f"prj_{number % 2}",
+            key_id=f"key_{number % 4}", model=f"m{number % 2}", service_class=("standard", "batch")[number % 5 == 0],
+            started_at=NOW - timedelta(hours=6.7 * number - 6.5, minutes=number % 60), output_tokens=number,
+            cost_nanodollars=number**3 + 7, credit_nanodollars=number * 11 if number % 4 == 0 else 0,
+            end_user=f"user-{number % 3}" if number % 3 else None, tags='{"team":"ads"}' if number % 2 else None,
+        )
+        for number in range(1, 144)
+    ]  # fmt: skip
+    async with database.write() as session:
+        await insert_rows(session, rows)
+    async with database.write() as session:
+        while await sum_up_some(session, NOW):
+            pass
+    return database
+
+
+async def billed(database: Database, since: datetime, until: datetime) -> int:
+    """The sum of the ledger."""
+    cost = func.coalesce(func.sum(LedgerEntry.cost_nanodollars), 0)
+    async with database.read() as session:
+        found = await session.scalar(
+            select(cost).where(LedgerEntry.started_at >= since, LedgerEntry.started_at < until)
+        )
+    return int(found or 0)
+
+
+def shared(group: dict[str, str | None], totals: dict[str, Any]) -> tuple[dict[str, str | None], list[int]]:
+    """A group with the figures that both reports have."""
+    names = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "credit_nanodollars", "cost_nanodollars")
+    return group, [totals[name] for name in names]
+
+
+def in_query(since: datetime, until: datetime, **more: str) -> dict[str, str]:
+    return {"since": since.isoformat(), "until": until.isoformat(), **more}
+
+
+async def test_spend_of_any_time_and_group_is_that_of_usage_and_of_the_ledger(spent: Database, admin: Admin) -> None:
+    for (since, until), grouping in product(SPANS, (*GROUPINGS, *ATTRIBUTED)):
+        if grouping in ATTRIBUTED and until - since > 31 * DAY:
+            continue
+        params = in_query(since, until, group_by=grouping)
+        found, usage = [await admin.call("GET", path, 200, params=params) for path in ("spend", "usage")]
+        groups = [(one["group"], one["totals"]) for one in found["data"]]
+        assert [shared(group, sums) for group, sums in groups] == [
+            shared(one["group"], one["totals"]) for one in usage["data"]
+        ]
+        cost = await billed(spent, since, until)
+        assert found["total"]["cost_nanodollars"] == cost > 0
+        assert sum(sums["cost_nanodollars"] for _, sums in groups) == cost, (grouping, since)
+        assert all(
+            sums["cost_before_credits_nanodollars"] - sums["credit_nanodollars"] == sums["cost_nanodollars"]
+            for _, sums in groups
+        )
+    whole = await admin.call("GET", "spend", 200, params=in_query(*SPANS[0]))
+    assert whole["data"] == [{"group": {}, "totals": whole["total"]}]
+    assert whole["total"]["credit_nanodollars"] > 0 and not whole["truncated"]
+
+
+async def test_spend_is_filtered_by_everything_that_it_is_grouped_by(spent: Database, admin: Admin, demo: Demo) -> None:
+    span = SPANS[1]
+    filters = {
+        "tenant": {"tenant_id": demo.tenant_id}, "project": {"project_id": "prj_1"}, "key": {"key_id": "key_2"},
+        "model": {"model": "m0"}, "service_class": {"service_class": "batch"}, "end_user": {"end_user": "user-1"},
+        "tag:team": {"tag": "team=ads"},
+    }  # fmt: skip
+    for grouping, given_filter in filters.items():
+        groups = (await admin.call("GET", "spend", 200, params=in_query(*span, group_by=grouping)))["data"]
+        (wanted,) = given_filter.values()
+        only = await admin.call("GET", "spend", 200, params=in_query(*span, **given_filter))
+        (same,) = [one for one in groups if wanted.removeprefix("team=") in one["group"].values()]
+        assert only["total"] == same["totals"]
+        month = await admin.call("GET", "spend/forecast", 200, params=given_filter)
+        assert month["spent_nanodollars"] == same["totals"]["cost_nanodollars"], "the month so far is the whole month"
+    assert await billed(spent, *span) == (await admin.call("GET", "spend/forecast", 200))["spent_nanodollars"]
+
+
+async def test_the_forecast_adds_the_mean_of_the_last_days_for_the_rest_of_the_month(
+    spent: Database, admin: Admin
+) -> None:
+    found = await admin.call("GET", "spend/forecast", 200)
+    assert (found["month_start"], found["month_end"]) == ("2026-03-01T00:00:00Z", "2026-04-01T00:00:00Z")
+    assert found["rate_since"] == "2026-03-13T00:00:00Z"
+    last = await billed(spent, datetime(2026, 3, 13, tzinfo=UTC), NOW)
+    assert found["rate_nanodollars_per_day"] == last * 24 // (7 * 24 + 6)
+    rest = found["rate_nanodollars_per_day"] * (11 * 24 + 18) // 24
+    assert found["forecast_nanodollars"] == found["spent_nanodollars"] + rest
+    assert sum(day["cost_nanodollars"] for day in found["days"]) == found["spent_nanodollars"]
+    assert found["days"][0]["day"] == "2026-03-01T00:00:00Z"
+    nobody = await admin.call("GET", "spend/forecast", 200, params={"tenant_id": "ten_none"})
+    assert (nobody["forecast_nanodollars"], nobody["rate_since"], nobody["days"]) == (0, None, [])
+
+
+DAYS = st.dictionaries(st.integers(-60, 0), st.integers(0, 10**15), max_size=40)
+
+
+@given(DAYS, st.integers(0, 365 * 24 * 3600))
+def test_a_forecast_is_never_below_the_spend_and_ends_at_it(days: dict[int, int], after_s: int) -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=after_s)
+    today = now.replace(hour=0, minute=0, second=0)
+    spend = {today + number * DAY: amount for number, amount in days.items() if today + number * DAY >= read_since(now)}
+    found = forecast_month(spend, now)
+    assert found.total >= found.spent == sum(amount for day, amount in spend.items() if day >= found.start)
+    assert found.start <= now < found.end
+    assert found.rate.since is None or now - found.rate.since <= RATE_SPAN + DAY
+    recent = sum(amount for day, amount in spend.items() if day >= today - RATE_SPAN)
+    assert found.rate.spend_in(8 * DAY) <= 8 * recent, "no more than if all came in a day"
+    assert found.rate.spend_in(-DAY) == 0
+
+
+def test_the_rate_of_who_began_lately_is_the_mean_since_then() -> None:
+    today = datetime(2026, 3, 20, tzinfo=UTC)
+    now = today + timedelta(hours=12)
+    assert rate_of({today: 600}, now).nanodollars_per_day == 600, "of a whole day at least"
+    assert rate_of({today - DAY: 300, today: 300}, now).nanodollars_per_day == 400
+    assert rate_of({today - 20 * DAY: 1, today: 7500}, now).nanodollars_per_day == 1000
+    assert rate_of({today - 29 * DAY: 10**9}, now).since is None
+    left = rate_of({today: 600}, now)
+    assert left.time_for(300) == timedelta(hours=12) and left.time_for(-5) == timedelta()
+    assert left.time_for(600 * 400) is None and rate_of({}, now).time_for(1) is None
+
+
+async def test_budgets_burn_down_by_the_spend_of_their_scope(
+    spent: Database, admin: Admin, demo: Demo, clock: ManualClock
+) -> None:
+    async with spent.write() as session:
+        key, _ = await create_key(session, NewKey(name="other", project_id=demo.project_id), PEPPER, clock.now())
+        later, _ = await rotate_key(session, key.id, 0, PEPPER, clock.now())
+        month = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.MONEY_PER_MONTH, 10**7)
+        day = NewQuota(LimitLevel.KEY, later.id, LimitKind.MONEY_PER_DAY, 1000)
+        tokens = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.TOKENS_PER_DAY, 5)
+        quotas = [await set_quota(session, new, clock.now()) for new in (month, day, tokens)]
+        session.add(QuotaWindow(quota_id=quotas[0].id, start=SPANS[1][0], granted=4000, settled=4000))
+        rows = [
+            make_row(f"k{number}", tenant_id=demo.tenant_id, project_id=demo.project_id, cost_nanodollars=100,
+                     key_id=(key.id, later.id)[number % 2], started_at=NOW - timedelta(hours=number, minutes=5))
+            for number in range(4)
+        ]  # fmt: skip
+        await insert_rows(session, rows)
+    budgets = (await admin.call("GET", "spend/budgets", 200))["data"]
+    assert [one["quota_id"] for one in budgets] == [quotas[0].id, quotas[1].id], "a limit on tokens is no budget"
+    of_tenant = budgets[0]
+    of_month = await admin.call("GET", "spend/forecast", 200, params={"tenant_id": demo.tenant_id})
+    assert of_tenant["spent_nanodollars"] == of_month["spent_nanodollars"]
+    assert of_tenant["used_nanodollars"] == 4000, "which the limit has counted"
+    assert of_tenant["rate_nanodollars_per_day"] == of_month["rate_nanodollars_per_day"]
+    assert of_tenant["burn_down"][0] == {"at": "2026-03-01T00:00:00Z", "remaining_nanodollars": 10**7}
+    last = of_tenant["burn_down"][-1]
+    assert last == {"at": "2026-03-20T06:00:00Z", "remaining_nanodollars": 10**7 - of_tenant["spent_nanodollars"]}
+    of_key = budgets[1]
+    assert of_key["scope_id"] == key.id and of_key["spent_nanodollars"] == 400, "of the key and of its successor"
+    assert [one["remaining_nanodollars"] for one in of_key["burn_down"]] == [1000, 900, 800, 700, 600]
+    assert [one["at"][11:13] for one in of_key["burn_down"]] == ["00", "03", "04", "05", "06"]
+    assert of_key["exhausted_at"] is None and of_key["window_end"] == "2026-03-21T00:00:00Z"
+    assert await names_of_budgets(admin, tenant_id="ten_b") == []
+    assert await names_of_budgets(admin, tenant_id=demo.tenant_id) == [quotas[0].id, quotas[1].id]
+
+
+async def names_of_budgets(admin: Admin, **params: str) -> list[str]:
+    found = (await admin.call("GET", "spend/budgets", 200, params=params))["data"]
+    return [one["quota_id"] for one in found]
+
+
+async def test_a_budget_that_will_not_last_says_until_when(
+    database: Database, admin: Admin, demo: Demo, clock: ManualClock
+) -> None:
+    clock.advance((NOW - clock.now()).total_seconds())
+    async with database.write() as session:
+        new = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.MONEY_PER_MONTH, 900)
+        quota = await set_quota(session, new, clock.now())
+        session.add(QuotaWindow(quota_id=quota.id, start=SPANS[1][0], granted=300, settled=300))
+        row: Any = make_row("r", tenant_id=demo.tenant_id, started_at=NOW, cost_nanodollars=300)
+        await insert_rows(session, [row])
+    clock.advance(1)
+    (budget,) = (await admin.call("GET", "spend/budgets", 200))["data"]
+    assert budget["rate_nanodollars_per_day"] == 300
+    assert budget["exhausted_at"] == "2026-03-22T06:00:01Z", "600 are left, for two days"
+    assert budget["forecast_nanodollars"] == 300 + 300 * (11 * 86400 + 18 * 3600 - 1) // 86400
