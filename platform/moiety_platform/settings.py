@@ -16,6 +16,7 @@ from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
 from moiety_platform.config_file import read_config_section
 from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
+from moiety_platform.export_settings import ExportSettings
 from moiety_platform.log_settings import LogSettings
 from moiety_platform.object_store_url import check_url
 from moiety_platform.origins import check_origin
@@ -45,7 +46,9 @@ def _also(name: str, variable: str) -> AliasChoices:
     return AliasChoices(name, f"MOIETY_{name.upper()}", variable)
 
 
-class GatewaySettings(LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings):
+class GatewaySettings(
+    LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings, ExportSettings
+):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

@@ -277,6 +277,22 @@ async def test_reload_applies_retention_times(
         assert not any([await gateway.count(table) for table in kept])
 
 
+async def test_reload_begins_and_ends_the_export_of_usage(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], tmp_path: Path
+) -> None:
+    async with whole(retention_interval_s=3600) as gateway:
+        async with gateway.database.write() as session:
+            rows = [make_row(f"r{day}", started_at=NOW - timedelta(days=day)) for day in (3, 5, 90)]
+            await insert_rows(session, rows)
+        await gateway.change(usage_export_format="csv", usage_export_days=4, retention_interval_s=0.2)
+        exports = tmp_path / "objects" / "exports"
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(exports.rglob("*.csv")):
+                await gateway.count(UsageRecord)
+        day = NOW - timedelta(days=3)
+        assert [path.name for path in exports.rglob("*.csv")] == [f"usage-{day:%Y-%m-%d}.csv"]
+
+
 async def test_reload_applies_log_and_metric_settings(
     whole: Callable[..., AbstractAsyncContextManager[Whole]], logged: io.StringIO, tmp_path: Path
 ) -> None:
@@ -341,7 +357,7 @@ LOOKED_AT_HERE = {
     "traces_endpoint", "traces_token", "otlp_endpoint", "otlp_protocol", "otlp_metrics_endpoint",
     "otlp_metrics_interval_ms", "trace_sample_rate", "trace_sample_rates", "trace_first_per_s", "trace_max_per_s",
     "external_engine_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant",
-    "keep_requests_days",
+    "keep_requests_days", "usage_export_format", "usage_export_days",
     "keep_limit_windows_days", "keep_batches_days", "retention_interval_s", "log_level", "metrics_tenants",
     "access_log_rate",
 }  # fmt: skip

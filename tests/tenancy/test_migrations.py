@@ -45,6 +45,7 @@ IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "tenant_deletions"}
 DECLARED = {"declarations"}
 UPKEEP = {"retention_jobs", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
+EXPORTS = {"usage_exports"}
 TRACES = {"traces", "spans"}
 ADAPTERS = {"adapters", "adapter_chunks"}
 CONVERSATIONS = {"conversations", "conversation_items", "response_events"}
@@ -58,6 +59,7 @@ KEPT = {
     *IDEMPOTENCY,
     *ALERTS,
     *UPKEEP,
+    *EXPORTS,
     *TRACES,
 }
 LATER = {"service_classes", "responses", *CONVERSATIONS, *QUOTAS, *USAGE, *KEPT}  # than the first

@@ -84,6 +84,7 @@ LAST_RECORDS_S = 10.0
 OPERATIONS_DRAIN_S = 1  # wait of a shutdown for a running scrape
 RETENTION_SETTINGS = (
     "retention_interval_s", "keep_files_days", "keep_batches_days", "keep_requests_days", "keep_limit_windows_days",
+    "usage_export_format", "usage_export_days",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The retention jobs: deletion of expired rows and of objects, daily sums of usage, and moves to the object store.
+"""The retention jobs: deletion of expired rows and of objects, daily sums and exports of usage, and moves of objects.
 
 `docs/administration.md` contains the same list. Tables that are not listed are kept: the ledger, the hourly sums and
 the audit log; and the single requests, unless a setting limits their age.
@@ -31,9 +31,12 @@ from moiety_platform.simulations import store as simulations
 from moiety_platform.usage.days import sum_up_some
 from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
 from moiety_platform.usage.purge import purge_requests
+from moiety_platform.usage_exports.files import ExportFormat
+from moiety_platform.usage_exports.service import UsageExports
 from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
 
 DAY_MS = 24 * 3600 * 1000
+EXPORT_INTERVAL_S = 600.0  # between looks for days to export
 
 
 def retention_jobs_of(
@@ -75,6 +78,11 @@ def retention_jobs_of(
     ]
     if settings.keep_files_s is not None:
         jobs.insert(1, RetentionJob("files_without_end", partial(set_expiry, keep_s=settings.keep_files_s, now=now)))
+    if settings.usage_export_format is not None:
+        exports = UsageExports(
+            database, objects, ExportFormat(settings.usage_export_format), settings.usage_export_days, now
+        )
+        jobs.append(ObjectJob("usage_exports", exports.export_next, EXPORT_INTERVAL_S))
     if settings.keep_requests_days:
         jobs.append(RetentionJob("usage", purge_old_requests))
     return jobs

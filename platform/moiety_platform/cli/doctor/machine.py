@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from moiety_platform.cli.doctor.finding import Finding, fail, ok, warn
 
 AREA = "machine"
-PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc")  # extras of serving parts
+PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc", "parquet")  # extras of serving parts
 MIN_FILES = 4096  # a stream is a connection; each engine, database connection and journal is one more
 GOOD_FILES = 65_536
 MIN_FREE_BYTES = 1 << 30
