@@ -23,6 +23,10 @@ CONCURRENT_INDEXES: Mapping[str, LiteralString] = MappingProxyType(
     {
         "ix_usage_end_user": 'ON "usage" (tenant_id, end_user, started_at) '
         "WHERE end_user IS NOT NULL OR tags IS NOT NULL",
+        "ix_usage_unsuccessful": 'ON "usage" (started_at, request_id) '
+        "WHERE http_status >= 400 OR error_code IS NOT NULL",
+        "ix_usage_unsuccessful_tenant": 'ON "usage" (tenant_id, started_at) '
+        "WHERE http_status >= 400 OR error_code IS NOT NULL",
     }
 )
 """Table, columns and condition of each index by its name."""

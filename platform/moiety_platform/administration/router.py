@@ -46,6 +46,7 @@ from moiety_platform.openapi.documents import ADMIN_KEY
 from moiety_platform.prices.controller import PriceController
 from moiety_platform.quota.controller import QuotaController
 from moiety_platform.quota.enforcer import QuotaEnforcer
+from moiety_platform.request_log.controller import RequestLogController
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.spend.controller import SpendController
 from moiety_platform.tenants.controller import ProjectController, TenantController
@@ -141,6 +142,7 @@ def admin_router(
             QuotaController,
             UsageController,
             SpendController,
+            RequestLogController,
             OverviewController,
             CallerController,
             TraceController,

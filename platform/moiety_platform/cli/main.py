@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[Target, str]] = {
     ),
     "top": ("moiety_platform.cli.top.command:top", "Watch engines, classes and tenants in the terminal."),
     "usage": ("moiety_platform.cli.usage:app", "Show usage by tenant, model or hour, and reconcile it."),
+    "requests": ("moiety_platform.cli.requests:app", "Search in the log of all requests."),
 }
 RESOURCE_COMMANDS = "moiety_platform.cli.resource_commands:app_of"
 WITH_FILE = ("engine", "dashboard")  # commands of other packages, which do not read files
@@ -81,6 +82,7 @@ ORDER = [
     "apply",
     "audit",
     "usage",
+    "requests",
     "contract",
     "engines",
     "top",

@@ -246,6 +246,7 @@ class RequestRecorder:
             end_user=record.attribution.end_user,
             tags=record.attribution.tags,
             route=record.route,
+            trace_id=record.trace.trace_id if record.trace.is_recorded else None,
             charges=reservation.charges(used, cost),
             **KILLED,
         )
@@ -288,6 +289,7 @@ class RequestRecorder:
             end_user=record.attribution.end_user,
             tags=record.attribution.tags,
             route=record.route,
+            trace_id=record.trace.trace_id if record.trace.is_recorded else None,
             charges=charges,
         )
 

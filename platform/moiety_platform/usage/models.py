@@ -23,6 +23,9 @@ from moiety_platform.db.base import Base, SharedTable, UtcDateTime, WideInteger
 IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"
 """Condition of the rows in the index of end users. A query must contain it for SQLite to use that index."""
 
+IS_UNSUCCESSFUL = "http_status >= 400 OR error_code IS NOT NULL"
+"""Condition of the rows in the indexes of unsuccessful requests, of which the same is true."""
+
 
 class UsageRecord(Base):
     """One authenticated request; the primary key makes recording idempotent.
@@ -43,6 +46,13 @@ class UsageRecord(Base):
             "started_at",
             sqlite_where=text(IS_ATTRIBUTED),
             postgresql_where=text(IS_ATTRIBUTED),
+        ),
+        *(
+            Index(name, *columns, sqlite_where=text(IS_UNSUCCESSFUL), postgresql_where=text(IS_UNSUCCESSFUL))
+            for name, columns in (
+                ("ix_usage_unsuccessful", ("started_at", "request_id")),
+                ("ix_usage_unsuccessful_tenant", ("tenant_id", "started_at")),
+            )
         ),
     )
 
@@ -79,6 +89,7 @@ class UsageRecord(Base):
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
     credit_reason: Mapped[str | None] = mapped_column(String(16))
     route: Mapped[str | None] = mapped_column(Text)
+    trace_id: Mapped[str | None] = mapped_column(String(32))
 
 
 class EntryKind(StrEnum):

@@ -61,6 +61,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     credit_nanodollars: int = 0  # for a missed guarantee; `cost_nanodollars` is what remains after it
     credit_reason: str | None = None
     route: str | None = None  # the name that the client sent, where it is a route; `model` is the one that answered
+    trace_id: str | None = None  # in hexadecimal; None where no traces are recorded
     charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Self
 
 import msgspec
 
@@ -101,10 +102,15 @@ class RequestView(msgspec.Struct, frozen=True):
     credit_nanodollars: int  # for a missed guarantee; already taken off the cost
     credit_reason: str | None  # ttft, finish or failed
     route: str | None  # the name that its client sent, where it is a route
+    trace_id: str | None  # of its trace, which may not have been kept; null where no traces are recorded
 
     @classmethod
     def of(cls, record: UsageRecord) -> RequestView:
         return copy_fields(record, cls, tags=tags_of(record.tags))
+
+    def without_expert_bytes(self) -> Self:
+        """Return the request for an administrator of one tenant, without figures that depend on other tenants."""
+        return msgspec.structs.replace(self, expert_read_bytes=None, expert_moved_bytes=None)
 
 
 class RequestPage(Page[RequestView], frozen=True):
@@ -112,5 +118,4 @@ class RequestPage(Page[RequestView], frozen=True):
 
     def without_expert_bytes(self) -> RequestPage:
         """Return the page for an administrator of one tenant, without figures that depend on other tenants."""
-        replace = msgspec.structs.replace
-        return replace(self, data=[replace(one, expert_read_bytes=None, expert_moved_bytes=None) for one in self.data])
+        return msgspec.structs.replace(self, data=[one.without_expert_bytes() for one in self.data])
