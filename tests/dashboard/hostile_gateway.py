@@ -25,7 +25,7 @@ from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import SimulationController
 
 TRACE_ID = "ab" * 16  # the form that the page of a trace accepts
-TIMES = re.compile(r".*_at|at|since|until|start|as_of|window_start")
+TIMES = re.compile(r".*_at|at|since|until|start|as_of|(window|month)_(start|end)|rate_since|day")
 REVERSES = "\N{RIGHT-TO-LEFT OVERRIDE}"
 DONE = 200, 201, 202
 
@@ -148,6 +148,9 @@ class HostileGateway:
             ("AuditView", "before"): {"name": self.text("before")},
             ("AuditView", "after"): {"name": self.text("after")},
             ("UsageGroup", "group"): self._group,
+            ("SpendGroup", "group"): self._group,
+            ("BudgetView", "level"): "tenant",
+            ("BudgetView", "kind"): "money_per_month",
             ("UsageMinuteSum", "group"): self._group,
             ("SimulationView", "state"): self.simulation,
             ("SimulationView", "settings"): self._simulation_settings,
@@ -170,7 +173,8 @@ class HostileGateway:
     def _group(self) -> dict[str, str]:
         names = ("tenant_id", "tenant_name", "project_id", "key_id", "service_class", "model")
         slot = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=1)
-        return {**{one: self.text("id" if one.endswith("_id") else one) for one in names}, "hour": slot.isoformat()}
+        times = {"hour": slot.isoformat(), "day": f"{slot:%Y-%m-%d}"}
+        return {**{one: self.text("id" if one.endswith("_id") else one) for one in names}, **times}
 
     def _simulation_settings(self) -> dict[str, Any]:
         return {

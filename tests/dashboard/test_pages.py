@@ -34,9 +34,11 @@ DEADLINE_S = 180  # a browser, five processes and a simulation share the process
 PAGES = (
     "Overview",
     "Tenants",
+    "Spend",
     "Service classes",
     "Engines",
     "Experts",
+    "Requests",
     "Traces",
     "Quotas",
     "Playground",

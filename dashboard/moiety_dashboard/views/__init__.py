@@ -6,7 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moiety_dashboard.page import Page
-from moiety_dashboard.views import audit, classes, engines, experts, overview, playground, quotas, simulator
+from moiety_dashboard.views import (
+    audit,
+    classes,
+    engines,
+    experts,
+    overview,
+    playground,
+    quotas,
+    requests,
+    simulator,
+    spend,
+)
 from moiety_dashboard.views.tenants import page as tenants
 from moiety_dashboard.views.traces import page as traces
 
@@ -25,9 +36,11 @@ class View:
 PAGES = (
     View("Overview", ":material/monitoring:", "overview", overview.draw),
     View("Tenants", ":material/groups:", "tenants", tenants.draw),
+    View("Spend", ":material/payments:", "spend", spend.draw, "usage.read"),
     View("Service classes", ":material/speed:", "classes", classes.draw),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
     View("Experts", ":material/grid_on:", "experts", experts.draw, "experts.read"),
+    View("Requests", ":material/receipt_long:", "requests", requests.draw, "usage.read"),
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),

@@ -1,0 +1,181 @@
+"""Requests: a search in the log of all requests, and the details of one with a link to its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import colours, panels, session
+from moiety_dashboard.client import AdminClient, ApiRefused, path_of
+from moiety_dashboard.escaping import as_text
+from moiety_dashboard.frames.requests import requests_frame
+from moiety_dashboard.page import Page
+from moiety_dashboard.views.tenants.names import names_of
+from moiety_dashboard.views.traces.kept import TRACE
+from moiety_dashboard.views.windows import DAY, HOUR, MINUTE
+
+LIMIT = 200
+TRACES = "traces"
+POSITION = "requests from"
+SHOWN = "requests as drawn"
+PICKED = "request picked"
+WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY, "30 d": 30 * DAY}
+OUTCOMES = {
+    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "client disconnected",
+    "rejected": "rejected", "failed": "failed",
+}  # fmt: skip
+STATUSES = ("2xx", "4xx", "5xx", "400", "403", "404", "408", "413", "429", "499", "500", "502", "503", "504")
+SLO_STATES = {"attained": "attained", "missed": "missed", "none": "does not apply"}
+EMPTY = "No request matches. Choose a longer window, or remove a filter."
+
+
+def draw(page: Page) -> None:
+    panels.head("Requests", "Every authenticated request, newest first; click a row for its details")
+    with page.asking() as client:
+        names = names_of(client)
+        request_id = st.text_input("Request id", key="log request", placeholder="chatcmpl-…, of any time").strip()
+        if request_id:
+            draw_one(page, client, request_id, names)
+            return
+        draw_found(client, choose(client, names), names)
+        picked = st.session_state.get(PICKED)
+        if picked is not None:
+            draw_one(page, client, picked, names)
+
+
+def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the search as the API's parameters."""
+    classes = [terms["name"] for terms in client.get("/classes").data["data"]]
+    first, second = st.columns([1.2, 2, 2, 1.6, 1.6, 1.4]), st.columns([1.2, 2, 2, 1.6, 1.6, 1.4])
+    window = first[0].selectbox("Window", list(WINDOWS), 1, key="log window")
+    tenant = None
+    if not session.is_of_one_tenant():
+        tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
+        tenant = _choice(first[1], "Tenant", tenants, names)
+    found = {
+        "tenant_id": tenant,
+        "model": _text(first[2], "Model", "as the answer names it"),
+        "service_class": _choice(first[3], "Class", classes),
+        "outcome": _choice(first[4], "Outcome", list(OUTCOMES), OUTCOMES),
+        "status": _choice(first[5], "Status", list(STATUSES), more=True),
+        "slo": _choice(second[0], "SLO", list(SLO_STATES), SLO_STATES),
+        "error_code": _text(second[1], "Error code", "quota_exceeded"),
+        "route": _text(second[2], "Route", "name of a route"),
+        "end_user": _text(second[3], "End user", "ann"),
+        "tag": _text(second[4], "Tag", "team=search"),
+    }
+    least = second[5].number_input("Min duration, ms", 0, value=None, step=100, placeholder="0", key="log min")
+    since = datetime.now(UTC) - WINDOWS[window]
+    return {**found, "min_ms": least or None, "since": since.isoformat()}
+
+
+def _choice(
+    container: Any, label: str, options: list[str], names: Mapping[str, str] | None = None, *, more: bool = False
+) -> str | None:
+    shown: str | None = container.selectbox(
+        label, options, None, format_func=lambda one: as_text((names or {}).get(one, one)), placeholder="any",
+        key=f"log {label.lower()}", accept_new_options=more,
+    )  # fmt: skip
+    return shown
+
+
+def _text(container: Any, label: str, example: str) -> str | None:
+    given: str = container.text_input(label, key=f"log {label.lower()}", placeholder=example)
+    return given.strip() or None
+
+
+def draw_found(client: AdminClient, search: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    searched = {name: value for name, value in search.items() if name != "since"}
+    position = st.session_state.get(POSITION)
+    cursor = position[1] if position is not None and position[0] == searched else None
+    answer = client.get("/requests", limit=LIMIT, cursor=cursor, **search)
+    frame = requests_frame(answer.data["data"], names)
+    classes = colours.of_classes(sorted(set(frame["class"])))
+    with panels.panel("Requests", "all, not sampled; the CSV has all columns", [answer], key="requests", frame=frame):
+        st.session_state[SHOWN] = list(frame["request_id"])
+        panels.table(
+            frame, columns(), EMPTY, classes=classes, states=colours.OUTCOMES, max_rows=16, on_pick=pick
+        )  # fmt: skip
+    turn(answer.data["next_cursor"], cursor, searched)
+
+
+def pick(row: int) -> None:
+    """Choose a row of the table as it was drawn when it was clicked."""
+    shown: list[str] = st.session_state.get(SHOWN, [])
+    if row < len(shown):
+        st.session_state[PICKED] = shown[row]
+
+
+def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[str, str]) -> None:
+    """Draw the details of one request."""
+    try:
+        answer = client.get(path_of("requests", request_id))
+    except ApiRefused as exc:
+        st.info(as_text(exc), icon=":material/search_off:")
+        return
+    found = answer.data
+    shown = requests_frame([found], names).iloc[0]
+    fields = {
+        **{name: value for name, value in found.items() if name not in ("tags", "has_trace")},
+        "tenant": shown["tenant"], "key": shown["key"], "tags": shown["tags"],
+    }  # fmt: skip
+    lines = [{"field": name.replace("_", " "), "value": _shown(value)} for name, value in sorted(fields.items())]
+    frame = pd.DataFrame(lines, columns=["field", "value"])
+    with panels.panel(f"Request {request_id}", "as its usage row has it", [answer], key="request", frame=frame):
+        if found["has_trace"] and TRACES in page.others:
+            icon = ":material/account_tree:"
+            st.page_link(page.others[TRACES], label="Open trace", icon=icon, query_params={TRACE: found["trace_id"]})
+        elif found["has_trace"] is None:
+            st.caption("The trace store does not answer.")
+        else:
+            st.caption("The trace of this request was not sampled, or is deleted.")
+        panels.table(frame, {"field": "Field", "value": "Value"}, EMPTY, max_rows=40)
+
+
+def _shown(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def columns() -> dict[str, Any]:
+    column = st.column_config
+    shown: dict[str, Any] = {
+        "at": panels.time_column("Started", "YYYY-MM-DD HH:mm:ss.SSS", width=180),
+        "tenant": "Tenant",
+        "model": "Model",
+        "class": "Class",
+        "outcome": column.TextColumn("Outcome", width="small"),
+        "status_code": column.NumberColumn("Status", format="%d", width="small"),
+        "error": "Error",
+        "prompt_tokens": column.NumberColumn("Prompt", format="localized", help="Prompt tokens"),
+        "output_tokens": column.NumberColumn("Output", format="localized", help="Output tokens"),
+        "cost": column.NumberColumn("Cost, $", format="%.6f"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f"),
+        "duration_ms": column.NumberColumn("Duration, ms", format="%.0f"),
+        "slo": "SLO",
+        "trace": column.CheckboxColumn("Trace", help="Whether its trace is stored"),
+        "key": "Key",
+        "route": "Route",
+        "end_user": "End user",
+        "tags": "Tags",
+        "request_id": column.TextColumn("Request", width="medium"),
+    }
+    if session.is_of_one_tenant():
+        del shown["tenant"]
+    return shown
+
+
+def turn(older: str | None, cursor: str | None, searched: Mapping[str, Any]) -> None:
+    """Draw the buttons to older requests, and to the newest."""
+    left, right, _ = st.columns([1, 1, 3])
+    if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch", key="log older"):
+        st.session_state[POSITION] = (searched, older)
+        st.session_state.pop(PICKED, None)
+        st.rerun()
+    label = "Newest" if cursor is not None else "Refresh"
+    if right.button(label, icon=":material/refresh:", width="stretch", key="log newest"):
+        st.session_state.pop(POSITION, None)
+        st.rerun()
