@@ -20,6 +20,7 @@ from moiety_platform.administration.router import admin_router
 from moiety_platform.controllers import with_services
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.openapi.documents import DocumentPart, make_document
+from moiety_platform.request_contents.controller import RequestContentController
 from moiety_platform.routing.controller import EngineController
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import SimulationController
@@ -57,6 +58,7 @@ class HostileGateway:
             with_services(EngineController, replicas=nothing),
             with_services(ExpertController, experts=nothing),
             with_services(SimulationController, simulations=nothing, engines=nothing),
+            with_services(RequestContentController, content_cipher=nothing),
         ]
         router = admin_router(nothing, nothing, nothing, nothing, nothing, nothing, nothing, more=more)
         document = make_document(

@@ -67,6 +67,7 @@ OWNERS_ROTATE = "201 201   403 403   403 404   403 403   403 403"
 OPERATORS_CHANGE = "200 200   200 200   403 404   403 403   403 403"
 CONFLICTS = "409 409   409 409   409 404   403 403   403 403"
 BAD_REQUESTS = "400 400   400 400   400 404   403 403   403 403"
+TENANT_ADMINS = "403 403   403 403   200 404   403 403   403 403"
 LORA = '{{"peft_type": "LORA", "r": 4}}'
 LIMIT = {"kind": "tokens_per_day", "cap": 9}
 CLASS = {"rank": 7, "ttft_s": 1.0}
@@ -116,6 +117,10 @@ ASKS = [
     Ask("GET /requests", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /requests", EVERYBODY, query={"request_id": "{request_id}"}),
     Ask("GET /requests/{request_id}", OWN_ONLY),
+    Ask("GET /request-contents/logging/{tenant_id}", OWN_ONLY),
+    Ask("PUT /request-contents/logging/{tenant_id}", TENANT_ADMINS, body={"keep_days": 3}),
+    Ask("DELETE /request-contents/logging/{tenant_id}", TENANT_ADMINS),
+    Ask("GET /request-contents/{request_id}", "403 403   403 403   404 404   403 403   403 403"),
     Ask("GET /spend/budgets", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /overview", EVERYBODY),
     Ask("GET /caller", EVERYBODY),

@@ -21,6 +21,7 @@ BEFORE = "audit before"
 KINDS = {
     "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
     "prices": "prices", "routes": "routes", "guardrails": "guardrails",
+    "content_logging": "content logging", "request_contents": "contents of requests",
     "engines": "engines", "webhooks": "webhooks", "adapters": "adapters",
     "declarations": "declarations", "idempotent_requests": "stored answers", "audit_log": "audit log",
 }  # fmt: skip
@@ -33,7 +34,7 @@ def draw(page: Page) -> None:
             draw_verdict(client)
         first, second, third = st.columns([2, 2, 3])
         kinds = first.multiselect("Object type", list(KINDS), format_func=lambda kind: KINDS[kind], placeholder="any")
-        actions = second.multiselect("Action", ["create", "change", "delete", "erase"], placeholder="any")
+        actions = second.multiselect("Action", ["create", "change", "delete", "erase", "read"], placeholder="any")
         object_id = third.text_input("Object id", placeholder="ten_…, prj_…, key id or class name")
         before = st.session_state.get(BEFORE, NEWEST)
         answer = client.get("/audit", limit=LIMIT, before=before, object_id=object_id.strip() or None)

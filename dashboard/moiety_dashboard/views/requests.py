@@ -134,6 +134,28 @@ def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[st
         else:
             st.caption("The trace of this request was not sampled, or is deleted.")
         panels.table(frame, {"field": "Field", "value": "Value"}, EMPTY, max_rows=40)
+    if session.may("request_contents.read"):
+        draw_content(client, request_id)
+
+
+def draw_content(client: AdminClient, request_id: str) -> None:
+    """Draw the text of a request and of its answers on request, since the audit log records who reads it."""
+    if not st.button("Show the content", icon=":material/visibility:", key=f"content {request_id}"):
+        st.caption("Contents are logged only if your tenant has opted in. The audit log records who reads them.")
+        return
+    try:
+        answer = client.get(path_of("request-contents", request_id))
+    except ApiRefused as exc:
+        st.info(as_text(exc), icon=":material/search_off:")
+        return
+    found = answer.data
+    texts = [("request", found["input"]), *((f"answer {n}", text) for n, text in enumerate(found["outputs"], 1))]
+    frame = pd.DataFrame(texts, columns=["part", "text"])
+    note = "without secrets and card numbers" + (", cut" if found["is_cut"] else "")
+    with panels.panel("Content", note, [answer], key="content", frame=frame):
+        for part, text in texts:
+            st.caption(as_text(part))
+            st.code(text, language=None, wrap_lines=True)
 
 
 def _shown(value: Any) -> str | None:

@@ -13,6 +13,7 @@ from moiety_platform.access.roles import Role
 
 ACTION = "action"  # its name in a route's `opt`
 
+NOBODY: frozenset[Role] = frozenset()
 OWNER = frozenset({Role.OWNER})
 OPERATORS = frozenset({Role.OWNER, Role.OPERATOR})
 READERS = frozenset({Role.OWNER, Role.OPERATOR, Role.VIEWER})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import (
+    NOBODY,
     OPERATORS,
     OWN_READERS,
     OWN_WRITERS,
@@ -13,6 +14,8 @@ from moiety_platform.access.actions import (
 
 READ_USAGE = AdminAction("usage.read", READERS, OWN_READERS)
 RECONCILE_USAGE = AdminAction("usage.reconcile", READERS)
+READ_CONTENTS = AdminAction("request_contents.read", NOBODY, OWN_WRITERS)
+CONFIGURE_CONTENTS = AdminAction("request_contents.configure", NOBODY, OWN_WRITERS)
 READ_OVERVIEW = AdminAction("overview.read", READERS, OWN_READERS)
 READ_AUDIT = AdminAction("audit.read", OWNER, OWN_READERS)
 VERIFY_AUDIT = AdminAction("audit.verify", OWNER)
@@ -29,6 +32,8 @@ READ_SETTINGS = AdminAction("settings.read", READERS)
 VIEW_ACTIONS = (
     READ_USAGE,
     RECONCILE_USAGE,
+    READ_CONTENTS,
+    CONFIGURE_CONTENTS,
     READ_OVERVIEW,
     READ_AUDIT,
     VERIFY_AUDIT,

@@ -41,7 +41,8 @@ def _row(resource: Resource) -> Sequence[str]:
 def _roles(action: AdminAction) -> str:
     """Return the roles of an action; those of one tenant come after a semicolon."""
     names = [", ".join(role for role in Role if role in roles) for roles in (action.anyone, action.own)]
-    return names[0] + (f"; of one tenant: {names[1]}" if names[1] else "")
+    own = f"of one tenant: {names[1]}" if names[1] else ""
+    return "; ".join(part for part in (names[0], own) if part)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

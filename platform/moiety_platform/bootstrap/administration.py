@@ -25,6 +25,8 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.request_contents.cipher import ContentCipher
+from moiety_platform.request_contents.controller import RequestContentController
 from moiety_platform.routing.controller import EngineController
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -99,6 +101,7 @@ class Administration:
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
             with_services(WebhookController, reach=self.reach),
             with_services(GuardrailController, reach=self.reach),
+            with_services(RequestContentController, content_cipher=ContentCipher(*self.peppers)),
             with_services(
                 TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._engine_notice.wake)
             ),

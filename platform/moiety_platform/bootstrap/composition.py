@@ -58,6 +58,8 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.request_contents.cipher import ContentCipher
+from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
@@ -181,7 +183,8 @@ async def _open_services(
     usage, stored_usage, quotas = await _start_accounting(stack, settings, process_id, database, overrides)
     idempotency = await _start_idempotency(stack, settings, database, overrides)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
-    recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock)
+    content_writer = _start_contents(stack, database, ContentCipher(pepper, turn), overrides)
+    recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock, content_writer)
     _start_recorder(stack, settings, live, recorder)
     machine = await _start_machine_limits(stack, settings, metrics)
     meter = await _start_meter(stack, database, stored_usage)
@@ -254,6 +257,16 @@ async def _open_services(
         guardrails=guardrails,
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+def _start_contents(
+    stack: AsyncExitStack, database: Database, cipher: ContentCipher, overrides: Overrides
+) -> ContentWriter:
+    """Start the writer of contents of requests, until the stack is closed."""
+    writer = ContentWriter(database, cipher, now=overrides.now)
+    writer.start()
+    stack.push_async_callback(writer.stop)
+    return writer
 
 
 def _start_recorder(

@@ -121,6 +121,36 @@ def show(
     admin.show_row(found if admin.as_json else in_cells(found))
 
 
+@app.command("content")
+@admin_command
+def content(
+    admin: Admin, request_id: Annotated[str, typer.Argument(help="Id of the request, as its answer has it.")]
+) -> None:
+    """Show the text of a request and of its answers, as an administrator of a tenant that opted in."""
+    found = admin.client.get(path_of("request-contents", request_id))
+    admin.show_row(found if admin.as_json else {**found, "outputs": "\n".join(found["outputs"])})
+
+
+@app.command("log-content")
+@admin_command
+def log_content(
+    admin: Admin,
+    tenant: Annotated[str, typer.Argument(help="Name or id of the tenant.")],
+    keep_days: Annotated[int | None, typer.Option(min=1, max=90, help="Days for which contents are kept.")] = None,
+    off: Annotated[bool, typer.Option("--off", help="Opt out, and delete the contents that are stored.")] = False,
+) -> None:
+    """Opt a tenant in to the logging of contents, or out; without an option, show whether it has opted in."""
+    if off and keep_days is not None:
+        raise typer.BadParameter("give --keep-days or --off, not both")
+    path = path_of("request-contents", "logging", admin.client.find_tenant(tenant)["id"])
+    if off:
+        admin.show_row(admin.client.call("DELETE", path))
+    elif keep_days is not None:
+        admin.show_row(admin.client.call("PUT", path, {"keep_days": keep_days}))
+    else:
+        admin.show_row(admin.client.get(path))
+
+
 def newest(admin: Admin, number: int, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return this number of the newest requests, fewer if there are fewer."""
     found: list[dict[str, Any]] = []

@@ -30,6 +30,12 @@ _CARD = re.compile(rf"(?<![0-9])(?:[0-9][ -]?){{{MIN_CARD_DIGITS - 1},{MAX_CARD_
 _GROUPED_CARD = re.compile(  # looks ahead, since a date or a CVV beside it must not hide a number
     r"(?<![0-9])(?=((?:[0-9]{4}[ -]){3}[0-9]{4}(?![0-9])|[0-9]{4}[ -][0-9]{6}[ -][0-9]{5}(?![0-9])))", re.ASCII
 )
+_PRIVATE_KEY = re.compile(  # to its end, or as much as follows of it
+    r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[A-Za-z0-9+/=:,\s\\-]{0,16384}?"
+    r"(?:-----END [A-Z ]{0,32}PRIVATE KEY-----|\Z)",
+    re.ASCII,
+)
+_REDACTED = {one: f"[redacted: {one.value.replace('_', ' ')}]" for one in Detector}
 _DOUBLED = str.maketrans("0123456789", "0246813579")  # the digit sum of twice each digit
 _PLAIN_CARD = re.compile(rf"(?<![0-9])([0-9]{{{MIN_CARD_DIGITS},{MAX_CARD_DIGITS}}})(?![0-9])", re.ASCII)
 
@@ -45,6 +51,22 @@ def find(text: str, detectors: Iterable[Detector]) -> Detector | None:
         ):
             return detector
     return None
+
+
+def redact(text: str) -> str:
+    """Return the text with all secrets and card numbers that the detectors find replaced by their name in brackets."""
+    text = _PRIVATE_KEY.sub(_REDACTED[Detector.SECRETS], text)
+    text = _SECRETS.sub(_REDACTED[Detector.SECRETS], text)
+    for form in (_PLAIN_CARD, _CARD):
+        text = form.sub(_without_card, text)
+    spans = [match.span(1) for match in _GROUPED_CARD.finditer(text) if has_check_digit(match[1])]
+    for start, end in reversed(spans):
+        text = text[:start] + _REDACTED[Detector.CARD_NUMBERS] + text[end:]
+    return text
+
+
+def _without_card(match: re.Match[str]) -> str:
+    return _REDACTED[Detector.CARD_NUMBERS] if has_check_digit(match[0]) else match[0]
 
 
 def has_check_digit(number: str) -> bool:

@@ -1,4 +1,4 @@
-"""Run whose output guardrails check: it is held back in bounded pieces until it has passed, or only observed."""
+"""Runs whose output is observed: guardrails check it, held back in bounded pieces or not, and contents are logged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from moiety_platform.guardrails.detectors import MAX_MATCH_CHARS
 from moiety_platform.guardrails.terms import Guardrail, GuardrailAction, GuardrailStage
 from moiety_platform.inference.guardrail_checks import GuardrailChecks, stage_of
 from moiety_platform.inference.run import InferenceRun
+from moiety_platform.request_contents.terms import terms_of
+from moiety_platform.request_rules.cache import TextRule
 from moiety_wire.messages import Finished, Tokens
 
 PIECE_CHARS = 1024  # of new text, after which a blocking guardrail checks what is held back
@@ -29,7 +31,17 @@ class _Held:
     messages: deque[tuple[int, Tokens | Finished]] = field(default_factory=deque)
 
 
-class GuardedRun(InferenceRun):
+class CapturingRun(InferenceRun):
+    """Run that notes its output in the record, if the contents of the tenant's requests are logged."""
+
+    async def __anext__(self) -> tuple[int, Tokens | Finished]:
+        index, message = await super().__anext__()
+        if self.record.content is not None:
+            self.record.content.add(index, message.text)
+        return index, message
+
+
+class GuardedRun(CapturingRun):
     """Run with the guardrails of its output, set by `guard` before it is read.
 
     A blocking guardrail sees each piece before the reader gets it, with the text before it that a detector may need;
@@ -66,14 +78,14 @@ class GuardedRun(InferenceRun):
             self._released.append((index, held.messages.popleft()[1]))
 
 
-def guarded_runs(checks: GuardrailChecks, guardrails: Iterable[Guardrail]) -> Callable[..., InferenceRun]:
+def guarded_runs(checks: GuardrailChecks, rules: Iterable[TextRule]) -> Callable[..., InferenceRun]:
     """Return the constructor of a request's run, with the arguments of InferenceRun.
 
-    The run is guarded if a guardrail checks outputs.
+    The run is guarded if a guardrail checks outputs, and notes its output if contents are logged.
     """
-    of_output = stage_of(guardrails, GuardrailStage.OUTPUT)
+    of_output = stage_of(rules, GuardrailStage.OUTPUT)
     if not of_output:
-        return InferenceRun
+        return InferenceRun if terms_of(rules) is None else CapturingRun
 
     def make_run(*arguments: Any) -> InferenceRun:
         run = GuardedRun(*arguments)

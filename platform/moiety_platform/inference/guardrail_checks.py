@@ -24,6 +24,8 @@ from moiety_platform.inference.generation import Conversation, Generation, TextP
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.metrics import Metrics
+from moiety_platform.request_contents.terms import CapturedContent, terms_of
+from moiety_platform.request_rules.cache import TextRule
 from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
@@ -64,14 +66,20 @@ class GuardrailChecks:
             await self._http.aclose()
 
     async def check_input(
-        self, record: RequestRecord, generation: Generation, text: ModelText, *, guardrails: Iterable[Guardrail]
+        self, record: RequestRecord, generation: Generation, text: ModelText, *, guardrails: Iterable[TextRule]
     ) -> None:
-        """Check the text of a request, once. Raises BadRequest if a guardrail blocks it, or Unavailable."""
+        """Check the text of a request, once, and note it for tenants whose contents are logged.
+
+        Raises BadRequest if a guardrail blocks it, or Unavailable.
+        """
         if record.passed_input_guardrails:
             return
-        mine = stage_of(guardrails, GuardrailStage.INPUT)
-        if mine:
-            await self.check(mine, record, await input_text(generation, text), is_last=True)
+        mine, content_terms = stage_of(guardrails, GuardrailStage.INPUT), terms_of(guardrails)
+        if mine or content_terms is not None:
+            given = await input_text(generation, text)
+            if content_terms is not None:
+                record.content = CapturedContent(content_terms, given)
+            await self.check(mine, record, given, is_last=True)
         record.passed_input_guardrails = True
 
     async def check(self, guardrails: Sequence[Guardrail], record: RequestRecord, text: str, *, is_last: bool) -> None:
@@ -156,9 +164,9 @@ class GuardrailChecks:
             raise _CheckFailed("invalid_answer") from exc
 
 
-def stage_of(guardrails: Iterable[Guardrail], stage: GuardrailStage) -> list[Guardrail]:
+def stage_of(rules: Iterable[TextRule], stage: GuardrailStage) -> list[Guardrail]:
     """Return the guardrails of the stage."""
-    return [one for one in guardrails if one.stage is stage]
+    return [one for one in rules if isinstance(one, Guardrail) and one.stage is stage]
 
 
 async def input_text(generation: Generation, text: ModelText) -> str:

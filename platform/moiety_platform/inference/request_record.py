@@ -18,6 +18,7 @@ from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_H
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.quotes.guarantee import GuaranteeOutcome, SequenceTimes
 from moiety_platform.quotes.quoted_request import AcceptedQuote
+from moiety_platform.request_contents.terms import CapturedContent
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
@@ -94,6 +95,7 @@ class RequestRecord:
     was_downgraded_by_budget: bool = False  # to the route's model for quotas that are nearly used up
     guardrails: dict[str, str] = field(default_factory=dict)  # outcome of each guardrail, the last that is not `passed`
     passed_input_guardrails: bool = False
+    content: CapturedContent | None = None  # of a tenant whose contents are logged
     sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
     reached_engine: bool = False
     was_begun: bool = False  # an engine has begun at least one sequence

@@ -30,6 +30,7 @@ from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quotes.guarantee import GuaranteeOutcome
 from moiety_platform.randomness import ordered_hex
+from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.traces.tracing import Phase, RequestTrace, Tracing
@@ -59,6 +60,7 @@ class RequestRecorder:
     metrics: Metrics
     tracing: Tracing
     clock: Clock
+    contents: ContentWriter | None = None  # of requests whose tenants opted in
 
     def __post_init__(self) -> None:
         self.access_log_rate = 1.0  # fraction of the successful requests that are logged
@@ -176,6 +178,8 @@ class RequestRecorder:
             row = with_guarantee(row, outcome)
         # not a method of the record, which would keep the whole request in memory until its row is stored
         self.usage.record(row, partial(settle, record.sequences) if record.sequences else None)
+        if record.content is not None and self.contents is not None:
+            self.contents.put(row.request_id, record.content)
         self.metrics.observe(row, record.operation, record.base_model, _tpot_s(record))
         if outcome is not None:
             self.metrics.observe_quote(row, record.base_model)

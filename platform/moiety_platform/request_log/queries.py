@@ -123,8 +123,7 @@ async def read_request(database: Database, traces: Database, request_id: str) ->
         record = await _find(session, request_id)
     if record is None:
         raise NotFound(
-            f"There is no request {request_id[:64]!r} in the request log: it ended a moment ago, or retention has "
-            "deleted its row.",
+            "The request log has no request with this id: it ended a moment ago, or retention has deleted its row.",
             code="request_not_found",
             param="request_id",
         )

@@ -21,6 +21,7 @@ from moiety_platform.files.store import read_clock, set_expiry
 from moiety_platform.idempotency.store import KeyStore
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.purge import purge_abandoned_rates, purge_windows
+from moiety_platform.request_contents.service import purge_contents
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.leases import Now
@@ -67,6 +68,7 @@ def retention_jobs_of(
         ObjectJob("file_contents", files.move_some),
         RetentionJob("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         RetentionJob("webhook_deliveries", partial(forget_old, now=now)),
+        RetentionJob("request_contents", partial(purge_contents, now=now)),
         RetentionJob("usage_minutes", purge_old_minutes),
         RetentionJob("usage_days", sum_up_days),
         ObjectJob("adapters", adapters.purge),

@@ -1,0 +1,14 @@
+"""Tenants that opted in to the logging of contents, for the rules of requests."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.request_contents.models import ContentLogging
+from moiety_platform.request_contents.terms import ContentTerms
+
+
+async def load_terms(session: AsyncSession) -> list[ContentTerms]:
+    """Return the terms of all tenants that opted in."""
+    return [ContentTerms(one.tenant_id, one.keep_days) for one in await session.scalars(select(ContentLogging))]

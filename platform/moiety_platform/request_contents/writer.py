@@ -1,0 +1,127 @@
+"""Background writer of contents: redacts, encrypts and stores them after the end of their requests.
+
+It fails open: requests never wait for it, and contents are lost if the process is killed, or if the database is away
+for so long that the queue is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import structlog
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from moiety_platform.db.dialect import insert_into
+from moiety_platform.db.now import now_ms
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
+from moiety_platform.guardrails.detectors import redact
+from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.request_contents.cipher import ContentCipher
+from moiety_platform.request_contents.models import ContentLogging, RequestContent
+from moiety_platform.request_contents.terms import CapturedContent, Content
+
+EVERY_S = 1.0
+BATCH_ROWS = 50
+MAX_QUEUED_CHARS = 32 * 1024 * 1024
+DAY_MS = 24 * 3600 * 1000
+
+log = structlog.get_logger(__name__)
+
+Now = Callable[[], ColumnElement[int]]
+Queued = tuple[str, CapturedContent]
+"""Request id and content."""
+
+
+class ContentWriter:
+    """Writer of one gateway process, for one event loop. Owned by the entry point, which starts and stops it."""
+
+    def __init__(self, database: Database, cipher: ContentCipher, *, now: Now = now_ms) -> None:
+        self._database = database
+        self._cipher = cipher
+        self._now = now
+        self._queue: deque[Queued] = deque()
+        self._queued_chars = 0
+        self._is_full = False
+        self._rounds = PeriodicTask("request-contents", self.write_queued, EVERY_S)
+        self.num_dropped = 0
+
+    def start(self) -> None:
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        """Stop, and write what is queued, if the database answers. Idempotent."""
+        await self._rounds.stop()
+        try:
+            await self.write_queued()
+        except Unavailable as error:
+            log.warning(
+                "request_contents_lost",
+                reason=str(error),
+                queued=len(self._queue),
+                advice="stop gateways while the database answers",
+            )
+
+    def put(self, request_id: str, content: CapturedContent) -> None:
+        """Queue the content of a request that has ended; drop it if the queue is full. Never waits."""
+        if self._queued_chars + content.num_chars > MAX_QUEUED_CHARS:
+            self.num_dropped += 1
+            if not self._is_full:
+                log.warning(
+                    "request_contents_dropped",
+                    queued=len(self._queue),
+                    advice="check the database: contents of requests are not stored while it does not answer",
+                )
+            self._is_full = True
+            return
+        self._queue.append((request_id, content))
+        self._queued_chars += content.num_chars
+
+    async def write_queued(self) -> None:
+        """Store what is queued, some at a time. Raises Unavailable, and then keeps the rest."""
+        while batch := list(islice(self._queue, BATCH_ROWS)):
+            sealed = await asyncio.to_thread(self._seal, batch)
+            async with self._database.write() as session:
+                await self._insert(session, batch, sealed)
+            for _, content in batch:
+                self._queue.popleft()
+                self._queued_chars -= content.num_chars
+            self._is_full = False
+
+    def _seal(self, batch: Sequence[Queued]) -> list[bytes]:
+        return [
+            self._cipher.encrypt(content.terms.tenant_id, request_id, redacted(content.content()))
+            for request_id, content in batch
+        ]
+
+    async def _insert(self, session: AsyncSession, batch: Sequence[Queued], sealed: Sequence[bytes]) -> None:
+        """Insert the contents of tenants that have not opted out meanwhile."""
+        tenants = {content.terms.tenant_id for _, content in batch}
+        logging = select(ContentLogging.tenant_id).where(ContentLogging.tenant_id.in_(tenants))
+        opted_in = set(await session.scalars(logging))
+        at_ms = await session.scalar(select(self._now()))
+        assert at_ms is not None, "the database has a clock"
+        values: list[dict[str, Any]] = [
+            {
+                "request_id": request_id,
+                "tenant_id": content.terms.tenant_id,
+                "sealed": one,
+                "stored_ms": at_ms,
+                "expires_ms": at_ms + content.terms.keep_days * DAY_MS,
+            }
+            for (request_id, content), one in zip(batch, sealed, strict=True)
+            if content.terms.tenant_id in opted_in
+        ]
+        if values:
+            connection = await session.connection()
+            await connection.execute(insert_into(session, RequestContent).on_conflict_do_nothing(), values)
+
+
+def redacted(content: Content) -> Content:
+    """Return the content without secrets and card numbers that the guardrails' built-in detectors find."""
+    return Content(redact(content.input), [redact(one) for one in content.outputs], content.is_cut)
