@@ -303,6 +303,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     images: ImageRules | None = None  # None: the model takes no images
     image_allowance: ImageAllowance | None = None  # of an external engine that takes images in conversations
     publishes_prefixes: bool = False  # the engine accepts `PrefixSubscription`
+    max_output_tokens: int | None = None  # of a request; None: the rest of the context
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

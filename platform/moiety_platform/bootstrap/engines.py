@@ -5,6 +5,7 @@ An engine that was removed from the file serves on, for a bounded time, until an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -187,6 +188,13 @@ class Engines:
 
     def _key_of(self, address: ExternalAddress, settings: GatewaySettings) -> str | None:
         """Return the API key of an external engine. Raises CannotUseEngine."""
+        if address.key_env is not None:
+            key = os.environ.get(address.key_env)
+            if not key:
+                raise CannotUseEngine(
+                    f"engine {address.name}: the environment variable {address.key_env} with its API key is not set"
+                )
+            return key
         if address.key_file is None:
             return settings.external_engine_api_key.get_secret_value() if settings.external_engine_api_key else None
         try:

@@ -20,3 +20,4 @@ class ChatSubmit(Submit, frozen=True, tag="submit"):
 
     messages: tuple[dict[str, Any], ...] = ()
     options: Mapping[str, Any] = NO_OPTIONS  # further fields, such as `tools` and `chat_template_kwargs`
+    is_hosted: bool = False  # for a hosted provider, which gets all conversations

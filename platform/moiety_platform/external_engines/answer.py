@@ -7,7 +7,7 @@ They continue the text after a failover, but the server's own count is billed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.chat_submit import ChatSubmit
@@ -25,8 +25,17 @@ OVERRUN = 8  # times the limit in the tokenizer's count: beyond that the server 
 class ExternalAnswer:
     """Converter of one answer. It produces Accepted, then Tokens, then one Finished."""
 
-    def __init__(self, submit: Submit, tokenizer: Tokenizer, eos_token_ids: Collection[int], clock: Clock) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        tokenizer: Tokenizer,
+        eos_token_ids: Collection[int],
+        clock: Clock,
+        ids_of: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """Create the converter. `ids_of` returns the ids of a text, by default those of the tokenizer."""
         self._submit = submit
+        self._ids_of = tokenizer.encode if ids_of is None else ids_of
         self._tokenizer = tokenizer
         self._stop_ids = set(submit.stopping.stop_token_ids)
         if not submit.stopping.ignore_eos:
@@ -173,7 +182,7 @@ class ExternalAnswer:
             if self._finder is not None and piece.finish is None:
                 self._withhold(piece.text, token_ids if are_told else None)
             if token_ids is None or not are_told:
-                token_ids = self._tokenizer.encode(piece.text) if piece.text else []
+                token_ids = self._ids_of(piece.text) if piece.text else []
             self._num_seen += len(token_ids)
             return token_ids[: self.num_left], self._search(piece.text, self._num_output), logprobs
         assert token_ids is not None, "a piece has text or ids"

@@ -1,7 +1,6 @@
 """OpenAI's streamed `/v1/chat/completions`, for conversations with images.
 
-The parts of the answer are written as one text, for the reader of `ExternalModelText`: reasoning between `<think>` and
-`</think>`, calls in the format of Hermes. Content that only spells one of these markers is guarded.
+The parts of the answer are written as one text, for the reader of `ExternalModelText`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import msgspec
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import PlatformError
+from moiety_platform.external_engines.answer_writer import AnswerWriter
 from moiety_platform.external_engines.completions import Completions, choice_of, counts_of
 from moiety_platform.external_engines.dialect import (
     FAILED_FINISH,
@@ -25,14 +25,9 @@ from moiety_platform.external_engines.dialect import (
     count_of,
 )
 from moiety_platform.external_engines.failures import ended_by_error, error_of_event
-from moiety_text.marker_guards import SpelledMarkers
-from moiety_text.reasoning_formats import THINK
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Submit
 
-MAX_CALLS = 256  # of one answer
-MAX_CALL_CHARS = 4_000_000  # of all calls of an answer
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _JSON = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
 _NOT_OF_CHATS = ("logprobs", "prompt", "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens")
 _EXTENDED = (ExternalKind.VLLM, ExternalKind.SGLANG)
@@ -49,10 +44,7 @@ class ChatCompletions:
         as_documented = address if self._is_extended else dataclasses.replace(address, kind=ExternalKind.GENERIC)
         self._completions = Completions(as_documented)
         self._shares_cache = address.shared_cache
-        self._spelled = SpelledMarkers((THINK.opener, THINK.closer, _CALL, _CALL_END))
-        self._is_thinking = self._has_content = False
-        self._calls: dict[int, tuple[str, list[str]]] = {}  # name and arguments, by the server's index
-        self._num_call_chars = 0
+        self._writer = AnswerWriter()
 
     @property
     def max_num_logprobs(self) -> int:
@@ -118,7 +110,7 @@ class ChatCompletions:
             return ended_by_error(finish)
         text = self._text_of(choice.get("delta") or choice.get("message") or {})
         if isinstance(finish, str) and finish:
-            text += self._end()
+            text += self._writer.end()
         stopped = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's and SGLang's field
         return dataclasses.replace(
             counted,
@@ -136,51 +128,20 @@ class ChatCompletions:
         content, calls = delta.get("content") or "", delta.get("tool_calls") or []
         if not isinstance(thought, str) or not isinstance(content, str) or not isinstance(calls, list):
             raise MalformedAnswer("the content of a delta is not a string")
-        text = ""
-        if thought and not self._has_content:
-            text = "" if self._is_thinking else self._mark(THINK.opener)
-            self._is_thinking = True
-            text += self._spelled.guard(thought)
-        if content:
-            text += self._end_thought() + self._spelled.guard(content)
-            self._has_content = True
+        text = self._writer.add_thought(thought) + self._writer.add_content(content)
         for call in calls:
             self._take_call(call)
         return text
 
     def _take_call(self, call: Any) -> None:
-        """Add a part of a call, which is written once the answer has ended. Raises MalformedAnswer."""
+        """Add a part of a call. Raises MalformedAnswer."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise MalformedAnswer("a call has no function")
-        number = count_of(call.get("index"))
         name, arguments = function.get("name") or "", function.get("arguments") or ""
         if not isinstance(name, str) or not isinstance(arguments, str):
             raise MalformedAnswer("the name or the arguments of a call are not strings")
-        known, parts = self._calls.setdefault(len(self._calls) if number is None else number, (name, []))
-        parts.append(arguments)
-        if name and not known:
-            self._calls[len(self._calls) if number is None else number] = name, parts
-        self._num_call_chars += len(name) + len(arguments)
-        if len(self._calls) > MAX_CALLS or self._num_call_chars > MAX_CALL_CHARS:
-            raise MalformedAnswer("its calls are too many or too long")
-
-    def _end(self) -> str:
-        """Return the end of the reasoning, and the calls, which are complete now."""
-        text = self._end_thought()
-        for _, (name, parts) in sorted(self._calls.items()):
-            arguments = "".join(parts).strip() or "{}"
-            call = f'\n{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}\n'
-            text += self._mark(_CALL) + self._spelled.guard(call) + self._mark(_CALL_END)
-        self._calls.clear()
-        return text
-
-    def _end_thought(self) -> str:
-        was_thinking, self._is_thinking = self._is_thinking, False
-        return self._mark(THINK.closer) if was_thinking else ""
-
-    def _mark(self, marker: str) -> str:
-        return self._spelled.guard(marker, marker)
+        self._writer.add_call(count_of(call.get("index")), name, arguments)
 
 
 def _as_completion(submit: ChatSubmit) -> ChatSubmit:

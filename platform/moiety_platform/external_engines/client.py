@@ -20,17 +20,20 @@ import httpx
 import structlog
 
 from moiety_platform.clock import Clock
-from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind, ProviderProtocol
 from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
+from moiety_platform.external_engines.anthropic_messages import VERSION_HEADERS, AnthropicMessages
 from moiety_platform.external_engines.chat import ChatCompletions
 from moiety_platform.external_engines.completions import Completions
 from moiety_platform.external_engines.content_encoding import NO_ENCODING
 from moiety_platform.external_engines.dialect import Dialect
 from moiety_platform.external_engines.external_request import ExternalRequest
+from moiety_platform.external_engines.hosted_chat import HostedChat
+from moiety_platform.external_engines.hosted_provider import HostedProvider, estimated_ids
 from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.external_engines.llama_cpp import LlamaCpp
 from moiety_platform.external_engines.metrics import ExternalMetrics
@@ -79,16 +82,23 @@ class ExternalEngineClient:
         self._address = address
         self._heartbeat = heartbeat
         self._clock = clock
+        hosted = address.hosted
+        silence_s = STREAM_SILENCE_S if hosted is None else hosted.timeout_s
         self._http = httpx.AsyncClient(
-            headers=NO_ENCODING | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-            timeout=httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
+            headers=NO_ENCODING,
+            timeout=httpx.Timeout(silence_s, connect=CONNECT_TIMEOUT_S, write=WRITE_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_S),
             follow_redirects=False,
             trust_env=False,
             verify=_shared_tls(),
         )
+        self.use_key(api_key)
         self._dialect: Dialect = LlamaCpp(address) if address.kind is ExternalKind.LLAMA_CPP else Completions(address)
-        self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
+        self._prober: Prober | HostedProvider
+        if hosted is None:
+            self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
+        else:
+            self._prober = HostedProvider(address, _chat_dialect(address).max_num_logprobs)
         self._running: dict[str, tuple[EngineStream, ExternalAnswer, asyncio.Task[None]]] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_healthy = False
@@ -128,9 +138,12 @@ class ExternalEngineClient:
 
     def use_key(self, api_key: str | None) -> None:
         """Set the API key for later requests."""
-        self._http.headers.pop("Authorization", None)
+        is_anthropic = self._address.protocol is ProviderProtocol.ANTHROPIC
+        name = "X-Api-Key" if is_anthropic else "Authorization"
+        self._http.headers.pop(name, None)
+        self._http.headers.update(VERSION_HEADERS if is_anthropic else {})
         if api_key:
-            self._http.headers["Authorization"] = f"Bearer {api_key}"
+            self._http.headers[name] = api_key if is_anthropic else f"Bearer {api_key}"
 
     def on_state_change(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -179,12 +192,14 @@ class ExternalEngineClient:
         stream = EngineStream(submit, inbox, self._take)
         stream.begins_by_output = True
         stream.credit_is_last = True  # the server gets its token limit once, with the request
-        answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock)
+        hosted = self._address.hosted
+        ids_of = None if hosted is None else estimated_ids
+        answer = ExternalAnswer(submit, self._prober.tokenizer, self._prober.eos_token_ids, self._clock, ids_of)
         if submit.images:
             raise Unavailable(
                 f"this engine of {submit.model!r} does not accept images; try again shortly", retry_after_s=1
             )
-        dialect = ChatCompletions(self._address) if isinstance(submit, ChatSubmit) else self._dialect
+        dialect = _chat_dialect(self._address) if isinstance(submit, ChatSubmit) else self._dialect
         refusal = _refusal_of(submit, dialect)
         if isinstance(submit, ChatSubmit) and submit.resumed_ids:  # no server goes on with an answer of a chat
             stream.fail(EngineFailed("the engine was lost while it answered; send the request again"))
@@ -208,6 +223,7 @@ class ExternalEngineClient:
             self._clock,
             self._liveness.record_stream,
             self._suspect,
+            retries=0 if hosted is None else hosted.retries,
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
@@ -302,7 +318,7 @@ class ExternalEngineClient:
             num_streams=len(self._running),
             advice="check whether the engine runs and is reachable",
         )
-        self._has_broken = True
+        self._has_broken = self._address.hosted is None  # a provider has not restarted because of a broken stream
         self._probe_now.set()
 
     def _fail_all(self) -> list[asyncio.Task[None]]:
@@ -353,6 +369,13 @@ class ExternalEngineClient:
 def _refusal_of(submit: Submit, dialect: Dialect) -> str:
     """Return what the server does not support of the request, or "" if nothing."""
     return "adapters" if submit.adapter else dialect.refusal(submit)
+
+
+def _chat_dialect(address: ExternalAddress) -> Dialect:
+    """Return the dialect of one conversation that is sent as it is."""
+    if address.protocol is ProviderProtocol.ANTHROPIC:
+        return AnthropicMessages(address)
+    return ChatCompletions(address) if address.hosted is None else HostedChat(address)
 
 
 @cache

@@ -6,6 +6,7 @@ It owns the connection for the lifetime of the request. Closing the connection a
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import structlog
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.engine_client.stream import EngineStream
-from moiety_platform.errors import EngineFailed, PlatformError, Unavailable
+from moiety_platform.errors import EngineFailed, EngineOverloaded, EngineRefused, PlatformError, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
 from moiety_platform.external_engines.content_encoding import content_of
 from moiety_platform.external_engines.dialect import Dialect, MalformedAnswer
@@ -26,6 +27,7 @@ from moiety_platform.external_engines.failures import cleaned, error_of_answer
 from moiety_wire.messages import Submit
 
 MAX_ERROR_BYTES = 64 * 1024
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # before a request is sent again
 GRACE_S = 1.0  # to wait for counts and the end of the stream after the finish reason
 PROTOCOL_VIOLATION = "engine_protocol_violation"
 
@@ -48,6 +50,7 @@ class ExternalRequest:
     clock: Clock
     on_bytes: Callable[[], None]
     on_break: Callable[[str], None]
+    retries: int = 0  # of a request that the server refused to begin, or that did not reach it
 
     async def run(self) -> None:
         """Send the request and deliver the answer until its end or a failure. May be cancelled at any time."""
@@ -84,8 +87,9 @@ class ExternalRequest:
             return
         upstream = error.upstream
         if upstream is not None:
-            key = self.http.headers.get("authorization", "").removeprefix("Bearer ")
-            error.upstream = upstream = cleaned(upstream, (key,))
+            sent = self.http.headers
+            keys = sent.get("authorization", "").removeprefix("Bearer "), sent.get("x-api-key", "")
+            error.upstream = upstream = cleaned(upstream, filter(None, keys))
         log.warning(
             "engine_request_failed",
             engine=self.url,
@@ -104,6 +108,22 @@ class ExternalRequest:
             self.stream.deliver(answer.end())
             return
         content = await self._content()
+        for attempt in range(self.retries):
+            try:
+                await self._send(content)
+            except (EngineOverloaded, EngineFailed, httpx.ConnectError, httpx.ConnectTimeout) as error:
+                pause_s = _pause_s(error, attempt)
+                if self.stream.accepted is not None or pause_s is None:
+                    raise
+                log.info("engine_request_retried", engine=self.url, request_id=submit.request_id, pause_s=pause_s)
+                await asyncio.sleep(pause_s)
+            else:
+                return
+        await self._send(content)
+
+    async def _send(self, content: bytes) -> None:
+        """Send the request once, and deliver the answer. Raises the error of a server that does not begin it."""
+        answer, submit = self.answer, self.submit
         headers = {"Content-Type": "application/json", "X-Request-Id": submit.request_id}
         if not self.dialect.keeps_alive:
             headers["Connection"] = "close"
@@ -170,6 +190,15 @@ class ExternalRequest:
         if not self.answer.has_finished:
             raise EngineFailed("the engine ended its answer early; send the request again")
         self.stream.deliver(self.answer.end())
+
+
+def _pause_s(error: Exception, attempt: int) -> float | None:
+    """Return the seconds before the next attempt, None if the request must not be sent again."""
+    if isinstance(error, EngineRefused) or (isinstance(error, EngineFailed) and error.upstream is None):
+        return None
+    if isinstance(error, EngineOverloaded) and error.asks_to_wait:
+        return error.retry_after_s if (error.retry_after_s or 0) <= MAX_PAUSE_S else None
+    return random.uniform(0.5, 1.0) * FIRST_PAUSE_S * float(2**attempt)
 
 
 async def _events_of(response: httpx.Response, on_bytes: Callable[[], None]) -> AsyncGenerator[Event]:

@@ -49,9 +49,11 @@ STATUSES = {  # statuses of error events whose code is a word
     "overloaded_error": 529,
 }
 QUOTA_EXHAUSTED = ("insufficient_quota", "billing_")
+UNPAID_WORDS = "credit balance is too low"  # Anthropic's message, with the status 400
+PAYMENT_REQUIRED = 402
 CONTEXT_WORDS = (
     "context length", "context size", "context window", "maximum model length", "max_model_len",
-    "exceed_context_size", "context_length_exceeded",
+    "exceed_context_size", "context_length_exceeded", "prompt is too long",
 )  # fmt: skip
 FILTER_WORDS = ("content_filter", "content_policy", "responsibleaipolicy")
 FORM_WORDS = ("grammar", "json schema", "json_schema", "structured output", "guided", "regex")
@@ -59,7 +61,7 @@ PARAMETERS = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "logprobs", "max_tokens", "min_tokens",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos",
-        "allowed_token_ids", "bad_words", "include_stop_str_in_output",
+        "allowed_token_ids", "bad_words", "include_stop_str_in_output", "max_completion_tokens", "reasoning_effort",
     }
 )  # fmt: skip
 _CONTEXT_SIZE = re.compile(r"(?:context (?:length|size|window)|model length)[^0-9]{0,40}(\d{1,9})")
@@ -111,6 +113,8 @@ def _judged(status: int, message: str, kind: str, param: str, retry_after_s: flo
             retry_after_s=MIN_RETRY_S if retry_after_s is None else retry_after_s,
             asks_to_wait=retry_after_s is not None,
         )
+    if UNPAID_WORDS in message:
+        status = PAYMENT_REQUIRED
     fault = _fault_of_request(message, kind, param) if status in ABOUT_REQUEST else None
     if fault is not None:
         return fault

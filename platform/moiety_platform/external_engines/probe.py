@@ -47,6 +47,7 @@ class Prober:
         self._http = http
         self._max_num_logprobs = max_num_logprobs
         self._timeout_s = timeout_s
+        assert address.tokenizer is not None, "only hosted providers have no tokenizer"
         folder = address.tokenizer.parent if address.tokenizer.name == "tokenizer.json" else address.tokenizer
         self._text: TextModel = read_text_model(folder)
         self.tokenizer = Tokenizer.from_json(self._text.tokenizer_json)

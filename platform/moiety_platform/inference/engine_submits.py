@@ -295,14 +295,18 @@ def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_token
         )
     if (generation.max_tokens is None or clamps) and left < 1 and not generation.embed:
         raise prompt_too_long(str(num_prompt_tokens), card.max_context_tokens)
-    default = left if generation.default_max_tokens is None else min(left, generation.default_max_tokens)
+    most = left if card.max_output_tokens is None else min(left, card.max_output_tokens)
+    default = most if generation.default_max_tokens is None else min(most, generation.default_max_tokens)
     wanted = default if generation.max_tokens is None else generation.max_tokens
     if clamps:
-        return min(wanted, left)
+        return min(wanted, most)
     if wanted > left:
         raise ContextTooLong(
             f"This model's maximum context length is {card.max_context_tokens} tokens. The prompt has "
             f"{num_prompt_tokens} tokens and {wanted} are asked for, together {num_prompt_tokens + wanted}. Shorten "
             f"the prompt or lower {generation.max_tokens_field}"
         )
+    if wanted > most:
+        field = generation.max_tokens_field
+        raise BadRequest(f"{field!r} is {wanted}; the model generates at most {most} tokens. Lower it", param=field)
     return wanted

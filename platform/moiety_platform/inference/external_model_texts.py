@@ -45,19 +45,19 @@ class ExternalModelText(ModelText):
 
     def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
         prompt = generation.prompts[0]
-        if not is_sent_as_chat(prompt):
+        if not self._is_sent_as_chat(prompt):
             return super().new_readers(generation, prompts)
         return [_new_reader(prompt) for _ in range(generation.num_choices)]
 
     def answer_format(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> AnswerFormat:
-        if not is_sent_as_chat(generation.prompts[number]):
+        if not self._is_sent_as_chat(generation.prompts[number]):
             return super().answer_format(generation, number, prompt_ids)
         return AnswerFormat(thought=ThoughtMarks(THINK.opener, THINK.closer, False), grammar=generation.grammar)
 
     def num_thought_tokens(
         self, generation: Generation, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]]
     ) -> int | None:
-        if is_sent_as_chat(generation.prompts[0]):
+        if self._is_sent_as_chat(generation.prompts[0]):
             return None  # the ids of the answer's markers are not known
         return super().num_thought_tokens(generation, prompts, answers)
 
@@ -76,6 +76,10 @@ class ExternalModelText(ModelText):
         fields = {name: getattr(submit, name) for name in submit.__struct_fields__}
         return ChatSubmit(**fields, messages=messages, options=chat_options(prompt, variables))
 
+    def _is_sent_as_chat(self, prompt: Prompt) -> bool:
+        """Return whether the engine gets the conversation itself."""
+        return isinstance(prompt, Conversation) and bool(prompt.images)
+
     def _encode_conversation(self, conversation: Conversation, is_plain: bool, max_tokens: int | None) -> list[int]:
         """Return the ids of the text, and as many as the allowance has for the images. Raises BadRequest."""
         images, allowance = conversation.images, self._allowance
@@ -89,11 +93,6 @@ class ExternalModelText(ModelText):
                 raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
         token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens)
         return [*token_ids, *[_PADDING_ID] * (allowance.image_tokens * len(images))]
-
-
-def is_sent_as_chat(prompt: Prompt) -> bool:
-    """Return whether the engine gets the conversation itself."""
-    return isinstance(prompt, Conversation) and bool(prompt.images)
 
 
 def _new_reader(prompt: Prompt) -> AnswerReader:

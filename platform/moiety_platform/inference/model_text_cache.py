@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from moiety_platform.engine_addresses import HOSTED_FAMILIES
 from moiety_platform.inference.external_model_texts import ExternalModelText
+from moiety_platform.inference.hosted_model_texts import HostedModelText
 from moiety_platform.inference.model_texts import ModelText
 from moiety_wire.messages import ModelCard
 
@@ -31,7 +33,7 @@ class ModelTexts:
         formats = card.tool_format, card.reasoning_format
         key: tuple[object, ...] = (card.model, card.device, card.tokenizer_json, card.chat_template)
         key += (card.max_context_tokens, answers, formats, card.labels, card.score_activation, card.images)
-        key += (card.unit_vectors, card.image_allowance)
+        key += (card.unit_vectors, card.image_allowance, card.family in HOSTED_FAMILIES and card.family)
         text = self._built.get(key)
         if text is not None:
             return text
@@ -45,5 +47,7 @@ class ModelTexts:
 
 
 def _built(card: ModelCard, inline_bytes: int) -> ModelText:
+    if card.family in HOSTED_FAMILIES:
+        return HostedModelText(card, inline_bytes)
     allowance = card.image_allowance
     return ModelText(card, inline_bytes) if allowance is None else ExternalModelText(card, allowance, inline_bytes)

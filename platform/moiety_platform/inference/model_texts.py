@@ -6,7 +6,7 @@ No model files are needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -97,6 +97,7 @@ class ModelText:
         self._vocab_size = card.vocab_size
         self._max_context_tokens = card.max_context_tokens
         self.inline_bytes = inline_bytes
+        self.estimate: Callable[[Generation], int] | None = None  # of the most prompt tokens, if they cannot be counted
         identity = f"{card.model}\0{card.family}\0{card.dtype}\0{card.device}"
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 

@@ -252,12 +252,14 @@ class RequestPipeline:
             longest = self.longest_outputs(record, generation, matched.card, prompts)
             counts = generation.option_counts
             billed = billed_prompt_tokens(prompts, counts) if counts else list(map(len, prompts))
-            origin = await self._reserve(record, matched, sum(billed), max(longest), streams)
+            reserved = sum(billed) if text.estimate is None else record.estimated(text.estimate(generation))
+            origin = await self._reserve(record, matched, reserved, max(longest), streams)
             if accept is not None:
                 await accept()
-            service = matched.chosen.service
             images = matched.card.images if matched.has_images else None
-            placement = Placement(services.replicas, matched.card.model, service, terms.failover_wait_s, images)
+            placement = Placement(
+                services.replicas, matched.card.model, matched.chosen.service, terms.failover_wait_s, images
+            )
             window, clock = limits.credit_window_tokens, services.clock
             make_run = guarded_runs(services.guardrails, guards) if guards else InferenceRun
             run = make_run(record, matched.chosen, prompts, billed, text, placement, clock, window, place)

@@ -14,7 +14,13 @@ from moiety_platform.inference.context_edits import AppliedEdit
 from moiety_platform.inference.engine_attempts import EngineAttempt
 from moiety_platform.inference.generation import Generation
 from moiety_platform.inference.quota_reservation import QuotaReservation, UsedTokens
-from moiety_platform.inference.response_headers import ADMISSION_HEADER, CLASS_HEADER, field_headers, route_headers
+from moiety_platform.inference.response_headers import (
+    ADMISSION_HEADER,
+    CLASS_HEADER,
+    ESTIMATE_HEADER,
+    field_headers,
+    route_headers,
+)
 from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.quotes.guarantee import GuaranteeOutcome, SequenceTimes
 from moiety_platform.quotes.quoted_request import AcceptedQuote
@@ -122,6 +128,7 @@ class RequestRecord:
     applied_edits: tuple[AppliedEdit, ...] = ()  # of the conversation
     attribution: Attribution = UNATTRIBUTED
     quote: AcceptedQuote | None = None  # that the request sent
+    estimated_prompt_tokens: int | None = None  # reserved at a hosted provider, which alone can count them
     was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit
     is_clients_fault: bool = False  # the error is the request's or its answer's, even after a status of 200 was sent
     outcome: str = ""
@@ -136,6 +143,11 @@ class RequestRecord:
         """
         self.bill = self.make_bill(self, num_prompt_tokens)
         return encode_bill(self.bill) if self.bills_failures else b""
+
+    def estimated(self, num_prompt_tokens: int) -> int:
+        """Note the upper estimate of the prompt's tokens, which is reserved, and return it."""
+        self.estimated_prompt_tokens = num_prompt_tokens
+        return num_prompt_tokens
 
     def submitted(self, client: EngineClient, sequence_id: str) -> None:
         """Record a submitted sequence. From here on the request is billed even if this process is killed."""
@@ -166,6 +178,8 @@ class RequestRecord:
         """Return the response headers of an admitted request: class, admission, quotas, ignored and adjusted fields."""
         headers = {CLASS_HEADER: self.service_class, ADMISSION_HEADER: self.admission_reason}
         headers |= self.reservation.headers()
+        if self.estimated_prompt_tokens is not None:
+            headers[ESTIMATE_HEADER] = str(self.estimated_prompt_tokens)
         if self.route is not None:
             headers |= route_headers(self.route, self.served_model)
         if self.ignored_fields or self.adjusted_fields:
@@ -203,6 +217,7 @@ class RequestRecord:
         self.route_fallbacks.append(RouteFallback(model, failure.code, unix_ns))
         self.bill = self.chosen = self.served = None
         self.admission_outcome = self.admission_reason = ""
+        self.estimated_prompt_tokens = None
         self.reached_engine = self.was_begun = self.was_cut_by_limit = False
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.num_speculative_tokens = 0
         self.queue_ms = self.first_token_s = self.last_token_s = None

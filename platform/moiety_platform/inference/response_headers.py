@@ -8,6 +8,7 @@ CLASS_HEADER = "x-moiety-class"  # the class that is served
 ADMISSION_HEADER = "x-moiety-admission"  # the reason code of the engine's verdict
 ROUTE_HEADER = "x-moiety-route"  # the route that the client named
 MODEL_HEADER = "x-moiety-model"  # the model of the route that answers
+ESTIMATE_HEADER = "x-moiety-estimated-prompt-tokens"  # reserved for a prompt that only a hosted provider can count
 IGNORED_HEADER = "x-moiety-ignored-fields"
 ADJUSTED_HEADER = "x-moiety-adjusted-fields"
 _MAX_NAMED = 32  # in a header

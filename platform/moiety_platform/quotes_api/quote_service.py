@@ -170,6 +170,11 @@ class QuoteService:
             finally:
                 place.release()
         text, generation = await pipeline.services.texts.get(matched.card), matched.generation
+        if text.estimate is not None:
+            message = (
+                f"only the provider of the model {matched.card.model!r} can count the tokens, so there is no quote"
+            )
+            raise BadRequest(message, code="tokens_not_countable", param="model")
         if generation.truncates or generation.context_edits:
             encode = encode_fitting if generation.truncates else encode_edited
             generation, prompts = await encode(text, generation, matched.card, record)

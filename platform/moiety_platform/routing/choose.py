@@ -25,6 +25,7 @@ from enum import Enum, auto
 from hashlib import blake2b
 from urllib.parse import urlsplit
 
+from moiety_platform.engine_addresses import HOSTED_FAMILIES
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.errors import NotFound, Unavailable
@@ -56,6 +57,7 @@ class RequestNeed(Enum):
     WHOLE = auto()  # both on one engine
     ADAPTED = auto()  # the same, on an engine that serves adapters
     CHAT = auto()  # the same, on an external engine that takes images in conversations
+    HOSTED = auto()  # the same, at a hosted provider, whose prompts are conversations
 
 
 # ── choice ──
@@ -233,7 +235,7 @@ def need_of(submit: Submit) -> RequestNeed:
     if submit.adapter:
         return RequestNeed.ADAPTED
     if isinstance(submit, ChatSubmit):
-        return RequestNeed.CHAT
+        return RequestNeed.HOSTED if submit.is_hosted else RequestNeed.CHAT
     if submit.sampling.num_prompt_logprobs is not None:
         return RequestNeed.WHOLE
     num_tokens = len(submit.resumed_ids or ())
@@ -258,11 +260,14 @@ def first_engines(able: Sequence[EngineState], need: RequestNeed) -> list[Engine
             message = "no engine that takes images in conversations can take a request now; try again shortly"
             raise Unavailable(message, retry_after_s=1)
     for engine in able:
-        if engine.card is None or engine.card.role is not EngineRole.BOTH:
+        if engine.card is None or engine.card.role is not EngineRole.BOTH or engine.card.family in HOSTED_FAMILIES:
             break
     else:  # true nearly everywhere
-        if able:
+        if able and need is not RequestNeed.HOSTED:
             return list(able)
+    able = _of_providers(able, hosted=need is RequestNeed.HOSTED)
+    if need is RequestNeed.HOSTED:
+        return able
     roles: dict[EngineRole, list[EngineState]] = {role: [] for role in EngineRole}
     for engine in able:
         roles[_role(engine)].append(engine)
@@ -271,6 +276,17 @@ def first_engines(able: Sequence[EngineState], need: RequestNeed) -> list[Engine
     if first or roles[EngineRole.DECODE]:
         return first or roles[EngineRole.DECODE]
     raise _no_decode_engine()
+
+
+def _of_providers(able: Sequence[EngineState], *, hosted: bool) -> list[EngineState]:
+    """Return the hosted providers among the engines, or the other engines. Raises Unavailable if there are none.
+
+    A request for one cannot be sent to the other: only engines get token ids.
+    """
+    found = [engine for engine in able if (engine.card is not None and engine.card.family in HOSTED_FAMILIES) == hosted]
+    if able and not found:
+        raise Unavailable("no engine that takes such a request is available; try again shortly", retry_after_s=1)
+    return found
 
 
 def can_continue_prefill(engine: EngineState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,9 @@ import httpx
 import zmq
 
 from moiety_platform.cli.doctor.finding import Finding, fail, ok
-from moiety_platform.engine_addresses import ExternalAddress, is_external, is_name
+from moiety_platform.engine_addresses import ExternalAddress, ProviderProtocol, is_external, is_name
 from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.external_engines.anthropic_messages import VERSION_HEADERS
 from moiety_wire.codec import decode_to_gateway, encode
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import PROTOCOL_VERSION, Hello, ModelCard
@@ -157,7 +159,11 @@ def _check_external_engine(text: str, default_key: str | None, timeout_s: float)
     try:
         address = ExternalAddress.parse(text)
         key = default_key if address.key_file is None else address.key_file.read_text().strip()
+        if address.key_env is not None:
+            key = os.environ.get(address.key_env)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        if address.protocol is ProviderProtocol.ANTHROPIC:
+            headers = VERSION_HEADERS if key is None else VERSION_HEADERS | {"X-Api-Key": key}
         answer = httpx.get(f"{address.base_url}/models", headers=headers, timeout=timeout_s)
         answer.raise_for_status()
         told = answer.json()
