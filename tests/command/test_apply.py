@@ -163,6 +163,23 @@ def test_objects_removed_from_the_file_are_deleted_with_prune_only(
     assert apply(less, "--prune")["to_do"] == 0
 
 
+def test_a_guardrail_changes_its_check_and_leaves_with_the_file(
+    apply: Callable[..., dict[str, Any]], moiety: Moiety
+) -> None:
+    tenant = "tenants: [{name: guarded}]\nguardrails: [{name: g, stage: input, tenant: guarded, "
+    apply(tenant + "detectors: [secrets], action: observe}]\n", "--source=guards")
+    (created,) = json.loads(moiety("guardrail", "list", "--json").stdout)["data"]
+    assert (created["name"], created["detectors"], created["action"]) == ("g", ["secrets"], "observe")
+    assert created["tenant_id"]
+    changed = tenant + "detectors: [card_numbers]}]\n"
+    apply(changed, "--source=guards")
+    assert apply(changed, "--source=guards")["to_do"] == 0
+    shown = json.loads(moiety("guardrail", "show", "g", "--json").stdout)
+    assert (shown["detectors"], shown["action"]) == (["card_numbers"], "observe"), "it owns only what it sets"
+    apply("tenants: [{name: guarded}]\n", "--source=guards", "--prune")
+    assert not json.loads(moiety("guardrail", "list", "--json").stdout)["data"]
+
+
 def test_a_key_whose_secret_was_lost_is_made_anew_and_the_lost_one_revoked(
     apply: Callable[..., dict[str, Any]], cluster: FakeSecretsApi, serve: Any
 ) -> None:

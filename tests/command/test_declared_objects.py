@@ -30,6 +30,9 @@ prices:
   - {model: m, service_class: gold, input: 1, output: 2.5}
 routes:
   - {name: best, targets: [{model: m}, {model: n, weight: 0}], fallbacks: [o]}
+guardrails:
+  - {name: secrets, stage: input, detectors: [secrets]}
+  - {name: policy, stage: output, tenant: acme, entry_point: policy, memory_mb: 64}
 classes:
   - {name: gold, rank: 0}
   - {name: silver, rank: 1}
@@ -53,6 +56,8 @@ def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_p
     assert found["price", "m in gold"].fields == {"input": "1", "output": "2.5"}
     targets = [{"model": "m", "weight": 1}, {"model": "n", "weight": 0}]
     assert found["route", "best"].fields == {"targets": targets, "fallbacks": ["o"]}
+    assert found["guardrail", "secrets"].fields == {"stage": "input", "detectors": ["secrets"]}
+    assert found["guardrail", "acme/policy"].parent == ("tenant", "acme")
     assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
 
 
@@ -72,6 +77,7 @@ def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Pa
         ),
         ("tenants:\n  - name: a\n    limits: {dollars_per_day: much}\n", ":3: tenants[0].limits.dollars_per_day: "),
         ("prices:\n  - {model: m, input: -1, output: 1}\n", ":2: prices[0].input: "),
+        ("guardrails:\n  - {name: a, stage: input}\n", ":2: guardrails[0]: must have exactly one of detectors, url"),
         ("webhooks: x\n", ":1: webhooks: must be a list"),
     ],
 )

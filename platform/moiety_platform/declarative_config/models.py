@@ -25,6 +25,7 @@ class DeclaredKind(StrEnum):
     KEY = "key"
     LIMIT = "limit"
     WEBHOOK = "webhook"
+    GUARDRAIL = "guardrail"
 
 
 class Declaration(Base):

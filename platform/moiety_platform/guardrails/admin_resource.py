@@ -35,6 +35,7 @@ GUARDRAILS = Resource(
         "on_failure": "fails",
         "detectors": "detectors",
         "url": "endpoint",
+        "entry_point": "entry point",
         "tenant_id": "tenant",
     },
     plain=plain,
@@ -59,7 +60,16 @@ GUARDRAILS = Resource(
                     help="Built-in detectors, separated by commas: secrets, card_numbers.",
                 ),
                 Parameter(name="endpoint", field="url", help="https:// URL of an endpoint that checks the text."),
-                Parameter(name="timeout_ms", type=int, help="Time in milliseconds for the endpoint's answer."),
+                Parameter(
+                    name="entry_point",
+                    help="Entry point in moiety.guardrails of a Python package that is installed at the gateways.",
+                ),
+                Parameter(
+                    name="timeout_ms", type=int, help="Time in milliseconds of a check by an endpoint or entry point."
+                ),
+                Parameter(
+                    name="memory_mb", type=int, help="Memory of the process of a check by an entry point, in MiB."
+                ),
                 Parameter(
                     name="tenant",
                     field="tenant_id",
@@ -70,4 +80,5 @@ GUARDRAILS = Resource(
         ),
         Command("delete", "Delete a guardrail.", method="DELETE", parameters=(_IN_PATH,)),
     ),
+    apply_kind="moiety_platform.guardrails.declared:GUARDRAIL",
 )

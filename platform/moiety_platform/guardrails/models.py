@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, String, Text
+from sqlalchemy import CheckConstraint, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, DeploymentTable
@@ -10,10 +10,14 @@ from moiety_platform.tenants.models import ID_LENGTH
 
 MAX_NAME_LENGTH = 64
 MAX_URL_LENGTH = 1000
+ENTRY_POINT_SCHEME = "python:"
 
 
 class GuardrailRecord(DeploymentTable, Base):
-    """One guardrail of the operator. `detectors` are names of built-in ones, separated by commas."""
+    """One guardrail of the operator. `detectors` are names of built-in ones, separated by commas.
+
+    `url` is that of an HTTP endpoint, or ENTRY_POINT_SCHEME with the name of an entry point.
+    """
 
     __tablename__ = "guardrails"
     __table_args__ = (
@@ -30,4 +34,5 @@ class GuardrailRecord(DeploymentTable, Base):
     detectors: Mapped[str] = mapped_column(Text)
     url: Mapped[str | None] = mapped_column(String(MAX_URL_LENGTH))
     timeout_ms: Mapped[int]
+    memory_mb: Mapped[int] = mapped_column(server_default=text("512"))
     tenant_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))

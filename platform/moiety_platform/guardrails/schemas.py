@@ -13,13 +13,16 @@ from moiety_platform.guardrails.terms import Detector, Guardrail, GuardrailActio
 from moiety_platform.openapi.schemas import shows
 
 MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 10, 30_000
+MIN_MEMORY_MB, MAX_MEMORY_MB = 16, 65_536
+ENTRY_POINT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 NAME = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_NAME_LENGTH - 1}}}", re.ASCII)
 
 
 class NewGuardrail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A guardrail to set, which replaces the guardrail of the same name.
 
-    It has either `detectors`, which are built in, or the `url` of an HTTP endpoint.
+    It has `detectors`, which are built in, the `url` of an HTTP endpoint, or an `entry_point` of a Python package that
+    is installed at the gateways, which checks in a process with at most `memory_mb` MiB.
     """
 
     name: Annotated[str, shows(pattern=f"^{NAME.pattern}$")]
@@ -28,7 +31,9 @@ class NewGuardrail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_failure: Annotated[str, shows(enum=list(GuardrailFailure))] = "closed"
     detectors: Annotated[list[Annotated[str, shows(enum=list(Detector))]], shows(uniqueItems=True)] = []
     url: Annotated[str, shows(minLength=1, maxLength=MAX_URL_LENGTH)] | None = None
+    entry_point: Annotated[str, shows(pattern=f"^{ENTRY_POINT.pattern}$")] | None = None
     timeout_ms: Annotated[int, shows(minimum=MIN_TIMEOUT_MS, maximum=MAX_TIMEOUT_MS)] = 1000
+    memory_mb: Annotated[int, shows(minimum=MIN_MEMORY_MB, maximum=MAX_MEMORY_MB)] = 512
     tenant_id: str | None = None
 
 
@@ -41,7 +46,9 @@ class GuardrailView(Tagged, frozen=True):
     on_failure: str
     detectors: list[str]
     url: str | None
+    entry_point: str | None
     timeout_ms: int
+    memory_mb: int
     tenant_id: str | None
 
     @classmethod
@@ -53,7 +60,9 @@ class GuardrailView(Tagged, frozen=True):
             on_failure=guardrail.on_failure.value,
             detectors=[detector.value for detector in guardrail.detectors],
             url=guardrail.url,
+            entry_point=guardrail.entry_point,
             timeout_ms=guardrail.timeout_ms,
+            memory_mb=guardrail.memory_mb,
             tenant_id=guardrail.tenant_id,
         )
 

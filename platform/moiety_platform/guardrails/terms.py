@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
+ENTRY_POINT_GROUP = "moiety.guardrails"  # of Python packages, for checks as functions
 ALL_TENANTS = ""  # key of the guardrails of tenants without one of their own
 
 
@@ -39,7 +40,10 @@ class Detector(StrEnum):
 
 
 class Guardrail(msgspec.Struct, frozen=True, kw_only=True):
-    """One guardrail: built-in detectors, or an HTTP endpoint. `tenant_id` None: for every tenant."""
+    """One guardrail: built-in detectors, an HTTP endpoint, or the entry point of a Python package.
+
+    `tenant_id` None: for every tenant. `memory_mb` limits each process of an entry point.
+    """
 
     name: str
     stage: GuardrailStage
@@ -47,7 +51,9 @@ class Guardrail(msgspec.Struct, frozen=True, kw_only=True):
     on_failure: GuardrailFailure
     detectors: tuple[Detector, ...] = ()
     url: str | None = None
+    entry_point: str | None = None
     timeout_ms: int = 1000
+    memory_mb: int = 512
     tenant_id: str | None = None
 
 

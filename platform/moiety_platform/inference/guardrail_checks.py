@@ -1,4 +1,4 @@
-"""Checks of texts by guardrails: built-in detectors and HTTP endpoints, within their time.
+"""Checks of texts by guardrails: built-in detectors, HTTP endpoints and Python entry points, within their time.
 
 An endpoint gets a POST with a JSON object of `guardrail`, `stage`, `request_id`, `tenant_id`, `model`, `text` and
 `is_last`, and answers 200 with `{"allow": true}`, or `{"allow": false}`. Everything else is a failure.
@@ -19,6 +19,7 @@ import structlog
 
 from moiety_platform.errors import BadRequest, Unavailable
 from moiety_platform.guardrails.detectors import MAX_MATCH_CHARS, find
+from moiety_platform.guardrails.entry_point_checks import EntryPointChecks, EntryPointFailed
 from moiety_platform.guardrails.terms import Guardrail, GuardrailAction, GuardrailFailure, GuardrailStage
 from moiety_platform.inference.generation import Conversation, Generation, TextPair
 from moiety_platform.inference.model_texts import ModelText
@@ -57,11 +58,13 @@ class GuardrailChecks:
 
     def __post_init__(self) -> None:
         self._http: httpx.AsyncClient | None = None
+        self._entry_points = EntryPointChecks()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._entry_points.close)
         if self._http is not None:
             await self._http.aclose()
 
@@ -98,7 +101,7 @@ class GuardrailChecks:
                     "guardrail_failed",
                     guardrail=guardrail.name,
                     reason=str(exc),
-                    advice="check the endpoint of the guardrail; on_failure says what happens to requests",
+                    advice="check the endpoint or package of the guardrail; on_failure says what happens to requests",
                 )
             if found:
                 outcome = BLOCKED if guardrail.action is GuardrailAction.BLOCK else OBSERVED
@@ -114,7 +117,7 @@ class GuardrailChecks:
 
     async def _find(self, guardrail: Guardrail, record: RequestRecord, text: str, *, is_last: bool) -> str:
         """Return what the guardrail finds in the text, "" for nothing. Raises _CheckFailed."""
-        if guardrail.url is None:
+        if guardrail.detectors:
             for start in range(0, len(text), SLICE_CHARS):
                 if found := find(text[max(0, start - MAX_MATCH_CHARS) : start + SLICE_CHARS], guardrail.detectors):
                     return found.value
@@ -132,8 +135,17 @@ class GuardrailChecks:
             "text": text,
             "is_last": is_last,
         }
+        timeout_s = guardrail.timeout_ms / 1000
+        if guardrail.entry_point is not None:
+            data, memory_bytes = json.dumps(sent).encode(), guardrail.memory_mb << 20
+            try:
+                allows = await self._entry_points.allows(guardrail.entry_point, data, timeout_s, memory_bytes)
+            except EntryPointFailed as exc:
+                raise _CheckFailed(str(exc)) from exc
+            return "" if allows else "entry point"
+        assert guardrail.url is not None, "a guardrail has detectors, an endpoint or an entry point"
         try:
-            async with asyncio.timeout(guardrail.timeout_ms / 1000):
+            async with asyncio.timeout(timeout_s):
                 return "" if await self._allows(guardrail.url, json.dumps(sent).encode()) else "endpoint"
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise _CheckFailed("timeout") from exc
@@ -203,5 +215,5 @@ def _texts_in(value: Any) -> Iterable[str]:
 
 def _blocked(guardrail: Guardrail, found: str) -> BadRequest:
     what = "text of the request" if guardrail.stage is GuardrailStage.INPUT else "answer"
-    reason = "" if guardrail.url is not None else f", because it contains {found.replace('_', ' ')}"
+    reason = "" if not guardrail.detectors else f", because it contains {found.replace('_', ' ')}"
     return BadRequest(f"the guardrail {guardrail.name!r} blocks the {what}{reason}", code=GUARDRAIL_BLOCKED)

@@ -13,7 +13,7 @@
 {{- fail (printf "%s is %s, and there is no such class: use one of %s, declare it in declared.classes, or name it in declared.existingClasses if it exists" $path $class (join ", " $classes)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $kind := list "classes" "tenants" "webhooks" -}}
+{{- range $kind := list "classes" "tenants" "routes" "guardrails" "webhooks" -}}
 {{- $names := list -}}
 {{- range get $declared $kind -}}
 {{- if has .name $names -}}
