@@ -15,6 +15,7 @@ from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.administration.router import check_actions
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
+from moiety_platform.agent_runs.service import AgentRuns
 from moiety_platform.allowed_methods import add_allow_header
 from moiety_platform.anthropic_api.controller import MessageServices, TokenCountController, message_route
 from moiety_platform.auth.authenticator import Authenticator
@@ -138,6 +139,7 @@ class Services:
     quotes: QuoteSigner
     shadow: ShadowTraffic
     guardrails: GuardrailChecks
+    runs: AgentRuns
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -180,6 +182,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         documents=services.documents,
         shadow=services.shadow,
         guardrails=services.guardrails,
+        runs=services.runs,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
         quotes=services.quotes,

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import pytest
 from litestar import Litestar
 from litestar.handlers import HTTPRouteHandler
 from pydantic import SecretStr
+from sqlalchemy.ext.asyncio import AsyncSession
 from tests.usage_rows import make_row
 
 from moiety_platform.access.roles import Role
 from moiety_platform.adapters.schemas import NewAdapter
 from moiety_platform.adapters.service import create_adapter
 from moiety_platform.administration.router import ADMIN_PATH
+from moiety_platform.agent_runs.models import AgentRunRequest
+from moiety_platform.agent_runs.store import join_run
+from moiety_platform.agent_runs.terms import RunTerms
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.bootstrap.composition import Overrides, assembled
@@ -168,6 +173,10 @@ ASKS = [
     Ask("PUT /guardrails", OPERATORS, body={"name": "g", "stage": "input", "detectors": ["secrets"]}),
     Ask("GET /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
     Ask("DELETE /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
+    Ask("GET /runs", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
+    Ask("GET /runs/{run_id}", OWN_ONLY),
+    Ask("GET /runs/{run_id}/trace", OWN_ONLY),
+    Ask("POST /runs/{run_id}/stop", WRITERS),
     Ask("GET /routes", EVERYBODY),
     Ask("PUT /routes", OPERATORS, body={"name": "m", "targets": [{"model": "n"}]}),
     Ask("DELETE /routes", OPERATORS, query={"route": "{priced_model}"}),
@@ -199,6 +208,7 @@ class Side:
     priced_model: str = ""
     webhook_id: str = ""
     adapter_id: str = ""
+    run_id: str = ""
     spare_tenant_id: str = ""
     secrets: tuple[str, ...] = ()
 
@@ -214,6 +224,7 @@ class Side:
             "admin_key_id",
             "trace_id",
             "adapter_id",
+            "run_id",
         )
         quotas = ("tenant_quota_id", "project_quota_id", "key_quota_id")
         return {getattr(self, name) for name in (*names, *quotas)}
@@ -304,7 +315,20 @@ async def make_side(database: Database, clock: ManualClock, name: str) -> Side:
         )  # fmt: skip
         session.add(trace)
         session.add(span_of(trace, engine=f"tcp://{name}-engine:1"))
-    return Side(tenant.id, name, project.id, project.name, row.request_id, trace.trace_id)
+        run_id = await begin_run(session, tenant.id, name, row.request_id, datetime.now(UTC))  # old ones are deleted
+    return Side(tenant.id, name, project.id, project.name, row.request_id, trace.trace_id, run_id=run_id)
+
+
+async def begin_run(session: AsyncSession, tenant_id: str, name: str, request_id: str, now: datetime) -> str:
+    """Begin an agent run with one request; return its id."""
+    run = await join_run(session, tenant_id, RunTerms(f"{name}-run"), began_at=now, now=now)
+    session.add(
+        AgentRunRequest(
+            run_id=run.id, request_id=request_id, tenant_id=tenant_id, trace_id="0" * 32, endpoint="/", model="m",
+            started_at=now, outcome="open", tokens=1, nano=1, prompt_tokens=0, cached_tokens=0, output_tokens=0,
+        )
+    )  # fmt: skip
+    return run.id
 
 
 def span_of(trace: TraceRecord, engine: str) -> SpanRecord:

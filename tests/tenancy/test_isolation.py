@@ -44,6 +44,7 @@ NOBODY = Side(
     ),
     *("quo_nonenonenonenonenon1", "quo_nonenonenonenonenon2", "quo_nonenonenonenonenon3"),
     adapter_id="ada_nobodynobodynobodyno",
+    run_id="run_nobodynobodynobodyno",
 )
 
 

@@ -61,6 +61,8 @@ KEPT = {
     *UPKEEP,
     *EXPORTS,
     *TRACES,
+    "agent_runs",
+    "agent_run_requests",
 }
 LATER = {"service_classes", "responses", *CONVERSATIONS, *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}

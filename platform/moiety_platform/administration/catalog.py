@@ -5,6 +5,7 @@ from __future__ import annotations
 from moiety_platform.access.actions import AdminAction
 from moiety_platform.access.views import VIEW_ACTIONS
 from moiety_platform.adapters.admin_resource import ADAPTERS
+from moiety_platform.agent_runs.admin_resource import RUNS
 from moiety_platform.auth.admin_resource import KEYS
 from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.declarative_config.admin_resource import DECLARATIONS
@@ -27,6 +28,7 @@ RESOURCES: tuple[Resource, ...] = (  # dependencies come first: `moiety apply` c
     WEBHOOKS,
     ADAPTERS,
     GUARDRAILS,
+    RUNS,
     DECLARATIONS,
 )
 ACTIONS: tuple[AdminAction, ...] = (*(action for one in RESOURCES for action in one.actions), *VIEW_ACTIONS)

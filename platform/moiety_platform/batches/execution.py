@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from moiety_platform.agent_runs.terms import names_run
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.backoff import Backoff
@@ -140,6 +141,8 @@ class LineRunner:
             self._records[line.key] = record
             body = decode_body(endpoint.schema, body_of(text), self.max_json_depth, self.shape)
             record.attribution = body.attribution(None)
+            if names_run(record.attribution.tags):
+                record.agent_run = await self.pipeline.services.runs.join(record)
             answer = await endpoint.answer(self.pipeline, record, body)
             record.completed()
         return answered(line_key(*line.key), line.custom_id, request_id, answer)

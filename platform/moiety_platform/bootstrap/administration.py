@@ -12,6 +12,7 @@ from litestar import Router
 
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.controller import AdapterController, AdapterStorage
+from moiety_platform.agent_runs.controller import RunController
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
@@ -102,6 +103,7 @@ class Administration:
             with_services(WebhookController, reach=self.reach),
             with_services(GuardrailController, reach=self.reach),
             with_services(RequestContentController, content_cipher=ContentCipher(*self.peppers)),
+            with_services(RunController),
             with_services(
                 TenantDeletionController, deletion=DeletionServices(self.objects, traces, self._engine_notice.wake)
             ),

@@ -17,6 +17,7 @@ from litestar.types import ControllerRouterHandler
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.administration.router import admin_router
+from moiety_platform.agent_runs.service import AgentRuns
 from moiety_platform.app import Services, create_app, create_operations_app, create_pipeline
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
@@ -255,6 +256,7 @@ async def _open_services(
         quotes=QuoteSigner(pepper, turn),
         shadow=shadow,
         guardrails=guardrails,
+        runs=await stack.enter_async_context(AgentRuns(database, quotas, clock)),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 

@@ -40,6 +40,7 @@ class RequestOrigin(msgspec.Struct, frozen=True):
     bill: bytes = b""
     gathers: bool = True
     adapter: str = ""  # engine's name of the adapter
+    keep_s: float = 0.0  # prefix-cache retention beyond that of the generation
 
 
 def cache_salt_of(principal: Principal, adapter: str, generation: Generation | None) -> bytes:
@@ -183,7 +184,7 @@ def _submits(
             gathers=origin.gathers,
             grammar=answer.grammar,
             adapter=origin.adapter,
-            keep_s=generation.keep_s,
+            keep_s=max(generation.keep_s, origin.keep_s),
             images=images,
         )
     ]

@@ -60,8 +60,10 @@ class HostedModelText(ExternalModelText):
         return [[0] * self._likely_tokens(self._conversation_of(prompt)) for prompt in generation.prompts]
 
     def most_prompt_tokens(self, generation: Generation) -> int:
-        """Return an upper estimate of the tokens of all prompts: one for each byte of UTF-8, and for each image its
-        allowance."""
+        """Return an upper estimate of the tokens of all prompts.
+
+        One for each byte of UTF-8, and for each image its allowance.
+        """
         total = 0
         for prompt in generation.prompts:
             conversation = self._conversation_of(prompt)

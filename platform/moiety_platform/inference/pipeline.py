@@ -18,15 +18,15 @@ import msgspec
 import structlog
 from litestar.types import Receive, Scope, Send
 
-from moiety_platform.adapters.cache import AdapterCache, NamedAdapter
+from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import adapting_card, allowed_of
 from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_unattainable, refuse_unattainable
+from moiety_platform.agent_runs.service import AgentRuns
+from moiety_platform.agent_runs.terms import RUN_HEADER, RUN_TAG
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
 from moiety_platform.classes.cache import ClassCache
-from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
-from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, forget_frames
 from moiety_platform.guardrails.terms import ALL_TENANTS
 from moiety_platform.http_errors import internal_error
@@ -55,6 +55,7 @@ from moiety_platform.inference.guarded_run import guarded_runs
 from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
+from moiety_platform.inference.matched_request import MatchedRequest
 from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import billed_prompt_tokens
@@ -91,7 +92,7 @@ from moiety_platform.traces.tracing import Phase
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
-TAGS_FIELD = TAGS_HEADER.encode()
+RUN_FIELD, TAGS_FIELD = RUN_HEADER.encode(), TAGS_HEADER.encode()
 
 log = structlog.get_logger(__name__)
 
@@ -117,6 +118,7 @@ class PipelineServices:
     quotes: QuoteSigner
     shadow: ShadowTraffic
     guardrails: GuardrailChecks
+    runs: AgentRuns
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -169,9 +171,14 @@ class RequestPipeline:
             ) as record:
                 body = await services.bodies.read(endpoint.schema, quoted or receive, fields, principal.tenant_id)
                 record.attribution = body.attribution(fields.get(TAGS_FIELD))
+                record.agent_run = (
+                    await services.runs.join(record, fields.get(RUN_FIELD))
+                    if RUN_FIELD in fields or RUN_TAG in (record.attribution.tags or "")
+                    else None
+                )
                 record.quote = await quoted.verify(services.clock) if quoted else None
-                has_ignored = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
-                record.ignored_fields += [*(ignored_fields(body) if has_ignored else ()), *body.skipped_entries()]
+                ignores = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
+                record.ignored_fields += [*(ignored_fields(body) if ignores else ()), *body.skipped_entries()]
                 streams = body.wants_stream
                 with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
                     with WatchingForDisconnect(response.disconnect):
@@ -180,8 +187,12 @@ class RequestPipeline:
                         accept = None if endpoint.accept is None else partial(endpoint.accept, body, record, response)
                         async with await self.start(record, body.generation(), streams=streams, accept=accept) as run:
                             response.headers = record.response_headers()
-                            keep_alive_s = self.limits.sse_keep_alive_s if streams else 0.0
-                            async with KeepAlive(response, keep_alive_s, endpoint.keep_alive, record.kept_alive):
+                            async with KeepAlive(
+                                response,
+                                self.limits.sse_keep_alive_s if streams else 0.0,
+                                endpoint.keep_alive,
+                                record.kept_alive,
+                            ):
                                 send_last = await endpoint.answer(body, run, record, response)
                     record.completed()
                     await send_last()
@@ -396,24 +407,8 @@ class RequestPipeline:
             bill=record.reserved(num_prompt_tokens),
             gathers=not streams,
             adapter=matched.adapter_name,
+            keep_s=0.0 if record.agent_run is None else record.agent_run.keep_s,
         )
-
-
-class MatchedRequest(msgspec.Struct, frozen=True):
-    """Generation, model card, engines and service class of a request.
-
-    The generation is of single texts where the model does not score pairs.
-    """
-
-    generation: Generation
-    card: ModelCard
-    states: list[EngineState]  # of all engines, at the time of the choice
-    catalogue: Catalogue
-    chosen: ChosenClass
-    tariff: Tariff  # of the classes that may serve the request
-    adapter: NamedAdapter | None
-    adapter_name: str  # the engines' name of it, or an empty text
-    has_images: bool
 
 
 async def reserve_least(reservation: QuotaReservation, matched: MatchedRequest) -> None:

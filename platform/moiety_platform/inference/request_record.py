@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from moiety_platform.agent_runs.request_of_run import RequestOfRun
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.terms import Catalogue
 from moiety_platform.engine_client.base import EngineClient
@@ -129,6 +130,7 @@ class RequestRecord:
     attribution: Attribution = UNATTRIBUTED
     quote: AcceptedQuote | None = None  # that the request sent
     estimated_prompt_tokens: int | None = None  # reserved at a hosted provider, which alone can count them
+    agent_run: RequestOfRun | None = None  # the run that the request named
     was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit
     is_clients_fault: bool = False  # the error is the request's or its answer's, even after a status of 200 was sent
     outcome: str = ""

@@ -176,6 +176,8 @@ class RequestRecorder:
         row = self._row(record, used, cost, record.reservation.settle(used, cost))
         if outcome is not None:
             row = with_guarantee(row, outcome)
+        if record.agent_run is not None:
+            record.agent_run.on_end(row)
         # not a method of the record, which would keep the whole request in memory until its row is stored
         self.usage.record(row, partial(settle, record.sequences) if record.sequences else None)
         if record.content is not None and self.contents is not None:

@@ -86,6 +86,7 @@ def _of_generation(record: RequestRecord) -> dict[str, Attribute | None]:
     asked = record.route or record.served_model
     found["gen_ai.request.model"] = asked if asked != UNKNOWN_MODEL else None
     found["moiety.route"] = record.route
+    found["moiety.run"] = None if record.agent_run is None else record.agent_run.name
     found["moiety.guardrails"] = tuple(f"{name}={outcome}" for name, outcome in record.guardrails.items()) or None
     found["moiety.route.downgraded"] = record.was_downgraded_by_budget or None
     found["gen_ai.embeddings.dimension.count"] = generation.dimensions

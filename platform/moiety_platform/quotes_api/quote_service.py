@@ -17,7 +17,8 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.generation import Generation
-from moiety_platform.inference.pipeline import MatchedRequest, RequestPipeline, reserve_least
+from moiety_platform.inference.matched_request import MatchedRequest
+from moiety_platform.inference.pipeline import RequestPipeline, reserve_least
 from moiety_platform.inference.quota_reservation import NOTHING_USED, QuotaReservation, tariff_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.token_count_limits import TokenCountLimits

@@ -12,6 +12,8 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.adapters.contents import AdapterContents
+from moiety_platform.agent_runs.store import KEPT as RUNS_KEPT
+from moiety_platform.agent_runs.store import purge_runs
 from moiety_platform.batches.purge import purge_batches
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.db.now import now_ms
@@ -55,6 +57,9 @@ def retention_jobs_of(
     async def purge_old_minutes(session: AsyncSession) -> int:
         return await purge_minutes(session, await _ago(session, timedelta(hours=KEPT_HOURS), now))
 
+    async def purge_old_runs(session: AsyncSession) -> int:
+        return await purge_runs(session, await _ago(session, RUNS_KEPT, now))
+
     async def sum_up_days(session: AsyncSession) -> int:
         return await sum_up_some(session, await _ago(session, timedelta(), now))
 
@@ -77,6 +82,7 @@ def retention_jobs_of(
         RetentionJob("simulations", partial(simulations.purge, now=now)),
         RetentionJob("quota_windows", purge_old_windows),
         RetentionJob("forsaken_limits", purge_abandoned_rates),
+        RetentionJob("agent_runs", purge_old_runs),
     ]
     if settings.keep_files_s is not None:
         jobs.insert(1, RetentionJob("files_without_end", partial(set_expiry, keep_s=settings.keep_files_s, now=now)))

@@ -56,6 +56,13 @@ def attribution_of(end_user: str | None, metadata: Mapping[str, str], header: by
     return Attribution(_stored(end_user) if end_user else None, _encode_tags(tags) if tags else None)
 
 
+def tagged_attribution(attribution: Attribution, name: str, value: str) -> Attribution:
+    """Return the attribution with one more tag, which takes the place of the last one if there are MAX_TAGS."""
+    tags = {tag: other for tag, other in tags_of(attribution.tags).items() if tag != name}
+    kept = dict(list(tags.items())[: MAX_TAGS - 1])
+    return Attribution(attribution.end_user, _encode_tags({**kept, name: value}))
+
+
 def parse_tags(text: str) -> dict[str, str]:
     """Return the tags of a header. Of several with one name, the last counts. Raises BadRequest."""
     if _HEADER.fullmatch(text) is None:

@@ -1,0 +1,59 @@
+"""Declaration of agent runs as an administered resource. Requests begin them; administrators see and stop them."""
+
+from __future__ import annotations
+
+from moiety_platform.access.actions import MANAGED_BY_TENANTS
+from moiety_platform.resources.commands import (
+    Command,
+    CustomCommand,
+    Output,
+    Parameter,
+    ParameterLocation,
+    path_argument,
+)
+from moiety_platform.resources.declaration import Resource
+
+_RUN = path_argument("run", "Id of the run.")
+
+RUNS = Resource(
+    name="run",
+    help="List, show and stop agent runs: requests that share a budget and a deadline.",
+    access=MANAGED_BY_TENANTS,
+    page="agent-runs.md",
+    columns={
+        "name": "name",
+        "tenant_id": "tenant",
+        "status": "status",
+        "num_requests": "requests",
+        "used_tokens": "tokens",
+        "budget_tokens": "of tokens",
+        "used_usd": "$",
+        "budget_usd": "of $",
+        "deadline_at": "deadline",
+        "id": "id",
+    },
+    commands=(
+        Command(
+            "list",
+            "List the newest runs.",
+            parameters=(
+                Parameter(
+                    name="tenant",
+                    field="tenant_id",
+                    place=ParameterLocation.QUERY,
+                    help="Name or id of a tenant. If not given, all tenants.",
+                    finds="tenant",
+                ),
+            ),
+            output=Output.ROWS,
+        ),
+        CustomCommand("show", "moiety_platform.cli.runs:show_run"),
+        Command(
+            "stop",
+            "Stop a run: its open requests end within seconds, and later ones are refused.",
+            method="POST",
+            suffix="stop",
+            parameters=(_RUN,),
+        ),
+    ),
+)
