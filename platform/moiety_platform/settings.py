@@ -55,9 +55,7 @@ class GatewaySettings(
 
     host: str = fixed("127.0.0.1", "Address at which the API listens.")
     port: int = fixed(8000, "Port at which the API listens; 0 selects a free one.", ge=0, le=65535)
-    operations_host: str = fixed(
-        "127.0.0.1", "Address at which the operations endpoints listen if operations_port is set."
-    )
+    operations_host: str = fixed("127.0.0.1", "Address of the operations endpoints if operations_port is set.")
     operations_port: int | None = fixed(
         None,
         "Port of the operations endpoints /metrics and /schema; 0 selects a free one. If not set, they are on `port` "
