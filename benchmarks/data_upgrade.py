@@ -5,7 +5,8 @@
 The older release is checked out from git and serves the demo model on a new folder. It gets a tenant with a key, a
 quota, a price, a webhook, an adapter, completions, a batch and traces. Then it stops, and this release serves the same
 folder. Every resource, the sums of usage, the audit log and the batch's results must be as before, the ledger must
-reconcile, and the old key must still be answered. Exits with 1 if a check fails.
+reconcile, and the old key must still be answered. Contents of files and adapters, which the older release kept in SQL,
+must move to the object store, and be the same afterwards. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -49,6 +51,13 @@ RENAMED = {  # fields of 0.1.0
     "foreseen_tokens": "speculative_tokens",
     "foreseen_used_tokens": "speculative_used_tokens",
 }
+RETENTION_S = 2  # interval of the job that moves contents
+IN_SQL = (  # numbers of contents that are no objects yet
+    "SELECT count(*) FROM file_chunks",
+    "SELECT count(*) FROM adapter_chunks",
+    "SELECT count(*) FROM files WHERE object_key IS NULL",
+    "SELECT count(*) FROM adapters WHERE object_key IS NULL",
+)
 CHANGING = ("since", "until", "last_used_at", "resets_at", "reserved")  # fields that depend on the time of the answer
 LISTINGS = {
     "tenants": ("tenant", "list"),
@@ -59,6 +68,9 @@ LISTINGS = {
     "keys": ("key", "list", "--tenant", "acme"),
     "quotas": ("quota", "list", "--tenant", "acme"),
 }
+
+ADDED = (("route", "list"), ("guardrail", "list"))  # resources that 0.1.0 does not have
+REVISIONS = ROOT / "migrations" / "moiety_migrations" / "versions"
 
 
 @dataclass
@@ -72,7 +84,12 @@ class Release:
     @property
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join(str(self.sources / part) for part in SOURCES)
-        return os.environ | {"PYTHONPATH": path, "MOIETY_DATA_DIR": str(self.data_dir)}
+        own = {
+            "PYTHONPATH": path,
+            "MOIETY_DATA_DIR": str(self.data_dir),
+            "MOIETY_RETENTION_INTERVAL_S": str(RETENTION_S),
+        }
+        return os.environ | own
 
     @contextmanager
     def serving(self, log: Path) -> Iterator[None]:
@@ -178,8 +195,33 @@ def _upgrade(folder: Path, commit: str) -> tuple[dict[str, bool], dict[str, int]
         checks["batch_results"] = new.run("batch", "results", batch_id) == results
         checks["traces"] = set(traces) <= set(new.traces())
         checks["old_key_is_answered"] = new.complete(key) == answer
-        checks["adapter_is_answered"] = bool(new.complete(key, f"{MODEL}:mine"))
-    return checks, {name: len(before[name]["data"]) for name in LISTINGS} | {"traces": len(traces)}
+        adapted = new.complete(key, f"{MODEL}:mine")
+        checks["adapter_is_answered"] = bool(adapted)
+        checks["new_resources_are_empty"] = not any(new.run(*words, "--json")["data"] for words in ADDED)
+        checks["contents_are_objects"] = _moved(data_dir)
+    with new.serving(folder / "again.log"):  # the adapter is read again, from the object store
+        checks["batch_results_as_objects"] = new.run("batch", "results", batch_id) == results
+        checks["adapter_as_object"] = new.complete(key, f"{MODEL}:mine") == adapted
+        newest = max(path.name[:4] for path in REVISIONS.glob("0*.py"))
+        checks["revision"] = _value(data_dir, "SELECT version_num FROM alembic_version") == newest
+    sizes = {name: len(before[name]["data"]) for name in LISTINGS} | {"traces": len(traces)}
+    return checks, sizes | {"objects": sum(path.is_file() for path in (data_dir / "objects").rglob("*"))}
+
+
+def _moved(data_dir: Path) -> bool:
+    """Return whether all contents in SQL become objects within a minute."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        if not any(_value(data_dir, statement) for statement in IN_SQL):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def _value(data_dir: Path, statement: str) -> Any:
+    """Return the one value of a query of the database."""
+    with closing(sqlite3.connect(f"file:{data_dir / 'moiety.db'}?mode=ro", uri=True)) as connection:
+        return connection.execute(statement).fetchone()[0]
 
 
 def _fill(old: Release, folder: Path) -> tuple[str, str]:
