@@ -68,7 +68,7 @@ class TorchCall:
 
 @dataclass(slots=True)
 class PassRecording:
-    """What a part of a pass has computed, in order, and the tensors that it allocated.
+    """Operations of a part of a pass, in order, and the tensors that it allocated.
 
     `calls` has each torch operation with the number of jobs before it.
     """

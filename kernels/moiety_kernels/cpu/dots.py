@@ -335,7 +335,7 @@ class _GroupedEights(_Eights):
 
 
 class DotsKind(NamedTuple):
-    """How a kind of weight is multiplied."""
+    """Products with one kind of weight."""
 
     name: str
     is_there: bool  # whether the CPU has the instructions

@@ -29,7 +29,7 @@ _NUMBERS = {"budget-tokens": MAX_BUDGET_TOKENS, "deadline-s": MAX_DEADLINE_S, "k
 
 
 class RunStatus(StrEnum):
-    """Whether a run takes requests."""
+    """State of a run, which says whether it takes requests."""
 
     ACTIVE = "active"
     STOPPED = "stopped"

@@ -20,7 +20,7 @@ class NewContentLogging(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ContentLoggingView(msgspec.Struct, frozen=True):
-    """Whether the contents of a tenant's requests are logged, and for how many days they are kept."""
+    """Logging of the contents of a tenant's requests, and the days for which they are kept."""
 
     tenant_id: str
     is_on: bool

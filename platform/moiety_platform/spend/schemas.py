@@ -83,7 +83,7 @@ class SpendForecast(msgspec.Struct, frozen=True):
 
 
 class BudgetPoint(msgspec.Struct, frozen=True):
-    """What was left of a budget at a time; negative where more was spent than the budget."""
+    """Remainder of a budget at a time; negative where more was spent than the budget."""
 
     at: datetime
     remaining_nanodollars: int
