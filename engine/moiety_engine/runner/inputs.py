@@ -7,7 +7,7 @@ samples.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from operator import attrgetter, getitem
@@ -31,6 +31,7 @@ from moiety_engine.staging import Staging
 # Applied to all chunks of a step without a call of Python for each.
 _sequence_of, _kind_of = attrgetter("sequence"), attrgetter("num_tokens", "samples", "num_pad")
 _num_computed, _tokens_of = attrgetter("kv.num_computed"), attrgetter("tokens")
+_token_at: Callable[[list[int], int], int] = getitem
 _ONE_TOKEN = (1, True, 0)  # kind of a decode
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -172,7 +173,7 @@ class BatchBuilder:
         size = self._block_size
         positions = list(map(_num_computed, sequences))
         rotary = positions if self._features is None else decode_positions(sequences, positions)
-        token_ids = list(map(getitem, map(_tokens_of, sequences), positions))
+        token_ids = list(map(_token_at, map(_tokens_of, sequences), positions))
         pending = [s for s, token in enumerate(token_ids) if token == PENDING] if PENDING in token_ids else []
         for s in pending:
             token_ids[s] = 0
@@ -324,8 +325,7 @@ def _of_decodes(count: int) -> tuple[list[int], np.ndarray, np.ndarray]:
 
     Do not modify the result.
     """
-    starts = np.arange(count + 1, dtype=np.int32)
-    return [1] * count, np.arange(count, dtype=np.int64), starts
+    return [1] * count, np.arange(count, dtype=np.int64), np.arange(count + 1, dtype=np.int32)
 
 
 def put_pending(token_ids_T: Tensor, host: HostBatch, sampled_L: Tensor | None, staging: Staging) -> None:
