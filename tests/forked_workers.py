@@ -243,6 +243,7 @@ def _work(session: pytest.Session, connection: Connection, others: Iterable[Conn
     """Run tests as a worker until there are none left. `others`: ends of the collecting process, closed here."""
     for other in others:
         other.close()  # else this process would not see the end of that one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started all in the background
     last: pytest.Item | None = None
     try:
         _prepare(session.config, connection, number)
