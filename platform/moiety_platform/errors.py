@@ -86,15 +86,15 @@ class ContextTooLong(BadRequest):
     default_code = "context_length_exceeded"
 
 
-def prompt_too_long(num_tokens: str, max_context_tokens: int) -> ContextTooLong:
-    """Return the error of a prompt with this number of tokens, in words, which leaves no room for output.
+def prompt_too_long(num_tokens: str, max_prompt_tokens: int, max_context_tokens: int) -> ContextTooLong:
+    """Return the error of a prompt with this number of tokens, in words.
 
     Coding agents shorten the conversation and try again where they find these words: those of Anthropic's API before
     the first period, and those of OpenAI's after it.
     """
     return ContextTooLong(
-        f"prompt is too long: {num_tokens} tokens > {max_context_tokens - 1} maximum. This model's maximum context "
-        f"length is {max_context_tokens} tokens for prompt and output together. Shorten the prompt"
+        f"prompt is too long: {num_tokens} tokens > {max_prompt_tokens} maximum. This model's maximum context length "
+        f"is {max_context_tokens} tokens. Shorten the prompt"
     )
 
 

@@ -210,7 +210,7 @@ async def test_a_tool_that_a_message_defines_is_offered(tool_gateway: RunningGat
     removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "second"}}
     await raw(tool_gateway, tools=tools[:1], messages=[*messages, {"role": "system", "content": [removal]}])
     assert names_in_prompt(tool_gateway, tools) == ["first"]
-    foreign = [{"type": "mcp_toolset_reference", "server_name": "m"}]
+    foreign: list[dict[str, Any]] = [{"type": "mcp_toolset_reference", "server_name": "m"}]
     foreign += [{"type": "tool_definition", "definition": {"type": "mcp_toolset", "mcp_server_name": "m"}}]
     _, headers = await raw(tool_gateway, tools=tools[:1], messages=[*HELLO, *map(add, foreign)])
     assert headers[IGNORED] == "messages.1.content.0, messages.2.content.0"

@@ -144,7 +144,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/score", {"text_1": "", "text_2": "a"}, "'text_1' must be a non-empty string"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "'text_2' must be a non-empty string"),
     ("/v1/score", {"text_1": "a"}, "'text_2' is missing"),
-    ("/v1/score", {"text_1": "a", "text_2": "x" * 600}, "the prompt has 603 tokens"),
+    ("/v1/score", {"text_1": "a", "text_2": "x" * 600}, "prompt is too long: 603 tokens > 512 maximum"),
     ("/v1/rerank", {"query": "a", "documents": []}, "'documents'"),
     ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "'documents"),
     ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, "'documents"),

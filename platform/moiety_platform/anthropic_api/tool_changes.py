@@ -45,8 +45,9 @@ class ToolChangeBlock(ContentBlock):
     @property
     def defined_tool(self) -> MessageTool | None:
         """The tool that the block defines for the model, if it defines one."""
-        is_definition = isinstance(self.tool, DefinedTool) and self.type == "tool_addition"
-        return self.tool.definition if is_definition and self.tool.definition.is_known else None
+        if self.type != "tool_addition" or not isinstance(self.tool, DefinedTool):
+            return None
+        return self.tool.definition if self.tool.definition.is_known else None
 
     @property
     def tool_name(self) -> str | None:

@@ -21,9 +21,9 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[TextPair], limit: int) ->
         for pair in pairs:
             encoded.append(tokenizer.encode_pair(pair.first, pair.second, max_tokens=limit))
             if (num_tokens := len(encoded[-1][0])) > limit:
-                raise prompt_too_long(str(num_tokens), limit)
+                raise prompt_too_long(str(num_tokens), limit, limit)
     except TooManyTokens as exc:
-        raise prompt_too_long(f"at least {exc.at_least}", limit) from exc
+        raise prompt_too_long(f"at least {exc.at_least}", limit, limit) from exc
     except TextNotEncodable as exc:
         raise BadRequest(f"the model's tokenizer refused the input: {exc}") from exc
     return encoded

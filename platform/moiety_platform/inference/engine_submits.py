@@ -295,7 +295,7 @@ def most_output_tokens(generation: Generation, card: ModelCard, num_prompt_token
             param=generation.prompt_field,
         )
     if (generation.max_tokens is None or clamps) and left < 1 and not generation.embed:
-        raise prompt_too_long(str(num_prompt_tokens), card.max_context_tokens)
+        raise prompt_too_long(str(num_prompt_tokens), card.max_context_tokens - 1, card.max_context_tokens)
     most = left if card.max_output_tokens is None else min(left, card.max_output_tokens)
     default = most if generation.default_max_tokens is None else min(most, generation.default_max_tokens)
     wanted = default if generation.max_tokens is None else generation.max_tokens

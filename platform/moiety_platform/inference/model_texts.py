@@ -331,7 +331,8 @@ class ModelText:
             else:
                 token_ids = self._encode_conversation(prompt, is_plain, limit)
         except TooManyTokens as exc:
-            raise prompt_too_long(f"at least {exc.at_least}", self._max_context_tokens) from exc
+            most = self._max_context_tokens
+            raise prompt_too_long(f"at least {exc.at_least}", most, most) from exc
         except (TextNotEncodable, TemplateRefused) as exc:
             raise BadRequest(f"the model's chat template or tokenizer refused the input: {exc}") from exc
         if not token_ids:
