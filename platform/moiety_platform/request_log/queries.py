@@ -79,7 +79,7 @@ class RequestSearch:
             found.append(literal_column(f"({IS_UNSUCCESSFUL})"))
         return found
 
-    def statement(self, dialect: str) -> Select[tuple[UsageRecord]]:
+    def statement(self, dialect: str) -> Select[UsageRecord]:
         """Return the query of all requests that match."""
         return select(UsageRecord).where(*self.conditions(dialect))
 
