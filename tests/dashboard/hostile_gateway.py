@@ -17,6 +17,7 @@ from litestar import Litestar
 
 from moiety_platform.administration.catalog import ACTIONS
 from moiety_platform.administration.router import admin_router
+from moiety_platform.agent_runs.controller import RunController
 from moiety_platform.controllers import with_services
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.openapi.documents import DocumentPart, make_document
@@ -57,6 +58,7 @@ class HostileGateway:
         more = [
             with_services(EngineController, replicas=nothing),
             with_services(ExpertController, experts=nothing),
+            with_services(RunController),
             with_services(SimulationController, simulations=nothing, engines=nothing),
             with_services(RequestContentController, content_cipher=nothing),
         ]

@@ -40,6 +40,7 @@ PAGES = (
     "Experts",
     "Requests",
     "Traces",
+    "Agent runs",
     "Quotas",
     "Playground",
     "Simulator",

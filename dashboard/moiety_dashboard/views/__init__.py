@@ -15,6 +15,7 @@ from moiety_dashboard.views import (
     playground,
     quotas,
     requests,
+    runs,
     simulator,
     spend,
 )
@@ -42,6 +43,7 @@ PAGES = (
     View("Experts", ":material/grid_on:", "experts", experts.draw, "experts.read"),
     View("Requests", ":material/receipt_long:", "requests", requests.draw, "usage.read"),
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
+    View("Agent runs", ":material/smart_toy:", "runs", runs.draw, "runs.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
     View("Playground", ":material/chat:", "playground", playground.draw),
     View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),

@@ -1,0 +1,76 @@
+"""Agent runs with their budgets, and the requests of one run as one trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import AdminClient, path_of
+from moiety_dashboard.escaping import as_text
+from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
+from moiety_dashboard.page import Page
+from moiety_dashboard.views.tenants.names import names_of
+from moiety_dashboard.waterfall import waterfall
+
+CHOSEN = "chosen run"
+MAX_BARS = 100  # the CSV contains all requests
+NONE = "No run yet. A request begins one with the header x-moiety-run."
+NO_REQUEST = "No request of this run was admitted."
+
+
+def draw(page: Page) -> None:
+    panels.head("Agent runs", "Requests that share a budget, a deadline and a stop switch")
+    with page.asking() as client:
+        answer = client.get("/runs")
+        frame = runs_frame(answer.data["data"], names_of(client))
+        with panels.panel("Runs", "newest first", [answer], key="runs", frame=frame):
+            panels.table(frame, columns(), NONE, max_rows=12)
+        if frame.empty:
+            return
+        labels = {
+            run_id: f"{as_text(name)} ({as_text(tenant)})"
+            for run_id, name, tenant in frame[["id", "name", "tenant"]].to_numpy()
+        }
+        chosen = st.selectbox("Run", list(labels), format_func=lambda run_id: labels[run_id], key=CHOSEN)
+        draw_trace(client, chosen)
+
+
+def draw_trace(client: AdminClient, run_id: str) -> None:
+    """Draw the requests of a run over time, and the button that stops it."""
+    path = path_of("runs", run_id)
+    answer = client.get(f"{path}/trace")
+    run, bars = answer.data["run"], run_bars_frame(answer.data["requests"])
+    with panels.panel(
+        "Requests of the run", f"in their order; the first {MAX_BARS} are drawn", [answer], key="run-trace", frame=bars
+    ):
+        if bars.empty:
+            st.caption(NO_REQUEST)
+        else:
+            st.altair_chart(waterfall(bars.head(MAX_BARS), pd.DataFrame()), width="stretch", key="run-waterfall")
+    if run["status"] == "active" and session.may("runs.write") and st.button("Stop", icon=":material/stop_circle:"):
+        panels.ask_first(
+            "Stop this run? Its open requests end, and later ones are refused.",
+            "Stop the run",
+            lambda: client.change("POST", f"{path}/stop"),
+            "The run is stopped.",
+        )
+
+
+def columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        "name": column.TextColumn("Run", width="medium"),
+        "tenant": "Tenant",
+        "status": "Status",
+        "requests": column.NumberColumn("Requests", format="localized"),
+        "tokens": column.NumberColumn("Tokens", format="localized"),
+        "token_share": column.NumberColumn("of budget", format="percent"),
+        "cost": column.NumberColumn("Cost", format="dollar"),
+        "cost_share": column.NumberColumn("of budget ", format="percent"),
+        "deadline": panels.time_column("Deadline", "YYYY-MM-DD HH:mm:ss"),
+        "created": panels.time_column("Began", "YYYY-MM-DD HH:mm:ss"),
+        "id": column.TextColumn("Id", width="medium"),
+    }
