@@ -13,6 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from tests.usage_rows import make_row
 
 from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
+from moiety_platform.agent_runs.models import AgentRun
+from moiety_platform.agent_runs.store import join_run
+from moiety_platform.agent_runs.terms import RunTerms
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.purge import LINES_AT_ONCE, purge_batches
 from moiety_platform.batches.results import LINES_AT_ONCE as ANSWERS_AT_ONCE
@@ -206,6 +209,10 @@ async def content_of(objects: ObjectStore, key: str) -> bytes:
 
 async def test_only_expired_rows_are_deleted(database: Database, store_clock: StoreClock, objects: ObjectStore) -> None:
     await fill(database)
+    async with database.write() as session:
+        for name, days in (("old", OLD), ("new", NEW)):
+            began_at = NOW - timedelta(days=days)
+            await join_run(session, "t", RunTerms(name), began_at=began_at, now=began_at)
     done = await upkeep_of(database, "one", store_clock, objects).round()
     assert done.pop("usage_days") >= OLD - NEW - 1, "of the old request, and those after it that had none"
     assert done == {
@@ -223,11 +230,13 @@ async def test_only_expired_rows_are_deleted(database: Database, store_clock: St
         "forsaken_limits": 2,
         "usage_minutes": 1,
         "simulations": 1,
+        "agent_runs": 1,
         "adapters": 2 + 2,  # each and its part
     }
     assert await left(database, Adapter.id) == {"coming", "ready"}
     assert await left(database, AdapterChunk.adapter_id) == {"coming"}
     assert await left(database, SimulationRecord.id) == {"new"}
+    assert await left(database, AgentRun.name) == {"new"}
     assert await left(database, IdempotentRequest.claim_id) == {"new"}
     assert await left(database, StoredResponse.id) == {"new"}
     assert await left(database, StoredConversation.id) == {"new"}
