@@ -1,14 +1,15 @@
-"""Decode context parallelism against tensor parallelism alone, on the cores of one machine.
+"""Context parallelism of decode and of prefill against tensor parallelism alone, on the cores of one machine.
 
     python benchmarks/context_parallel.py [--rounds 3]
 
 Each rank has the same memory for its KV cache. A random checkpoint with latent attention, whose rows every rank of
-`--tp` holds, is served by one rank with two threads, by two ranks with one thread each (`--tp 2`), and by the same two
-ranks that divide the positions of each sequence (`--decode-context-parallel 2`). The longest context follows from the
-memory. A prompt longer than the cache of one rank is sent to each configuration, and its answer or refusal is
-reported. Speeds are those of requests that fit everywhere. The configurations alternate in each round, and the medians
-of the rounds are reported, with the load of the machine at the end of each run. Decode speed counts the tokens after
-all streams have their first token.
+`--tp` holds, is served by one rank with two threads, by two ranks with one thread each (`--tp 2`), by the same two
+ranks that divide the positions of each sequence (`--decode-context-parallel 2`), and by two ranks with copies of the
+cache that divide the tokens of each step (`--prefill-context-parallel 2`). The longest context follows from the memory.
+A prompt longer than the cache of one rank is sent to each configuration, and its answer or refusal is reported. Speeds
+are those of requests that fit everywhere. The configurations alternate in each round, and the medians of the rounds are
+reported, with the load of the machine at the end of each run. Decode speed counts the tokens after all streams have
+their first token.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "one rank": {"num_threads": 2},
     "tp 2": {"tp": 2, "num_threads": 1},
     "tp 2, decode context parallel 2": {"tp": 2, "decode_context_parallel": 2, "num_threads": 1},
+    "prefill context parallel 2": {"prefill_context_parallel": 2, "ep": 2, "num_threads": 1},
 }
 LONG_PROMPT, OUTPUT_TOKENS = 3000, 32
 STREAMS = ((1, 1500), (4, 400))  # numbers of streams that decode at once, and the tokens of their prompts
