@@ -32,9 +32,9 @@ def ordered(weight: Tensor, form: WeightFormat) -> QuantizedWeight:
 
 def by_hand(x: Tensor, up: QuantizedWeight, down: QuantizedWeight, activation: Activation) -> Tensor:
     """Return one expert's output: rows are gathered before each of the two products."""
-    inner = linear(x[:, up.order_K.long()], up.in_stored_order())  # type: ignore[union-attr]
+    inner = linear(x[:, up.order_K.long()], up.in_stored_order())
     inner = experts_reference.activate(inner, activation)
-    return linear(inner[:, down.order_K.long()], down.in_stored_order())  # type: ignore[union-attr]
+    return linear(inner[:, down.order_K.long()], down.in_stored_order())
 
 
 @pytest.fixture(autouse=True)

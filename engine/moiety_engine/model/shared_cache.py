@@ -44,7 +44,7 @@ def share_rows(copies: RankCollectives, cache: Cache, rank_slots: Sequence[Tenso
         if rank == copies.rank or not len(slots_T):
             continue
         block_T, place_T = slots_T // parts[0].shape[1], slots_T % parts[0].shape[1]
-        for part, bytes_TB in zip(parts, given_TB.split(widths, dim=1), strict=True):
+        for part, bytes_TB in zip(parts, torch.split(given_TB, widths, dim=1), strict=True):
             values = bytes_TB.contiguous().view(part.dtype)
             part[block_T, place_T] = values.view(len(slots_T), *part.shape[2:])
 

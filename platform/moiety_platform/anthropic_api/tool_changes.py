@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from moiety_platform.anthropic_api.basic_blocks import ContentBlock
@@ -31,9 +33,10 @@ class ForeignTool(StrictBody):
     type: str
 
 
-_CHANGED = named_type(
-    {"tool_reference": NamedTool, "tool_definition": DefinedTool}, ForeignTool, NamedTool | DefinedTool | ForeignTool
+_SCHEMAS: Mapping[str, type[StrictBody]] = MappingProxyType(
+    {"tool_reference": NamedTool, "tool_definition": DefinedTool}
 )
+_CHANGED = named_type(_SCHEMAS, ForeignTool, NamedTool | DefinedTool | ForeignTool)
 
 
 class ToolChangeBlock(ContentBlock):

@@ -1,4 +1,4 @@
-"""Changes of the rules that every request reads: prices, routes and guardrails."""
+"""Changes of the rules that every request reads: prices, routes, guardrails and the logging of contents."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class HostedModelText(ExternalModelText):
                 param=field,
             )
         if prompt.images and not self._takes_images:
-            raise images_not_supported(self._model)
+            raise images_not_supported(self._model, prompt.images[0])
         return prompt
 
     def _likely_tokens(self, conversation: Conversation) -> int:
@@ -142,7 +142,7 @@ class HostedModelText(ExternalModelText):
                 try:
                     check_file(image.data, self._allowance)
                 except ValueError as exc:
-                    raise invalid_image(f"image {number} cannot be read: {exc}") from exc
+                    raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
         return max(1, estimated_tokens(_num_bytes(conversation)) + self._allowance.image_tokens * len(images))
 
 

@@ -35,26 +35,19 @@ class RequestContentController(Controller):
     @put("/logging/{tenant_id:str}", opt=needs(CONFIGURE_CONTENTS) | fails(404))
     async def set_logging(
         self,
-        store: NamedDependency[AuditedStore],
         rules: RulesDependency,
         tenant_id: FromPath[str],
         data: JSONBody[NewContentLogging],
     ) -> ContentLoggingView:
         """Opt in: log the contents of the tenant's requests, from now on, at every gateway within seconds."""
-        async with store.write() as session:
-            view = await service.set_logging(session, tenant_id, data.keep_days, store.clock.now())
-        rules.forget()
-        return view
+        async with rules.write() as session:
+            return await service.set_logging(session, tenant_id, data.keep_days, rules.store.clock.now())
 
     @delete("/logging/{tenant_id:str}", status_code=200, opt=needs(CONFIGURE_CONTENTS) | fails(404))
-    async def end_logging(
-        self, store: NamedDependency[AuditedStore], rules: RulesDependency, tenant_id: FromPath[str]
-    ) -> ContentLoggingView:
+    async def end_logging(self, rules: RulesDependency, tenant_id: FromPath[str]) -> ContentLoggingView:
         """Opt out: log no more contents of the tenant, and delete the stored ones."""
-        async with store.write() as session:
-            view = await service.end_logging(session, tenant_id)
-        rules.forget()
-        return view
+        async with rules.write() as session:
+            return await service.end_logging(session, tenant_id)
 
     @get("/{request_id:str}", opt=needs(READ_CONTENTS) | fails(404))
     async def get_content(
