@@ -35,12 +35,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A drawn column, its unit, and its number format."""
+    """A drawn column, its unit, and its number formats, in tooltips and at a linear axis."""
 
     column: str
     unit: str
     number: str = ",.4~r"
     is_log: bool = False
+    axis: str = "~s"
 
 
 def stacked(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
@@ -241,7 +242,7 @@ def decades(values: pd.Series[float]) -> tuple[float, float]:
 def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
     """Return an axis of about four lines; a logarithmic one has powers of ten, and their triples if those are few."""
     if not figure.is_log:
-        return alt.Axis(tickCount=4, format="%" if is_share(figure) else "~s")
+        return alt.Axis(tickCount=4, format="%" if is_share(figure) else figure.axis)
     first, last = (round(math.log10(end)) for end in decades(frame[figure.column]))
     steps = (1, 3) if last - first <= 2 else (1,)
     ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]

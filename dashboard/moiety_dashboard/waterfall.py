@@ -19,8 +19,8 @@ PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
 MIN_WIDTH_SHARE = 0.003  # of the whole width, so that short spans are visible
 
 
-def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
-    """Return spans as bars with their durations beside them, and their events as points."""
+def waterfall(bars: pd.DataFrame, events: pd.DataFrame, of: str = "request") -> alt.LayerChart:
+    """Return the spans of a request, or a run, as bars with their durations, and their events as points."""
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
@@ -34,7 +34,7 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame) -> alt.LayerChart:
         labelFontSize=12,
     )  # fmt: skip
     y = alt.Y("line:N", sort=lines, scale=alt.Scale(domain=lines), axis=axis)
-    at = alt.Axis(title="ms since the start of the request", orient="top", tickCount=8, grid=True, domain=False)
+    at = alt.Axis(title=f"ms since the start of the {of}", orient="top", tickCount=8, grid=True, domain=False)
     scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # space for the text of the last span
     inks = {who: ink for who, ink in WHO.items() if who in set(bars["who"])}
     who = alt.Color(

@@ -11,7 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import colours, panels, session
 from moiety_dashboard.client import AdminClient, ApiRefused, path_of
-from moiety_dashboard.escaping import as_text
+from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.frames.requests import requests_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import names_of
@@ -50,7 +50,7 @@ def draw(page: Page) -> None:
 def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the search as the API's parameters."""
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
-    first, second = st.columns([1.2, 2, 2, 1.6, 1.6, 1.4]), st.columns([1.2, 2, 2, 1.6, 1.6, 1.4])
+    first, second, third = (st.columns(4) for _ in range(3))
     window = first[0].selectbox("Window", list(WINDOWS), 1, key="log window")
     tenant = None
     if not session.is_of_one_tenant():
@@ -60,15 +60,15 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
         "tenant_id": tenant,
         "model": _text(first[2], "Model", "as the answer names it"),
         "service_class": _choice(first[3], "Class", classes),
-        "outcome": _choice(first[4], "Outcome", list(OUTCOMES), OUTCOMES),
-        "status": _choice(first[5], "Status", list(STATUSES), more=True),
-        "slo": _choice(second[0], "SLO", list(SLO_STATES), SLO_STATES),
-        "error_code": _text(second[1], "Error code", "quota_exceeded"),
-        "route": _text(second[2], "Route", "name of a route"),
-        "end_user": _text(second[3], "End user", "ann"),
-        "tag": _text(second[4], "Tag", "team=search"),
+        "outcome": _choice(second[0], "Outcome", list(OUTCOMES), OUTCOMES),
+        "status": _choice(second[1], "Status", list(STATUSES), more=True),
+        "slo": _choice(second[2], "SLO", list(SLO_STATES), SLO_STATES),
+        "error_code": _text(third[0], "Error code", "quota_exceeded"),
+        "route": _text(third[1], "Route", "name of a route"),
+        "end_user": _text(third[2], "End user", "ann"),
+        "tag": _text(third[3], "Tag", "team=search"),
     }
-    least = second[5].number_input("Min duration, ms", 0, value=None, step=100, placeholder="0", key="log min")
+    least = second[3].number_input("Min duration, ms", 0, value=None, step=100, placeholder="0", key="log min")
     since = datetime.now(UTC) - WINDOWS[window]
     return {**found, "min_ms": least or None, "since": since.isoformat()}
 
@@ -77,7 +77,7 @@ def _choice(
     container: Any, label: str, options: list[str], names: Mapping[str, str] | None = None, *, more: bool = False
 ) -> str | None:
     shown: str | None = container.selectbox(
-        label, options, None, format_func=lambda one: as_text((names or {}).get(one, one)), placeholder="any",
+        label, options, None, format_func=lambda one: show_unseen((names or {}).get(one, one)), placeholder="any",
         key=f"log {label.lower()}", accept_new_options=more,
     )  # fmt: skip
     return shown

@@ -9,7 +9,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
-from moiety_dashboard.escaping import as_text
+from moiety_dashboard.escaping import show_unseen
 from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import names_of
@@ -31,7 +31,7 @@ def draw(page: Page) -> None:
         if frame.empty:
             return
         labels = {
-            run_id: f"{as_text(name)} ({as_text(tenant)})"
+            run_id: f"{show_unseen(name)} ({show_unseen(tenant)})"
             for run_id, name, tenant in frame[["id", "name", "tenant"]].to_numpy()
         }
         chosen = st.selectbox("Run", list(labels), format_func=lambda run_id: labels[run_id], key=CHOSEN)
@@ -49,7 +49,7 @@ def draw_trace(client: AdminClient, run_id: str) -> None:
         if bars.empty:
             st.caption(NO_REQUEST)
         else:
-            st.altair_chart(waterfall(bars.head(MAX_BARS), pd.DataFrame()), width="stretch", key="run-waterfall")
+            st.altair_chart(waterfall(bars.head(MAX_BARS), pd.DataFrame(), "run"), width="stretch", key="run-waterfall")
     if run["status"] == "active" and session.may("runs.write") and st.button("Stop", icon=":material/stop_circle:"):
         panels.ask_first(
             "Stop this run? Its open requests end, and later ones are refused.",

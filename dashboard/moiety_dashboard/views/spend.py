@@ -11,7 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
-from moiety_dashboard.escaping import as_text
+from moiety_dashboard.escaping import show_unseen
 from moiety_dashboard.formatting import dollars
 from moiety_dashboard.frames.attribution import tag_names
 from moiety_dashboard.frames.spend import PREDICTED, REMAINING, budgets_frame, burn_frame, days_frame, spend_frame
@@ -56,15 +56,18 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, dat
     if not session.is_of_one_tenant():
         tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
         tenant_id = columns[2].selectbox(
-            "Tenant", tenants, None, format_func=lambda one: as_text(names[one]), placeholder="all", key="spend tenant"
+            "Tenant",
+            tenants,
+            None,
+            format_func=lambda one: show_unseen(names[one]),
+            placeholder="all",
+            key="spend tenant",
         )
     groupings = [name for name in GROUPINGS if name != "tenant" or not session.is_of_one_tenant()]
     if tenant_id is not None or session.is_of_one_tenant():  # tags are each tenant's own
         sample = client.get("/usage/requests", tenant_id=tenant_id, limit=NUM_SAMPLED, since=since.isoformat())
         groupings += [f"{TAG}{name}" for name in tag_names(sample.data["data"])]
-    grouping = columns[3].selectbox(
-        "Group by", groupings, format_func=lambda one: as_text(label_of(one)), key="spend by"
-    )
+    grouping = columns[3].selectbox("Group by", groupings, format_func=label_of, key="spend by")
     return since, until, tenant_id, grouping
 
 
@@ -126,7 +129,7 @@ def draw_groups(
     inks = dict(zip(dict.fromkeys(days["name"]), (*colours.TENANTS, colours.NEUTRAL), strict=False))
     whole = f"{dollars(total['cost_nanodollars'])} in all"
     with panels.panel("Cost by day", whole, answers or [answer], key="days", frame=days):
-        figure = charts.Figure("cost", "dollars", ",.4~f")
+        figure = charts.Figure("cost", "dollars", ",.4~f", axis="$,.3~r")
         panels.draw(lambda: charts.stacked(days, figure, "name", inks, span), days, NOBODY, "spend chart")
     note = f"{since:%Y-%m-%d} to {until - DAY:%Y-%m-%d}; the CSV has all rows"
     with panels.panel(f"By {label_of(grouping).lower()}", note, [answer], key="spend", frame=frame):
@@ -195,7 +198,7 @@ def draw_budgets(client: AdminClient, tenant_id: str | None, names: Mapping[str,
     by_id = {one["quota_id"]: one for one in budgets}
     labels = {row["quota_id"]: f"{row['scope']}, {row['limit']}" for _, row in frame.iterrows()}
     chosen = st.selectbox(
-        "Burn-down of", list(labels), format_func=lambda one: as_text(labels[one]), key="spend budget"
+        "Burn-down of", list(labels), format_func=lambda one: show_unseen(labels[one]), key="spend budget"
     )
     budget = by_id[chosen]
     burn = burn_frame(budget)
