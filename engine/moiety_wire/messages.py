@@ -43,7 +43,7 @@ from moiety_wire.thought_budget import ThoughtBudget, ThoughtMarks
 from moiety_wire.token_sampling import TokenSampling
 from moiety_wire.trace_events import Event, Phases, Reason
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 HEARTBEAT_INTERVAL_S = 0.5
 SILENCE_LIMIT_S = 5.0
 

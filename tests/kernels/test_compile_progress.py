@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,14 @@ def test_the_server_is_told_at_most_each_two_seconds(monkeypatch: pytest.MonkeyP
         report.compiled(number)
     assert [hello.state for hello in link.sent] == [CoreState.LOADING] * 2
     assert [hello.message.rsplit(": ")[-1] for hello in link.sent] == ["1 so far", "4 so far"]
+
+
+def test_the_compilers_thread_never_uses_the_link_of_the_main_thread() -> None:
+    link = _Link()
+    report = _Progress(link)
+    beside = threading.Thread(target=report.compiled, args=(1,))
+    beside.start()
+    beside.join()
+    assert link.sent == []
+    report.compiled(2)
+    assert len(link.sent) == 1, "the main thread reports at its first function"

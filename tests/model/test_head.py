@@ -128,6 +128,6 @@ def test_steps_from_tokens_to_logits_are_replayed_with_such_a_head(
         assert jobs[-10:] == [recorded.whole.num_jobs] * 10
         assert recorded.whole.num_jobs == recorded.layers.num_jobs + 2, "the embedding's rows, and the logits"
         monkeypatch.setattr(type(loop.executor.model), "decode", lambda *_, **__: None)
-        loop.executor.model._programs._recordable = False
+        loop.executor.model._programs = None
         again = msgspec.structs.replace(submit, key=2)
         assert run_all(loop, [again])[2].token_ids == replayed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 
@@ -178,7 +179,8 @@ class _Progress:
     """Reports the loading progress to the engine server, that of weights a few times per second."""
 
     def __init__(self, link: ServerLink) -> None:
-        self._link = link
+        self._link, self._thread = link, threading.get_ident()
+        self._has_reported_compilation = False
         self._reported_at_s = 0.0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
@@ -189,9 +191,15 @@ class _Progress:
             self._link.send(CoreHello(state=CoreState.LOADING, message=text))
 
     def compiled(self, num_functions: int) -> None:
-        """Report the compilation of CPU kernels, at most each COMPILE_INTERVAL_S."""
+        """Report the compilation of CPU kernels, at most each COMPILE_INTERVAL_S.
+
+        Functions that the compiler's thread compiles beside the weights are counted only: the link is used by one
+        thread.
+        """
+        if threading.get_ident() != self._thread:
+            return
         now_s = time.monotonic()
-        if num_functions == 1 or now_s - self._reported_at_s >= COMPILE_INTERVAL_S:
-            self._reported_at_s = now_s
+        if not self._has_reported_compilation or now_s - self._reported_at_s >= COMPILE_INTERVAL_S:
+            self._has_reported_compilation, self._reported_at_s = True, now_s
             text = f"compiling kernels for this processor, once for each version of Moiety: {num_functions} so far"
             self._link.send(CoreHello(state=CoreState.LOADING, message=text))

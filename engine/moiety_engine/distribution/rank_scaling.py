@@ -98,7 +98,7 @@ class ScalingPreparation:
     ) -> None:
         """Begin. `rank` is that in the next layout, `generation` counts the changes of the layout.
 
-        `prepare` is called first. If it raises EngineError, RuntimeError or MemoryError, all ranks are told.
+        `prepare` is called first. If it raises an exception, all ranks are told.
         """
         cloneable: Any = store  # torch's stubs lack `clone`
         self._keys = PrefixStore(f"scaling/{generation}", cloneable.clone())
@@ -136,7 +136,7 @@ class ScalingPreparation:
         assert prepare is not None, "a rank is prepared once"
         try:
             prepare()
-        except (EngineError, RuntimeError, MemoryError) as exc:  # torch raises RuntimeError
+        except Exception as exc:  # without an answer of this thread all ranks would wait
             return f"rank {self._rank}: {str(exc) or type(exc).__name__}"
         return ""
 

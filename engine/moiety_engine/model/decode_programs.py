@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 64
 FEW_SEQUENCES = 8  # up to this number a step is recorded when it first occurs
 STEPS_TO_PAY = 4  # occurrences before a larger step is recorded, since each recording keeps its own buffers
+MAX_RECORDED_BYTES = 1 << 30  # of all recordings' buffers; beyond it, no further larger step is recorded
 MIN_TABLE_WIDTH = 64  # blocks; a wider table needs a new recording, at twice the width
 
 _Kind = tuple[int, bool]  # sequences, and whether any has an adapter
@@ -178,6 +179,7 @@ class _Recorded:
     inputs: _Inputs
     replayed: Replayed
     tensors: list[Tensor]
+    num_bytes: int  # of this memory
 
 
 class DecodePrograms:
@@ -188,19 +190,23 @@ class DecodePrograms:
         self._cache: KvCache | None = None
         self._recorded: dict[_Kind, _Recorded] = {}
         self._times_seen: Counter[_Kind] = Counter()  # of kinds that are not recorded yet
-        self._recordable = True
+        self._unrepeatable: set[_Kind] = set()  # kinds of steps with operations that cannot be recorded
 
     def takes(self, batch: Batch) -> bool:
         """Return whether `run` should process this step: decodes only, few enough, and recorded or worth recording."""
         sequences = batch.num_decode
-        if not self._recordable or sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
+        if sequences != batch.token_ids_T.shape[0] or sequences > MAX_SEQUENCES:
             return False
         states = batch.states
         if states is not None and (states.num_single != sequences or states.recorded_rows_K is not None):
             return False
         kind = _kind_of(batch)
+        if kind in self._unrepeatable:
+            return False
         if sequences <= FEW_SEQUENCES or kind in self._recorded:
             return True
+        if sum(one.num_bytes for one in self._recorded.values()) >= MAX_RECORDED_BYTES:
+            return False
         self._times_seen[kind] += 1
         return self._times_seen[kind] > STEPS_TO_PAY
 
@@ -212,6 +218,7 @@ class DecodePrograms:
     def forget(self) -> None:
         """Discard all recordings before weights or cache move, since they hold the old addresses."""
         self._cache, self._recorded = None, {}
+        self._unrepeatable.clear()  # adapters of another rank may be recorded
 
     def decode(self, step: Decodes, kv: KvCache, *, with_logits: bool) -> Replayed | None:
         """Replay a step that contains only decodes, embedding included; `with_logits` requires its logits.
@@ -254,14 +261,15 @@ class DecodePrograms:
             if own.owner_T is not None:
                 own.owner_T.zero_()  # its experts are counted now: the second run counts for NO_TENANT
         if not layers.is_repeatable:
-            self._recordable = False
+            self._unrepeatable.add(_kind_of(batch))
             return output_TD
         whole, logits_SV, tensors = None, None, begun.tensors + layers.tensors
         if own_x_TD is begun_TD and batch.num_decode <= FEW_SEQUENCES:
             logits_SV, last = self._logits(output_TD, tensors)
             whole = PassProgram(begun, layers, *last)
         replayed = Replayed(output_TD, logits_SV, None if logits_SV is None else logits_SV.numpy())
-        kept = own_x_TD, own, _Inputs(own), replayed, tensors
+        num_bytes = sum(tensor.nbytes for tensor in tensors) + layers.result_bytes
+        kept = own_x_TD, own, _Inputs(own), replayed, tensors, num_bytes
         self._recorded[_kind_of(batch)] = _Recorded(PassProgram(layers), whole, *kept)
         return output_TD
 

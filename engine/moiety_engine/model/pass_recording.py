@@ -77,6 +77,7 @@ class PassRecording:
     calls: list[tuple[int, TorchCall]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     is_repeatable: bool = True
+    result_bytes: int = 0  # of results of torch operations
 
     @property
     def only_kernels(self) -> bool:
@@ -147,6 +148,7 @@ class _Watch(TorchFunctionMode):
             results = ()
         elif _is_view(results, args):
             return
+        recording.result_bytes += sum(one.nbytes for one in results)
         recording.calls.append((len(recording.jobs), TorchCall(func, args, kwargs, results)))
 
 
