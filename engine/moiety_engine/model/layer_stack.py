@@ -164,9 +164,10 @@ class LayerStack:
         """
         if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
             normed_TD = x_TD.new_empty(0, self._spec.hidden_size)
-            views, groups = batch.by_cache_group(), kv.groups
+            copies, views, groups = self._ranks.copies, batch.by_cache_group(), kv.groups
             for number, mixture in enumerate(self._mixture_of_layer):
-                share_rows(self._ranks.copies, kv.layers[number], views[groups[number]].rank_slots)
+                if copies.size > 1:  # the other copies' tokens; without copies, a group without tokens has no tables
+                    share_rows(copies, kv.layers[number], views[groups[number]].rank_slots)
                 if mixture is not None:
                     end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
                     end()

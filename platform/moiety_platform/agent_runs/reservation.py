@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from moiety_platform.agent_runs.terms import RUN_BUDGET_EXHAUSTED, budget_exhausted
+from moiety_platform.agent_runs.terms import RUN_BUDGET_EXHAUSTED, budget_exhausted, model_without_price
 from moiety_platform.auth.principal import Principal
 from moiety_platform.inference.quota_reservation import QuotaReservation, Tariff
 from moiety_platform.prices.token_cost import FREE, MILLION, Price
@@ -31,7 +31,7 @@ class RunReservation(QuotaReservation):
         credit_tokens = await super().begin(num_prompt_tokens, num_sequences, credit_tokens, tariff)
         self._num_sequences = num_sequences
         least = num_prompt_tokens + num_sequences * min(1, credit_tokens)
-        granted = await self._reserve_of_run(least, num_prompt_tokens + num_sequences * credit_tokens)
+        granted = await self._reserve_of_run(least, num_prompt_tokens + num_sequences * credit_tokens, 0)
         if granted < least:
             raise budget_exhausted(self._run_name)
         return min(credit_tokens, (granted - num_prompt_tokens) // num_sequences)
@@ -39,21 +39,26 @@ class RunReservation(QuotaReservation):
     async def extend(self, tokens: int, more: int) -> int:
         more = await super().extend(tokens, more)
         if more and tokens + more > self._run_tokens:
-            granted = await self._reserve_of_run(tokens + 1, tokens + more)
+            granted = await self._reserve_of_run(tokens + 1, tokens + more, self._num_sequences * AHEAD_TOKENS)
             if granted <= tokens:
                 self.refusal_code = RUN_BUDGET_EXHAUSTED
                 return 0
             more = min(more, granted - tokens)
         return more
 
-    async def _reserve_of_run(self, least: int, wanted: int) -> int:
-        """Return the tokens of the request that are reserved of its run: `wanted` or fewer, 0 for less than `least`."""
+    async def _reserve_of_run(self, least: int, wanted: int, ahead: int) -> int:
+        """Return the tokens of the request that are reserved of its run: `wanted` or fewer, 0 for less than `least`.
+
+        `ahead` more are reserved if the budget has them.
+        """
         prompt, price = self._prompt_tokens, self._most_expensive
 
         def affordable(left_tokens: int | None, left_nano: int | None) -> int:
-            tokens = wanted + self._num_sequences * AHEAD_TOKENS
+            tokens = wanted + ahead
             tokens = tokens if left_tokens is None else min(tokens, left_tokens)
             if left_nano is not None:
+                if not self._tariff.is_complete:
+                    raise model_without_price(self._run_name)
                 tokens = min(tokens, affordable_tokens(left_nano, prompt, tokens, price))
             return tokens if tokens >= least else 0
 

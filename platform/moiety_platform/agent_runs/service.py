@@ -13,7 +13,15 @@ from moiety_platform.agent_runs import store
 from moiety_platform.agent_runs.models import MAX_REQUEST_ID_LENGTH, AgentRun, AgentRunRequest
 from moiety_platform.agent_runs.request_of_run import RequestOfRun
 from moiety_platform.agent_runs.reservation import RunReservation
-from moiety_platform.agent_runs.terms import RUN_TAG, RunStatus, deadline_passed, named_run, parse_run, stopped
+from moiety_platform.agent_runs.terms import (
+    RUN_TAG,
+    RunStatus,
+    RunTerms,
+    deadline_passed,
+    named_run,
+    parse_run,
+    stopped,
+)
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
@@ -27,6 +35,14 @@ WATCH_S = 1.0
 ATTEMPTS, PAUSE_S = 20, 0.5  # to store the end of a request
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Joined:
+    """The part of one request in its run."""
+
+    terms: RunTerms
+    run_id: str | None = None  # once something was reserved
 
 
 @dataclass(eq=False)
@@ -57,16 +73,15 @@ class AgentRuns:
         Raises BadRequest, Forbidden where the run is over, Conflict for other terms, or Unavailable.
         """
         terms = parse_run(named_run(header, record.attribution))
-        async with self.database.write() as session:
-            tenant_id, now = record.principal.tenant_id, self.clock.now()
-            run = await store.join_run(session, tenant_id, terms, began_at=record.started_at, now=now)
-            await store.count_request(session, run.id)
-        record.attribution = tagged_attribution(record.attribution, RUN_TAG, run.name)
-        part = RequestOfRun(run.name, float(run.keep_s or 0), partial(self._ended, run.id))
-        reserve = partial(self._reserve, run.id, record)
-        record.reservation = RunReservation(self.quotas, record.principal, run.name, reserve)
-        self._open.setdefault(run.id, {})[record.request_id] = record
-        return part
+        async with self.database.read() as session:
+            run = await store.find_run(session, record.principal.tenant_id, terms, self.clock.now())
+        record.attribution = tagged_attribution(record.attribution, RUN_TAG, terms.name)
+        joined = _Joined(terms)
+        record.reservation = RunReservation(
+            self.quotas, record.principal, terms.name, partial(self._reserve, joined, record)
+        )
+        keep_s = terms.keep_s if run is None else run.keep_s
+        return RequestOfRun(terms.name, float(keep_s or 0), partial(self._ended, joined))
 
     async def end_requests_of_ended_runs(self) -> None:
         """End the open requests here of runs that were stopped or whose deadline has passed. Raises Unavailable."""
@@ -78,32 +93,49 @@ class AgentRuns:
             error = stopped(run.name) if run.status == RunStatus.STOPPED else deadline_passed(run.name)
             for record in list(self._open.get(run_id, {}).values()):
                 for attempt in record.attempts:
-                    attempt.stream.abort()
-                    attempt.stream.fail(error)
+                    attempt.stream.abort(error)
 
     async def _reserve(
         self,
-        run_id: str,
+        joined: _Joined,
         record: RequestRecord,
         affordable: Callable[[int | None, int | None], int],
         cost_of: Callable[[int], int],
     ) -> int:
-        """Reserve tokens of the run for a request, see `ReserveTokens`. Raises Forbidden where the run is over."""
+        """Reserve tokens of the run for a request, see `ReserveTokens`, once its quotas hold.
+
+        The first reservation begins the run if it is new, so a request that a quota refuses writes nothing. Raises
+        Forbidden where the run is over, or Conflict for other terms.
+        """
         now, request_id = self.clock.now(), record.request_id[:MAX_REQUEST_ID_LENGTH]
-        async with self.database.write() as session:
-            run = await store.lock_run(session, run_id)
-            store.require_open(run, now)
-            tokens = affordable(*await store.left_of(session, run, request_id, now))
-            if tokens:
-                found = await session.get(AgentRunRequest, (run_id, request_id))
-                if found is None:
-                    found = _request_of(run, record, request_id)
-                    session.add(found)
-                found.model, found.tokens, found.nano = record.served_model, tokens, cost_of(tokens)
+        was_new = joined.run_id is None
+        try:
+            async with self.database.write() as session:
+                if joined.run_id is None:
+                    tenant_id = record.principal.tenant_id
+                    run = await store.join_run(session, tenant_id, joined.terms, began_at=record.started_at, now=now)
+                    await store.count_request(session, run.id)
+                run = await store.lock_run(session, run.id if joined.run_id is None else joined.run_id)
+                store.require_open(run, now)
+                tokens = affordable(*await store.left_of(session, run, request_id))
+                if tokens:
+                    found = await session.get(AgentRunRequest, (run.id, request_id))
+                    if found is None:
+                        found = _request_of(run, record, request_id)
+                        session.add(found)
+                    found.model, found.tokens, found.nano = record.served_model, tokens, cost_of(tokens)
+                joined.run_id = run.id
+        except Exception:  # not a cancellation, after which the transaction may have been committed
+            joined.run_id = None if was_new else joined.run_id
+            raise
+        self._open.setdefault(run.id, {})[record.request_id] = record
         return tokens
 
-    def _ended(self, run_id: str, row: UsageRow) -> None:
+    def _ended(self, joined: _Joined, row: UsageRow) -> None:
         """Store what a request has used; called once, as its record is closed."""
+        run_id = joined.run_id
+        if run_id is None:
+            return  # nothing was reserved
         requests = self._open.get(run_id, {})
         requests.pop(row.request_id, None)
         if not requests:

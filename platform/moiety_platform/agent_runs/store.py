@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.agent_runs.models import MAX_REQUEST_ID_LENGTH, AgentRun, AgentRunRequest
@@ -18,7 +18,6 @@ from moiety_platform.usage.row import UsageRow
 OPEN = "open"
 MAX_SHOWN = 1000  # requests of a run
 KEPT = timedelta(days=30)  # after a run's beginning
-ABANDONED = timedelta(days=1)  # after which an open request's gateway was killed
 _PURGED_AT_ONCE = 100
 
 
@@ -46,8 +45,16 @@ async def join_run(
         "created_at": began_at,
     }
     await session.execute(insert_into(session, AgentRun).values(row).on_conflict_do_nothing())
-    run = await session.scalar(select(AgentRun).where(AgentRun.tenant_id == tenant_id, AgentRun.name == terms.name))
+    run = await find_run(session, tenant_id, terms, now)
     assert run is not None, "there is one now"
+    return run
+
+
+async def find_run(session: AsyncSession, tenant_id: str, terms: RunTerms, now: datetime) -> AgentRun | None:
+    """Return the run of that name, None for a new one. Raises as `join_run`."""
+    run = await session.scalar(select(AgentRun).where(AgentRun.tenant_id == tenant_id, AgentRun.name == terms.name))
+    if run is None:
+        return None
     for field in ("budget_nano", "budget_tokens", "deadline_s", "keep_s"):
         asked = getattr(terms, field)
         if asked is not None and asked != getattr(run, field):
@@ -75,17 +82,17 @@ async def lock_run(session: AsyncSession, run_id: str) -> AgentRun:
     return found
 
 
-async def left_of(
-    session: AsyncSession, run: AgentRun, request_id: str, now: datetime
-) -> tuple[int | None, int | None]:
-    """Return what other requests leave of the budgets of a locked run: tokens and nano-dollars, None for no budget."""
+async def left_of(session: AsyncSession, run: AgentRun, request_id: str) -> tuple[int | None, int | None]:
+    """Return what other requests leave of the budgets of a locked run: tokens and nano-dollars, None for no budget.
+
+    A request whose gateway was killed stays open: its reservation, which covers what is billed of it, counts as used.
+    """
     if run.budget_tokens is None and run.budget_nano is None:
         return None, None
     others = (
         AgentRunRequest.run_id == run.id,
         AgentRunRequest.request_id != request_id,
         AgentRunRequest.outcome == OPEN,
-        AgentRunRequest.started_at > now - ABANDONED,
     )
     sums = select(func.coalesce(func.sum(AgentRunRequest.tokens), 0), func.coalesce(func.sum(AgentRunRequest.nano), 0))
     tokens, nano = (await session.execute(sums.where(*others))).one()
@@ -160,8 +167,13 @@ async def ended_runs(session: AsyncSession, run_ids: Iterable[str], now: datetim
 
 
 async def purge_runs(session: AsyncSession, before: datetime) -> int:
-    """Delete some runs that began before that time, with their requests; return the number of runs."""
-    wanted = select(AgentRun.id).where(AgentRun.created_at < before).limit(_PURGED_AT_ONCE)
+    """Delete some runs that began before that time, with their requests; return the number of runs.
+
+    A run that was stopped or has had a request since then is kept: its name would begin a run without its limits.
+    """
+    was_used = exists().where(AgentRunRequest.run_id == AgentRun.id, AgentRunRequest.started_at >= before)
+    is_old = AgentRun.created_at < before, or_(AgentRun.stopped_at.is_(None), AgentRun.stopped_at < before), ~was_used
+    wanted = select(AgentRun.id).where(*is_old).limit(_PURGED_AT_ONCE)
     ids = list(await session.scalars(wanted))
     if ids:
         await session.execute(delete(AgentRunRequest).where(AgentRunRequest.run_id.in_(ids)))

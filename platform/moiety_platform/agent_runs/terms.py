@@ -94,5 +94,11 @@ def budget_exhausted(name: str) -> Forbidden:
     return Forbidden(message, code=RUN_BUDGET_EXHAUSTED)
 
 
+def model_without_price(name: str) -> Forbidden:
+    """Return the error of a request whose cost is not known, in a run with a budget of money."""
+    message = f"the run {name!r} has a budget of money, but this model has no price; an administrator can set one"
+    return Forbidden(message, code="model_without_price")
+
+
 def _bad(why: str) -> BadRequest:
     return BadRequest(f"'{RUN_HEADER}': {why}; {_FORM}", code="invalid_run", param=RUN_HEADER)

@@ -110,6 +110,7 @@ class EngineStream:
         self._next_seq_in = 0
         self._next_seq_out = submit.seq + 1
         self._aborted = False
+        self._abort_error: PlatformError | None = None  # for the reader, once the engine has ended the request
         self._end_waiter: asyncio.Future[None] | None = None
 
     @property
@@ -142,11 +143,14 @@ class EngineStream:
         self.credit_tokens, self.credit_is_last = credit_tokens, last
         self._send(Extend(self.request_id, self._take_seq(), credit_tokens, last))
 
-    def abort(self) -> None:
-        """Ask the engine to end the request now. Its `Finished` still follows, with the exact count."""
+    def abort(self, error: PlatformError | None = None) -> None:
+        """Ask the engine to end the request now. Its `Finished` still follows, with the exact count.
+
+        With an error, the reader gets that in place of the `Finished`.
+        """
         if self.ended or self._aborted:
             return
-        self._aborted = True
+        self._aborted, self._abort_error = True, error
         self._send(Abort(self.request_id, self._take_seq()))
 
     def deliver(self, message: Accepted | Tokens | Finished | Failed) -> None:
@@ -229,6 +233,8 @@ class EngineStream:
         self._end()
         if message.reason is FinishReason.ABORT and not self._aborted:
             self.inbox.put(self, _unasked_end(message))
+        elif message.reason is FinishReason.ABORT and self._abort_error is not None:
+            self.inbox.put(self, self._abort_error)
         else:
             self.inbox.put(self, message)
 

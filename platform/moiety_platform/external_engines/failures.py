@@ -49,7 +49,7 @@ STATUSES = {  # statuses of error events whose code is a word
     "overloaded_error": 529,
 }
 QUOTA_EXHAUSTED = ("insufficient_quota", "billing_")
-UNPAID_WORDS = "credit balance is too low"  # Anthropic's message, with the status 400
+UNPAID_WORDS = "your credit balance is too low"  # beginning of Anthropic's message, with the status 400
 PAYMENT_REQUIRED = 402
 CONTEXT_WORDS = (
     "context length", "context size", "context window", "maximum model length", "max_model_len",
@@ -113,7 +113,7 @@ def _judged(status: int, message: str, kind: str, param: str, retry_after_s: flo
             retry_after_s=MIN_RETRY_S if retry_after_s is None else retry_after_s,
             asks_to_wait=retry_after_s is not None,
         )
-    if UNPAID_WORDS in message:
+    if message.startswith(UNPAID_WORDS):  # elsewhere it can be a quotation of the request
         status = PAYMENT_REQUIRED
     fault = _fault_of_request(message, kind, param) if status in ABOUT_REQUEST else None
     if fault is not None:

@@ -30,11 +30,10 @@ _CARD = re.compile(rf"(?<![0-9])(?:[0-9][ -]?){{{MIN_CARD_DIGITS - 1},{MAX_CARD_
 _GROUPED_CARD = re.compile(  # looks ahead, since a date or a CVV beside it must not hide a number
     r"(?<![0-9])(?=((?:[0-9]{4}[ -]){3}[0-9]{4}(?![0-9])|[0-9]{4}[ -][0-9]{6}[ -][0-9]{5}(?![0-9])))", re.ASCII
 )
-_PRIVATE_KEY = re.compile(  # to its end, or as much as follows of it
-    r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[A-Za-z0-9+/=:,\s\\-]{0,16384}?"
-    r"(?:-----END [A-Z ]{0,32}PRIVATE KEY-----|\Z)",
-    re.ASCII,
-)
+_KEY_BEGIN = re.compile(r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----", re.ASCII)
+_KEY_END = re.compile(r"-----END [A-Z ]{0,32}PRIVATE KEY-----", re.ASCII)
+_NOT_OF_KEYS = re.compile(r"[^A-Za-z0-9+/=:,\s\\-]", re.ASCII)
+MAX_KEY_CHARS = 16_384  # of a private key between its markers
 _REDACTED = {one: f"[redacted: {one.value.replace('_', ' ')}]" for one in Detector}
 _DOUBLED = str.maketrans("0123456789", "0246813579")  # the digit sum of twice each digit
 _PLAIN_CARD = re.compile(rf"(?<![0-9])([0-9]{{{MIN_CARD_DIGITS},{MAX_CARD_DIGITS}}})(?![0-9])", re.ASCII)
@@ -55,7 +54,7 @@ def find(text: str, detectors: Iterable[Detector]) -> Detector | None:
 
 def redact(text: str) -> str:
     """Return the text with all secrets and card numbers that the detectors find replaced by their name in brackets."""
-    text = _PRIVATE_KEY.sub(_REDACTED[Detector.SECRETS], text)
+    text = _without_private_keys(text)
     text = _SECRETS.sub(_REDACTED[Detector.SECRETS], text)
     for form in (_PLAIN_CARD, _CARD):
         text = form.sub(_without_card, text)
@@ -63,6 +62,33 @@ def redact(text: str) -> str:
     for start, end in reversed(spans):
         text = text[:start] + _REDACTED[Detector.CARD_NUMBERS] + text[end:]
     return text
+
+
+def _without_private_keys(text: str) -> str:
+    """Return the text without private keys: to their end, or as much as follows of one at the text's end.
+
+    Not one regular expression, which would look through MAX_KEY_CHARS again for each marker in a text of markers.
+    """
+    ends = [match.span() for match in _KEY_END.finditer(text)]
+    breaks = [match.start() for match in _NOT_OF_KEYS.finditer(text)] if _KEY_BEGIN.search(text) else []
+    parts, done, end_number, break_number = [], 0, 0, 0
+    for begin in _KEY_BEGIN.finditer(text):
+        if begin.start() < done:
+            continue
+        while end_number < len(ends) and ends[end_number][0] < begin.end():
+            end_number += 1
+        while break_number < len(breaks) and breaks[break_number] < begin.end():
+            break_number += 1
+        until = min(begin.end() + MAX_KEY_CHARS, breaks[break_number] if break_number < len(breaks) else len(text))
+        if end_number < len(ends) and ends[end_number][0] <= until:
+            key_end = ends[end_number][1]
+        elif until >= len(text):
+            key_end = len(text)
+        else:
+            continue
+        parts += [text[done : begin.start()], _REDACTED[Detector.SECRETS]]
+        done = key_end
+    return "".join([*parts, text[done:]])
 
 
 def _without_card(match: re.Match[str]) -> str:

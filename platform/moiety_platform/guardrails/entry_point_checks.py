@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -21,6 +22,7 @@ log = structlog.get_logger(__name__)
 WORKER = ("-m", "moiety_platform.guardrails.entry_point_worker")
 MAX_ATTEMPTS = 2  # a process that was killed from outside does not count against its text
 MAX_PROCESSES = 8  # at once; further texts wait within their time
+MAX_OF_TENANT = 6  # of these, so that slow texts of one tenant leave some to the others
 GRACE_S = 1.0  # beyond the time of a process, in which the kernel ends it
 MAX_REPORT_BYTES = 4096
 _PASSED_ON = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
@@ -36,6 +38,53 @@ class EntryPointFailed(Exception):
     """A check did not come to a result. The message is a short reason without any of the text."""
 
 
+class FairSlots:
+    """Slots that tenants share: a free one goes to the waiting tenant that has the fewest. For one event loop."""
+
+    def __init__(self, num_slots: int, most_of_tenant: int) -> None:
+        self._num_free, self._most_of_tenant = num_slots, most_of_tenant
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def take(self, tenant_id: str) -> None:
+        """Return once the tenant has a slot more. The caller gives it back with `give_back`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant_id, deque()).append(waiter)
+        self._grant()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # granted meanwhile
+                self.give_back(tenant_id)
+            raise
+
+    def give_back(self, tenant_id: str) -> None:
+        self._num_free += 1
+        self._num_taken[tenant_id] -= 1
+        if not self._num_taken[tenant_id]:
+            del self._num_taken[tenant_id]
+        self._grant()
+
+    def _grant(self) -> None:
+        for tenant_id, waiters in list(self._waiting.items()):
+            while waiters and waiters[0].done():  # cancelled
+                waiters.popleft()
+            if not waiters:
+                del self._waiting[tenant_id]
+        while self._num_free:
+            able = [one for one in self._waiting if self._num_taken[one] < self._most_of_tenant]
+            if not able:
+                return
+            tenant_id = min(able, key=lambda one: self._num_taken[one])
+            waiter = self._waiting[tenant_id].popleft()
+            if not self._waiting[tenant_id]:
+                del self._waiting[tenant_id]
+            if not waiter.done():
+                self._num_free -= 1
+                self._num_taken[tenant_id] += 1
+                waiter.set_result(None)
+
+
 class EntryPointChecks:
     """Checks by entry points. The template process of an entry point starts with its first text."""
 
@@ -45,8 +94,9 @@ class EntryPointChecks:
         self._lock = threading.Lock()
         self._is_closed = False
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, "guardrail")
+        self._slots = FairSlots(MAX_PROCESSES, MAX_OF_TENANT)
 
-    async def allows(self, name: str, request: bytes, timeout_s: float, memory_bytes: int) -> bool:
+    async def allows(self, name: str, request: bytes, timeout_s: float, memory_bytes: int, tenant_id: str = "") -> bool:
         """Return whether the check of the entry point `name` lets a text pass. Raises EntryPointFailed.
 
         The kernel ends the process after `timeout_s`, or if it takes `memory_bytes` more than its template.
@@ -55,7 +105,15 @@ class EntryPointChecks:
         until_s = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
-                return await loop.run_in_executor(self._threads, self._run, name, request, until_s, memory_bytes)
+                await self._slots.take(tenant_id)
+                try:
+                    started = self._threads.submit(self._run, name, request, until_s, memory_bytes)
+                except RuntimeError as exc:  # shutting down
+                    self._slots.give_back(tenant_id)
+                    raise EntryPointFailed("no_process") from exc
+                # not when the caller leaves: the thread is busy until its process has ended
+                started.add_done_callback(lambda _: loop.call_soon_threadsafe(self._slots.give_back, tenant_id))
+                return await asyncio.wrap_future(started)
         except TimeoutError as exc:
             raise EntryPointFailed("timeout") from exc
 

@@ -139,7 +139,9 @@ class GuardrailChecks:
         if guardrail.entry_point is not None:
             data, memory_bytes = json.dumps(sent).encode(), guardrail.memory_mb << 20
             try:
-                allows = await self._entry_points.allows(guardrail.entry_point, data, timeout_s, memory_bytes)
+                allows = await self._entry_points.allows(
+                    guardrail.entry_point, data, timeout_s, memory_bytes, record.principal.tenant_id
+                )
             except EntryPointFailed as exc:
                 raise _CheckFailed(str(exc)) from exc
             return "" if allows else "entry point"

@@ -7,6 +7,7 @@ changed since, because of a late row or a correction, is written again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -72,7 +73,8 @@ class UsageExports:
             usage = await _usage_of(session, day)
             names = await _names_of(session, usage)
         key = key_of(day, self.file_format)
-        written = await self._write(key, encode(self.file_format, rows_of(day, usage, names)))
+        data = await asyncio.to_thread(lambda: encode(self.file_format, rows_of(day, usage, names)))
+        written = await self._write(key, data)
         async with self.database.write() as session:
             await self._note(session, day, key, written, sums, at)
         log.info("usage_exported", day=f"{day:%Y-%m-%d}", key=key, rows=len(usage), bytes=written.num_bytes)
