@@ -23,7 +23,7 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
     ("settings", "words"),
     [
         ({"ep": 2}, "--ep 2 does not divide the 1 ranks"),
-        ({"tp": 0}, "must each be at least 1"),
+        ({"tp": 0}, "--tp, .* must be at least 1"),
         (
             {"tp": 2, "dp_attention": 2, "batch_invariant": True},
             "--batch-invariant is not available with --tp together",

@@ -211,9 +211,9 @@ def test_layers_of_different_shapes_share_blocks_and_are_sent_token_by_token() -
         write(layer, rows, slots)
         sent.append(rows)
     for mine, yours, rows, group in zip(ours.everything, theirs.everything, sent, ours.groups, strict=True):
-        found = read(mine, torch.tensor([block_of[group]]), 0, 0, BLOCK_SIZE)
+        found = read(mine, torch.tensor([block_of[group]]), 0, BLOCK_SIZE)
         write(yours, found, block_of[group] * BLOCK_SIZE + torch.arange(BLOCK_SIZE))
-        again = read(yours, torch.tensor([block_of[group]]), 0, 0, BLOCK_SIZE)
+        again = read(yours, torch.tensor([block_of[group]]), 0, BLOCK_SIZE)
         assert all(torch.equal(one, row) for one, row in zip(again, rows, strict=True))
     unused = [block for block in range(6) if block not in block_of.values()]
     assert ours.places[0].parts[0][unused].isnan().all()

@@ -12,6 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 EXPECTATIONS = {"pytest.fail", "pytest.raises", "pytest.warns"}
+RESULT_CHECKS = {"assert_outcomes", "fnmatch_lines"}  # methods of the result of a run of pytest
 CHECKERS = {"run_state_machine_as_test", "torch.testing.assert_close"}  # functions of libraries that assert
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -86,7 +87,8 @@ def is_check(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise) and node.exc:
         return ast.unparse(node.exc).startswith("AssertionError")
     return isinstance(node, ast.Assert) or (
-        isinstance(node, ast.Call) and ast.unparse(node.func) in EXPECTATIONS | CHECKERS
+        isinstance(node, ast.Call)
+        and (ast.unparse(node.func) in EXPECTATIONS | CHECKERS or getattr(node.func, "attr", "") in RESULT_CHECKS)
     )
 
 

@@ -115,7 +115,9 @@ def test_errors_have_the_clients_types_and_say_what_is_wrong(client: Any, server
         assert caught.value.status_code == status
         assert caught.value.code and caught.value.type
     limit = client.models.retrieve(server.model).max_model_len
-    with pytest.raises(openai.BadRequestError, match=rf"{limit + 1} tokens.*{limit}") as too_long:
+    with pytest.raises(
+        openai.BadRequestError, match=rf"context length is {limit} tokens.*has {limit + 1} tokens"
+    ) as too_long:
         client.completions.create(model=server.model, prompt=[100] * (limit + 1), max_tokens=1)
     assert too_long.value.code == "context_length_exceeded"
 

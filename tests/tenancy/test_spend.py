@@ -174,7 +174,8 @@ async def test_budgets_burn_down_by_the_spend_of_their_scope(
         month = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.MONEY_PER_MONTH, 10**7)
         day = NewQuota(LimitLevel.KEY, later.id, LimitKind.MONEY_PER_DAY, 1000)
         tokens = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.TOKENS_PER_DAY, 5)
-        quotas = [await set_quota(session, new, clock.now()) for new in (month, day, tokens)]
+        made_at = [clock.now() + timedelta(seconds=number) for number in range(3)]  # the order of the list
+        quotas = [await set_quota(session, new, at) for new, at in zip((month, day, tokens), made_at, strict=True)]
         session.add(QuotaWindow(quota_id=quotas[0].id, start=SPANS[1][0], granted=4000, settled=4000))
         rows = [
             make_row(f"k{number}", tenant_id=demo.tenant_id, project_id=demo.project_id, cost_nanodollars=100,
