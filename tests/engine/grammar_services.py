@@ -44,7 +44,7 @@ CHOICE = GrammarSpec(GrammarKind.CHOICE, '["yes", "no"]')
 LIST = GrammarSpec(
     GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 40}'
 )
-LIMITS = GrammarLimits(compile_cpu_s=0.3, compile_wall_s=60)  # other processes slow it down
+LIMITS = GrammarLimits(compile_cpu_s=0.3, compile_wall_s=60.0)  # other processes slow it down
 
 
 @pytest.fixture(scope="module")
