@@ -17,7 +17,9 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.prices.token_cost import Price
 from moiety_wire.messages import ModelCard
 
-from .conftest import RunningGateway, StartGateway
+from .conftest import RunningGateway, StartGateway, StartOver
+from .scripted_provider import MODEL as HOSTED_MODEL
+from .scripted_provider import OPENAI, Reply, StartProvider, client_of, start_provider  # noqa: F401  a fixture
 
 CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -197,3 +199,54 @@ async def test_lines_of_a_batch_join_the_run_in_their_metadata(start_gateway: St
         await gateway.run_batch(json.dumps(line).encode())
         trace = await trace_of(gateway, "nightly", 1)
         assert trace["requests"][0]["output_tokens"] == 4
+
+
+async def test_requests_that_a_quota_refuses_begin_no_run(start_gateway: StartGateway, card: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
+        (tenant,) = (await gateway.admin("GET", "/tenants"))["data"]
+        quota = {"level": "tenant", "scope_id": tenant["id"], "kind": "requests_per_minute", "cap": 1}
+        await gateway.admin("PUT", "/quotas", quota)
+        statuses = [(await chat(gateway, f"run-{number}"))[0] for number in range(5)]
+        assert statuses == [200, 429, 429, 429, 429]
+        assert [run["name"] for run in (await gateway.admin("GET", "/runs"))["data"]] == ["run-0"]
+
+
+async def test_a_budget_of_money_needs_a_price(start_gateway: StartGateway, card: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
+        status, _, answer = await chat(gateway, "task; budget-usd=0.01")
+        assert (status, code_of(answer)) == (403, "model_without_price")
+
+
+async def test_requests_at_once_share_a_budget_that_covers_all_of_them(
+    start_gateway: StartGateway, card: ModelCard
+) -> None:
+    async with start_gateway([FakeEngineClient(card, token_s=0.05)], stores_usage=True) as gateway:
+        answers = await asyncio.gather(*(chat(gateway, "task; budget-tokens=4000") for _ in range(4)))
+        assert [status for status, *_ in answers] == [200] * 4
+
+
+async def test_the_name_of_the_tag_within_another_text_is_no_run(start_gateway: StartGateway, card: ModelCard) -> None:
+    async with start_gateway([FakeEngineClient(card)], stores_usage=True) as gateway:
+        assert (await chat(gateway, None, metadata={"note": "see moiety_run docs"}))[0] == 200
+        assert (await gateway.admin("GET", "/runs"))["data"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_ends_a_request_at_a_hosted_provider_with_its_error(
+    start_provider: StartProvider,  # noqa: F811
+    start_over: StartOver,
+    stream: bool,
+) -> None:
+    provider = await start_provider(OPENAI)
+    provider.replies.append(Reply(("a" * 80,) * 2, hangs_after=2))
+    async with start_over(client_of(provider), stores_usage=True) as gateway:
+        body = {"model": HOSTED_MODEL, "messages": HELLO, "max_tokens": 100, "stream": stream}
+        asked = asyncio.create_task(gateway.post(CHAT, body, headers={"x-moiety-run": "task"}))
+        run = await begun(gateway, "task")
+        async with asyncio.timeout(20):
+            while not provider.num_hung:  # noqa: ASYNC110 - the provider announces nothing
+                await asyncio.sleep(0.02)
+        await gateway.admin("POST", f"/runs/{run['id']}/stop")
+        status, _, answer = await asked
+        assert b"run_stopped" in answer
+        assert status == (200 if stream else 403)
