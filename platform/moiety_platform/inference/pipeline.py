@@ -22,7 +22,7 @@ from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import adapting_card, allowed_of
 from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_unattainable, refuse_unattainable
 from moiety_platform.agent_runs.service import AgentRuns
-from moiety_platform.agent_runs.terms import RUN_HEADER, names_run
+from moiety_platform.agent_runs.terms import RUN_HEADER, RUN_TAG, names_run
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
 from moiety_platform.classes.cache import ClassCache
@@ -173,7 +173,7 @@ class RequestPipeline:
                 record.attribution = body.attribution(fields.get(TAGS_FIELD))
                 record.agent_run = (
                     await services.runs.join(record, fields.get(RUN_FIELD))
-                    if RUN_FIELD in fields or names_run(record.attribution.tags)
+                    if RUN_FIELD in fields or (RUN_TAG in (tags := record.attribution.tags or "") and names_run(tags))
                     else None
                 )
                 record.quote = await quoted.verify(services.clock) if quoted else None
