@@ -11,8 +11,11 @@ import anthropic
 import openai
 import pytest
 
+from moiety_platform.bootstrap.engines import api_key_of
+from moiety_platform.engine_addresses import ExternalAddress
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.inference.response_headers import ESTIMATE_HEADER, MODEL_HEADER
+from moiety_platform.settings import GatewaySettings
 
 from .conftest import NewCard, RunningGateway, StartOver
 from .scripted_provider import (
@@ -403,3 +406,11 @@ def test_the_key_is_in_no_text_of_the_client() -> None:
     provider.port = 1
     client = client_of(provider)
     assert KEY not in repr(client.state) and KEY not in client.address
+
+
+def test_a_provider_without_a_key_does_not_get_that_of_ones_own_servers() -> None:
+    settings = GatewaySettings(external_engine_api_key="own")
+    hosted = ExternalAddress.parse("openai+https://provider.test/v1?model=m&kind=hosted&context=1000")
+    own = ExternalAddress.parse("openai+http://127.0.0.1:1/v1?model=m&kind=vllm&tokenizer=/t")
+    assert api_key_of(hosted, settings) is None
+    assert api_key_of(own, settings) == "own"

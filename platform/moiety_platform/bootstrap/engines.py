@@ -16,7 +16,7 @@ import zmq
 
 from moiety_platform.adapters.contents import AdapterContents
 from moiety_platform.clock import Clock
-from moiety_platform.engine_addresses import ExternalAddress, identity, is_external, is_name
+from moiety_platform.engine_addresses import ExternalAddress, ExternalKind, identity, is_external, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.transport import ZmqEngineClient
@@ -100,7 +100,7 @@ class Engines:
 
         try:
             keys = {
-                address: self._key_of(ExternalAddress.parse(address), settings) for address in external_engine_of(after)
+                address: api_key_of(ExternalAddress.parse(address), settings) for address in external_engine_of(after)
             }
             new = [address for address in after if address not in before]
             clients.extend(self._client_of(address, settings) for address in new if not is_name(address))
@@ -182,25 +182,28 @@ class Engines:
 
     def _external_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:
         try:
-            return ExternalEngineClient(address, self.clock, self._key_of(address, settings))
+            return ExternalEngineClient(address, self.clock, api_key_of(address, settings))
         except (TextError, OSError, UnicodeDecodeError) as exc:
             raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
 
-    def _key_of(self, address: ExternalAddress, settings: GatewaySettings) -> str | None:
-        """Return the API key of an external engine. Raises CannotUseEngine."""
-        if address.key_env is not None:
-            key = os.environ.get(address.key_env)
-            if not key:
-                raise CannotUseEngine(
-                    f"engine {address.name}: the environment variable {address.key_env} with its API key is not set"
-                )
-            return key
-        if address.key_file is None:
-            return settings.external_engine_api_key.get_secret_value() if settings.external_engine_api_key else None
-        try:
-            return address.key_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
+
+def api_key_of(address: ExternalAddress, settings: GatewaySettings) -> str | None:
+    """Return the API key of an external engine. Raises CannotUseEngine."""
+    if address.key_env is not None:
+        key = os.environ.get(address.key_env)
+        if not key:
+            raise CannotUseEngine(
+                f"engine {address.name}: the environment variable {address.key_env} with its API key is not set"
+            )
+        return key
+    if address.key_file is None:
+        if address.kind is ExternalKind.HOSTED:
+            return None  # the common key is that of one's own servers, and is not shown to a provider
+        return settings.external_engine_api_key.get_secret_value() if settings.external_engine_api_key else None
+    try:
+        return address.key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CannotUseEngine(f"engine {address.name}: {exc}") from exc
 
 
 def curve_of(settings: GatewaySettings) -> CurveKeys | None:
