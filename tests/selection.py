@@ -149,7 +149,7 @@ def write_lists(report: Path) -> None:
     """Write the lists from a JUnit report of a run with MOIETY_TEST_MEASURED=1."""
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for case in ET.parse(report).getroot().iter("testcase"):
-        path = case.attrib["classname"].replace(".", "/") + ".py"
+        path = _file_of(case.attrib["classname"])
         function = case.attrib["name"].split("[", 1)[0]
         seconds[f"{path}::{function}"].append(float(case.attrib["time"]))
     means = {name: sum(times) / len(times) for name, times in sorted(seconds.items())}
@@ -158,6 +158,12 @@ def write_lists(report: Path) -> None:
     SAMPLED.write_text("".join(f"{name} {step}\n" for name, step in steps.items() if step > 1), encoding="utf-8")
     taken = {name: sum(seconds[name]) / steps[name] for name, mean in means.items() if mean > ROTATED_S}
     ROTATED.write_text("".join(f"{name} {day}\n" for name, day in _days(taken).items()), encoding="utf-8")
+
+
+def _file_of(classname: str) -> str:
+    """Return the file of a test by the name that a JUnit report gives its module, or its class."""
+    modules, last = classname.rsplit(".", 1)
+    return (modules if last.startswith("Test") else classname).replace(".", "/") + ".py"
 
 
 def _days(taken_s: Mapping[str, float]) -> dict[str, int]:

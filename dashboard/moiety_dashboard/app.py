@@ -29,7 +29,7 @@ def main() -> None:
     views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
     # keep the address of a signed-out user, so that the link still opens its page after sign-in
     shown = {view.path: st_page(view, page) for view in views}
-    chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar")
+    chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar", expanded=True)
     if page is not None:
         page.others.update(shown)
         session.draw_ticket()
