@@ -11,7 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
-from moiety_dashboard.escaping import show_unseen
+from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.formatting import dollars
 from moiety_dashboard.frames.attribution import tag_names
 from moiety_dashboard.frames.spend import PREDICTED, REMAINING, budgets_frame, burn_frame, days_frame, spend_frame
@@ -46,16 +46,16 @@ def draw(page: Page) -> None:
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, datetime, str | None, str]:
     """Return the chosen time [since, until), tenant, and grouping."""
-    columns = st.columns([1.4, 2, 2, 2])
-    window = columns[0].selectbox("Time", WINDOWS, key="spend time")
+    places = st.columns([1.4, 2, 2, 2])
+    window = places[0].selectbox("Time", WINDOWS, key="spend time")
     since, until = days_of(window, datetime.now(UTC))
     if window == OTHER:
-        given = columns[1].date_input("Days, in UTC", (since.date(), until.date() - DAY), key="spend days")
+        given = places[1].date_input("Days, in UTC", (since.date(), until.date() - DAY), key="spend days")
         since, until = between(given, since, until)
     tenant_id = None
     if not session.is_of_one_tenant():
         tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
-        tenant_id = columns[2].selectbox(
+        tenant_id = places[2].selectbox(
             "Tenant",
             tenants,
             None,
@@ -67,7 +67,7 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, dat
     if tenant_id is not None or session.is_of_one_tenant():  # tags are each tenant's own
         sample = client.get("/usage/requests", tenant_id=tenant_id, limit=NUM_SAMPLED, since=since.isoformat())
         groupings += [f"{TAG}{name}" for name in tag_names(sample.data["data"])]
-    grouping = columns[3].selectbox("Group by", groupings, format_func=label_of, key="spend by")
+    grouping = places[3].selectbox("Group by", groupings, format_func=label_of, key="spend by")
     return since, until, tenant_id, grouping
 
 
@@ -132,7 +132,7 @@ def draw_groups(
         figure = charts.Figure("cost", "dollars", ",.4~f", axis="$,.3~r")
         panels.draw(lambda: charts.stacked(days, figure, "name", inks, span), days, NOBODY, "spend chart")
     note = f"{since:%Y-%m-%d} to {until - DAY:%Y-%m-%d}; the CSV has all rows"
-    with panels.panel(f"By {label_of(grouping).lower()}", note, [answer], key="spend", frame=frame):
+    with panels.panel(f"By {as_text(label_of(grouping).lower())}", note, [answer], key="spend", frame=frame):
         panels.table(frame, columns(grouping), NOBODY, max_rows=14)
         if answer.data["truncated"]:
             st.caption(f"Only {len(frame):,d} groups are listed: those with most output tokens.")
@@ -174,7 +174,7 @@ def columns(grouping: str) -> dict[str, Any]:
     column = st.column_config
     without = "A dash stands for requests without one" if grouping == "end_user" or grouping.startswith(TAG) else None
     return {
-        "name": column.TextColumn(GROUPINGS.get(grouping, "Tag value"), help=without),
+        "name": column.TextColumn(as_text(GROUPINGS.get(grouping, "Tag value")), help=without),
         "share": column.ProgressColumn("Share of cost", min_value=0.0, max_value=1.0, format="percent"),
         "requests": column.NumberColumn("Requests", format="localized"),
         "prompt_tokens": column.NumberColumn("Prompt tokens", format="localized"),
