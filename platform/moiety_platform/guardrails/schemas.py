@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -17,6 +18,9 @@ MIN_MEMORY_MB, MAX_MEMORY_MB = 16, 65_536
 ENTRY_POINT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 NAME = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_NAME_LENGTH - 1}}}", re.ASCII)
 
+_ABSENT: Mapping[str, Any] = {"detectors": {"maxItems": 0}, "url": {"type": "null"}, "entry_point": {"type": "null"}}
+_GIVEN: Mapping[str, Any] = {"detectors": {"minItems": 1}, "url": {"type": "string"}, "entry_point": {"type": "string"}}
+
 
 class NewGuardrail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A guardrail to set, which replaces the guardrail of the same name.
@@ -24,6 +28,10 @@ class NewGuardrail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     It has `detectors`, which are built in, the `url` of an HTTP endpoint, or an `entry_point` of a Python package that
     is installed at the gateways, which checks in a process with at most `memory_mb` MiB.
     """
+
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = (
+        {"anyOf": [{"required": [name], "properties": {**_ABSENT, name: given}} for name, given in _GIVEN.items()]},
+    )
 
     name: Annotated[str, shows(pattern=f"^{NAME.pattern}$")]
     stage: Annotated[str, shows(enum=list(GuardrailStage))]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -27,12 +28,24 @@ class TargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[int, shows(minimum=0, maximum=MAX_WEIGHT)] = 1
 
 
+def _together(model: str, percent: str) -> dict[str, Any]:
+    """Return the JSON schema of two fields that are both given or both absent."""
+    none, given = {"type": "null"}, {model: {"type": "string"}, percent: {"type": "number"}}
+    return {"anyOf": [{"properties": {model: none, percent: none}}, {"required": list(given), "properties": given}]}
+
+
 class NewRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A route to set, which replaces the route of the same name.
 
     Requests for the model `name` are answered by one of `targets`, chosen by weight, and by the next target or fallback
     if it is overloaded, fails before its first token, or has no engine. One target is an alias.
     """
+
+    rules: ClassVar[Sequence[Mapping[str, Any]]] = (
+        {"properties": {"targets": {"contains": {"properties": {"weight": {"minimum": 1}}}}}},
+        _together("downgrade_model", "downgrade_percent"),
+        _together("shadow_model", "shadow_percent"),
+    )
 
     name: ModelText
     targets: Annotated[list[TargetBody], shows(minItems=1, maxItems=MAX_TARGETS)]
