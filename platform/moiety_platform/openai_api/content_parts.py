@@ -85,6 +85,18 @@ class AudioPart(StrictBody):
 class FileOfPart(StrictBody):
     """A file by the id of its upload, or as a data URL or base64: an image, a PDF file or plain text."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["file_id"], "properties": {"file_id": {"type": "string"}, "file_data": {"type": "null"}}},
+                {
+                    "required": ["file_data"],
+                    "properties": {"file_data": {"type": "string"}, "file_id": {"type": "null"}},
+                },
+            ]
+        }
+    )
+
     file_id: str | None = None
     file_data: Annotated[str, shows(pattern=FILE_DATA_PATTERN)] | None = None
     filename: str | None = None  # the model reads it as the title of a document
@@ -92,12 +104,6 @@ class FileOfPart(StrictBody):
 
 class FilePart(StrictBody):
     """An image or a document as a file. Of a PDF file the text is read, and images of its pages are not."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "properties": {"file": {"oneOf": [{"required": [name]} for name in ("file_id", "file_data")]}}
-        }
-    )
 
     type: Literal["file"]
     file: FileOfPart
