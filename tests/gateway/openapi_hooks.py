@@ -8,6 +8,7 @@ import atexit
 import json
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,7 @@ EXCUSED_PARAMS = {
     "expires_at": "it must lie in the future",
     "cached_input": "it must not be higher than `input`",
     "truncate_prompt_tokens": "how many special tokens there are depends on the model",
+    "entry_point": "which there are depends on the packages that are installed",
     "dimensions": "how many there are depends on the model",
     "tool_choice": "the tool must be one of those in the request that can be called",
 }
@@ -71,6 +73,8 @@ class World:
         self.http = httpx.Client(base_url=os.environ["MOIETY_URL"], timeout=30)
         self.made = {"name": "standard"}
         self.latest = ""  # conversation
+        self.own_tenant = os.environ["MOIETY_TENANT_ID"]  # of the public key
+        self.tenants = {self.own_tenant}
         self.answered: Counter[Any] = Counter()
 
     def make(self, path: str, body: dict[str, Any], who: str = "admin", method: str = "POST") -> Any:
@@ -93,11 +97,20 @@ class World:
             self.made[name] = getattr(self, name)()
         return self.made[name]
 
+    def key_of(self, tenant_id: str) -> str:
+        """Return the key of an administrator of a tenant."""
+        if tenant_id not in self.keys:
+            key = {"name": "k", "role": "tenant-admin", "tenant_id": tenant_id}
+            self.keys[tenant_id] = self.make("/admin/v1/keys", key)["secret"]
+        return self.keys[tenant_id]
+
     def trace_id(self) -> Any:
         return os.environ["MOIETY_TRACE_ID"]
 
     def tenant_id(self) -> Any:
-        return self.make("/admin/v1/tenants", {"name": new()})["id"]
+        tenant_id = self.make("/admin/v1/tenants", {"name": new()})["id"]
+        self.tenants.add(tenant_id)
+        return tenant_id
 
     def project_id(self) -> Any:
         return self.make("/admin/v1/projects", {"name": "p", "tenant_id": self.tenant_id()})["id"]
@@ -128,6 +141,39 @@ class World:
         """Create a guardrail; return its name."""
         guardrail = {"name": "one", "stage": "output", "action": "observe", "detectors": ["secrets"]}
         return self.make("/admin/v1/guardrails", guardrail, method="PUT")["name"]
+
+    def chat(self, **headers: str) -> Any:
+        """Send a chat, which no guardrail checks; return its id."""
+        for one in self.ask("GET", "/admin/v1/guardrails").json()["data"]:
+            self.ask("DELETE", f"/admin/v1/guardrails/{one['name']}")
+        body = {"model": self.model_id(), "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+        answer = self.http.post(
+            "/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {self.keys['public']}", **headers}
+        )
+        return answer.raise_for_status().json()["id"]
+
+    def run_id(self) -> Any:
+        """Begin a run; return its id."""
+        name = new()
+        self.chat(**{"x-moiety-run": name})
+        return self.ask("GET", f"/admin/v1/runs?name={name}").json()["data"][0]["id"]
+
+    def request_id(self) -> Any:
+        """Return a request in the log, with its content, which the administrator of the key's tenant can read."""
+        self.key_of(self.own_tenant)
+        logging = f"/admin/v1/request-contents/logging/{self.own_tenant}"
+        self.make(logging, {"keep_days": 1}, self.own_tenant, "PUT")
+        request_id = self.chat()
+        self.wait_for(f"/admin/v1/requests/{request_id}")
+        self.wait_for(f"/admin/v1/request-contents/{request_id}", self.own_tenant)
+        return request_id
+
+    def wait_for(self, path: str, who: str = "admin") -> None:
+        """Return once something is stored, which is a moment after the end of its request."""
+        deadline = time.monotonic() + 30
+        while (answer := self.ask("GET", path, who)).status_code == 404 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        answer.raise_for_status()
 
     def webhook_id(self) -> Any:
         self.make_room()
@@ -177,7 +223,7 @@ CASES: Counter[str] = Counter()  # by operation
 
 
 @schemathesis.hook
-def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
+def before_call(_context: Any, case: Any, kwargs: Any) -> None:
     """Where a case is no bad one in that respect: have it name things that there are, or it would be answered 404 for
     whatever else is in it; and have fields agree that must."""
     if not is_bad(case, ParameterLocation.PATH):
@@ -185,6 +231,9 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
         for name in case.path_parameters or {}:
             if CASES[case.operation.label] % 4:  # the others stay as they were drawn, which nothing is called
                 case.path_parameters[name] = WORLD.known(name) if case.method == "GET" else getattr(WORLD, name)()
+    if "/request-contents/" in case.operation.path and not is_bad(case, ParameterLocation.HEADER):
+        tenant_id = case.path_parameters.get("tenant_id")  # whose administrators alone may do this
+        kwargs["auth"] = with_key(WORLD.key_of(tenant_id if tenant_id in WORLD.tenants else WORLD.own_tenant))
     if case.operation.label in ("POST /admin/v1/classes", "POST /admin/v1/webhooks"):
         WORLD.make_room()
     is_upload = case.operation.label == "POST /v1/files" and isinstance(case.body, dict)
@@ -194,6 +243,13 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
         case.headers.pop("If-Match", None)  # it is looked at before the body
     if "Idempotency-Key" in case.headers and not is_bad(case, ParameterLocation.HEADER):
         case.headers["Idempotency-Key"] = new()  # a key that was sent before is looked up first, too
+    if case.operation.label == "POST /v1/quote" and not is_bad(case, ParameterLocation.QUERY):
+        if is_bad(case, ParameterLocation.BODY):
+            case.query.pop("endpoint", None)  # the schema is that of a chat
+        elif case.query.get("endpoint") not in (None, "/v1/chat/completions"):
+            case.body = {"model": WORLD.model_id(), **QUOTED}
+            field = "input" if case.query["endpoint"] == "/v1/responses" else "prompt"
+            case.body[field] = "a"
     if not is_bad(case, ParameterLocation.BODY) and isinstance(case.body, dict):
         case.body = agreed(named(without_fractions(case.body)))
     if not is_bad(case, ParameterLocation.QUERY) and case.method == "GET" and CASES[case.operation.label] % 2:
@@ -209,6 +265,16 @@ def before_call(_context: Any, case: Any, _kwargs: Any) -> None:
         case.query |= {name: declared[name] for name in ("kind", "name")}
 
 
+def with_key(key: str) -> Any:
+    """Return the `auth` of a request that has another key than that of the command line."""
+
+    def add(request: Any) -> Any:
+        request.headers["Authorization"] = f"Bearer {key}"
+        return request
+
+    return add
+
+
 def is_bad(case: Any, location: Any) -> Any:
     return case.meta is not None and case.meta.is_negative_at(location)
 
@@ -222,6 +288,8 @@ def without_fractions(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+# What a chat needs, and with another field each endpoint whose requests can be quoted.
+QUOTED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 KINDS = {
     "project_id": "project_id",
     "tenant_id": "tenant_id",
@@ -240,7 +308,7 @@ def named(body: dict[str, Any]) -> Any:
         body.pop("previous_response_id", None)
     if "scope_id" in body:
         body["scope_id"] = WORLD.known(f"{body['level']}_id")
-    if "url" in body:  # where webhooks may go to depends on the settings
+    if isinstance(body.get("url"), str):  # where webhooks may go to depends on the settings
         body["url"] = "https://example.com/hook"
     if body.get("service_class") is not None:
         body["service_class"] = "standard"
@@ -268,6 +336,8 @@ def agreed(body: dict[str, Any]) -> Any:
     if isinstance(body.get("messages"), list):
         body["messages"] = [turn for message in body["messages"] for turn in chat_turns(message)]
         body["messages"] = message_turns(body["messages"])
+    for number, target in enumerate(body.get("targets") or ()):
+        target["model"] = f"m{number}"  # each is another one
     for question in body.get("questions") or ():
         for name, field in (("choices", "value"), ("levels", "label")):
             for number, option in enumerate(question.get(name) or ()):

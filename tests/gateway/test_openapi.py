@@ -69,6 +69,7 @@ async def test_the_api_is_what_its_document_says(
         call_a_tool,
     )
     engine.expert_loads[None] = ExpertLoad(1, 0, 0, (0,), 2, 1, pack_counts([3, 1]), [], [TenantTokens("t", 4)])
+    engine.expert_ranks = 2
     idle: dict[str, Any] = {
         "batch_concurrency": 0,
         "max_open_batches_per_tenant": 10_000,
@@ -249,6 +250,7 @@ async def _run_schemathesis(gateway: RunningGateway, part: Any, tmp_path: Path, 
         "MOIETY_KEY": gateway.key,
         "MOIETY_ADMIN_KEY": gateway.admin_key,
         "MOIETY_ANSWERED": str(answered),
+        "MOIETY_TENANT_ID": gateway.keys.tenant_id,
         "MOIETY_TRACE_ID": await _keep_trace(gateway.database),
     }
     process = await asyncio.create_subprocess_exec(
