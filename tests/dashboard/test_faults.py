@@ -55,7 +55,7 @@ def test_a_stopped_gateway_is_said_within_a_refresh_and_the_last_figures_stay(
     browser.sign_in(serve.admin_key)
     main = browser.page.get_by_test_id("stMain")
     main.get_by_text("Goodput, 5 min").wait_for()
-    badge = main.get_by_text("Stale: the gateway does not respond since").first  # a redraw may show the old one beside it
+    badge = main.get_by_text("Stale: the gateway does not respond since").first
     gateway = serve.part("gateway")
     gateway.suspend()
     try:
