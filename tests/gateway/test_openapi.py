@@ -246,6 +246,7 @@ async def _run_schemathesis(gateway: RunningGateway, part: Any, tmp_path: Path, 
     key = gateway.admin_key if part == "admin" else gateway.key
     known: dict[str, Any] = {
         "SCHEMATHESIS_HOOKS": str(HOOKS),
+        "PYTHONPATH": str(HOOKS.parents[2]),
         "MOIETY_URL": gateway.url,
         "MOIETY_KEY": gateway.key,
         "MOIETY_ADMIN_KEY": gateway.admin_key,

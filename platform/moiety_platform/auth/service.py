@@ -72,7 +72,7 @@ class KeyFilter:
 
 
 async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key_filter: KeyFilter) -> KeyPage:
-    """Return keys, oldest first. Raises NotFound for an unknown tenant or project."""
+    """Return keys, oldest first. Raises NotFound for an unknown tenant or project, or BadRequest for no name."""
     statement = select(ApiKey)
     if key_filter.tenant_id is not None:
         tenant = await get_tenant(session, key_filter.tenant_id)
@@ -83,7 +83,7 @@ async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key
     if key_filter.role is not None:
         statement = statement.where(ApiKey.role == key_filter.role)
     if key_filter.name is not None:
-        statement = statement.where(ApiKey.name == key_filter.name)
+        statement = statement.where(ApiKey.name == check_name(key_filter.name))
     keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
     return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
 
