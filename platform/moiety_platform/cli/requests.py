@@ -12,6 +12,7 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import From, Hours, To, period_of
+from moiety_platform.cli.usage_options import KeyFilter, ProjectFilter, TenantFilter
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.paths import path_of
 
@@ -54,13 +55,9 @@ def requests(
     hours: Hours = None,
     begin: From = None,
     end: To = None,
-    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
-    project: Annotated[
-        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")
-    ] = None,
+    tenant: TenantFilter = None,
+    project: ProjectFilter = None,
+    key: KeyFilter = None,
     model: Annotated[str | None, typer.Option(help="Name of the model that answered.")] = None,
     route: Annotated[str | None, typer.Option(help="Name of the route that the client requested.")] = None,
     service_class: Annotated[str | None, typer.Option("--class", help="Name of the served class.")] = None,

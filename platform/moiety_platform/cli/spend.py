@@ -11,6 +11,7 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import From, Hours, To, period_of
+from moiety_platform.cli.usage_options import Grouping, KeyFilter, ModelFilter, ProjectFilter, TenantFilter
 from moiety_platform.prices.token_cost import dollars
 
 SPEND = {
@@ -38,30 +39,18 @@ BUDGETS = {
 }
 BUDGET_DETAILS = ("quota_id", "window_end", "rate")
 
-Tenant = Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")]
-
 
 @admin_command
 def spend(
     admin: Admin,
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, day, "
-            "end_user and tag:NAME."
-        ),
-    ] = "tenant",
+    by: Grouping = "tenant",
     hours: Hours = None,
     begin: From = None,
     end: To = None,
-    tenant: Tenant = None,
-    project: Annotated[
-        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
+    tenant: TenantFilter = None,
+    project: ProjectFilter = None,
+    key: KeyFilter = None,
+    model: ModelFilter = None,
     service_class: Annotated[
         str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")
     ] = None,
@@ -106,8 +95,8 @@ def spend(
 @admin_command
 def forecast(
     admin: Admin,
-    tenant: Tenant = None,
-    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
+    tenant: TenantFilter = None,
+    model: ModelFilter = None,
 ) -> None:
     """Forecast the spend of this month: what is spent, plus the mean of the last seven days for the rest of it."""
     found = admin.client.get("/spend/forecast", tenant_id=_tenant_id(admin, tenant), model=model)
@@ -126,7 +115,7 @@ def forecast(
 
 
 @admin_command
-def budgets(admin: Admin, tenant: Tenant = None) -> None:
+def budgets(admin: Admin, tenant: TenantFilter = None) -> None:
     """List the limits on money: what is used, the forecast for the end of their window, and when they are used up."""
     tenant_id = _tenant_id(admin, tenant)
     found = list(admin.client.pages("/spend/budgets", tenant_id=tenant_id))

@@ -16,6 +16,7 @@ from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import From, Hours, To, period_of
+from moiety_platform.cli.usage_options import Grouping, KeyFilter, ModelFilter, ProjectFilter, TenantFilter
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
 
@@ -89,24 +90,14 @@ app = typer.Typer(help="Show usage: requests, tokens, latencies and cost; and re
 def usage(
     admin: Admin,
     context: typer.Context,
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Columns to group by, separated by commas: tenant, project, key, model, service_class, hour, day, "
-            "end_user and tag:NAME."
-        ),
-    ] = "tenant",
+    by: Grouping = "tenant",
     hours: Hours = None,
     begin: From = None,
     end: To = None,
-    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
-    project: Annotated[
-        str | None, typer.Option(help="Id or name of a project, or TENANT/NAME. If not given, all projects.")
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")] = None,
+    tenant: TenantFilter = None,
+    project: ProjectFilter = None,
+    key: KeyFilter = None,
+    model: ModelFilter = None,
     end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
     tag: Annotated[
         str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
@@ -202,7 +193,7 @@ def quotes(
     hours: Hours = None,
     begin: From = None,
     end: To = None,
-    tenant: Annotated[str | None, typer.Option(help="Name or id of a tenant. If not given, all tenants.")] = None,
+    tenant: TenantFilter = None,
 ) -> None:
     """Compare predicted with actual times of requests that had a quote; show met guarantees, credits and reasons."""
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
