@@ -35,6 +35,11 @@ def jit(function: F) -> F:
     return cast("F", njit(nogil=True, cache=_cacheable(), error_model="numpy")(function))
 
 
+def inlined_jit(function: F) -> F:
+    """Compile into each function that calls it. Its arguments may be emitted functions; it is not cached by itself."""
+    return cast("F", njit(nogil=True, error_model="numpy")(function))
+
+
 def emitted(function: Callable[..., Any]) -> Any:
     """Return an intrinsic that writes its own LLVM code."""
     return intrinsic(function)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from moiety_kernels.cpu.emitter import Emitter, call, called_at, emit_once, function, loaded
+from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import (
     EMULATED,
@@ -348,9 +348,8 @@ def _emit_dots(e: Emitter, args: PackedDotArguments, *, dots_of: type[_Dots], nu
     dots_of(e, args, num_rows, cols).emit()
 
 
-def _of_kind(e: Emitter, arguments: Int, *, kind: DotsKind) -> None:
+def _of_kind(e: Emitter, args: PackedDotArguments, *, kind: DotsKind) -> None:
     """Call the function for few or many rows, and a number of rows known only at run time."""
-    args = loaded(e, PackedDotArguments, arguments)
     variants = [(m, 1) for m in range(1, kind.few + 1)] + [(m, COLS) for m in range(1, kind.most + 1)]
     with e.switch(args.is_many * _MAX_ROWS + args.num_rows) as case:
         for m, cols in variants:
@@ -361,7 +360,7 @@ def _of_kind(e: Emitter, arguments: Int, *, kind: DotsKind) -> None:
 
 
 def _function_of(kind: DotsKind) -> Any:
-    """Return the products of a kind of weight, a function of the address of PackedDotArguments."""
+    """Return the products of packed rows with a kind of weight, for calls in compiled code."""
     return function(f"moiety_{kind.name}", partial(_of_kind, kind=kind), is_there=kind.is_there)
 
 
@@ -377,27 +376,6 @@ EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
 HALF_FOURS = DotsKind("half_fours", FOURS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
 
-# In compiled code: products of packed rows with a weight, by the function of its kind at an address.
-dots = function("moiety_dots", called_at(PackedDotArguments))
-_pairs, _fours, _half_fours = map(_function_of, (PAIRS, FOURS, HALF_FOURS))
-_eights, _grouped_eights = map(_function_of, (EIGHTS, GROUPED_EIGHTS))
-
-
-def multiply_pairs(arguments: int) -> None:
-    _pairs(arguments)
-
-
-def multiply_fours(arguments: int) -> None:
-    _fours(arguments)
-
-
-def multiply_half_fours(arguments: int) -> None:
-    _half_fours(arguments)
-
-
-def multiply_eights(arguments: int) -> None:
-    _eights(arguments)
-
-
-def multiply_grouped_eights(arguments: int) -> None:
-    _grouped_eights(arguments)
+# In compiled code: products of packed rows with a kind of weight.
+pairs, fours, half_fours = map(_function_of, (PAIRS, FOURS, HALF_FOURS))
+eights, grouped_eights = map(_function_of, (EIGHTS, GROUPED_EIGHTS))

@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from llvmlite import ir
 from numba.core import types
@@ -29,7 +29,6 @@ from moiety_kernels.cpu.values import (
     LANES,
     VF,
     VOID,
-    Addresses,
     Array,
     EmittedFunction,
     Float,
@@ -39,8 +38,6 @@ from moiety_kernels.cpu.values import (
     Vector,
     constant_of,
 )
-
-T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class Emitter(EmittedFunction):
@@ -291,31 +288,6 @@ def call_by_rows(
         for rows in range(1, most + 1):
             with case(rows):
                 call(e, of_rows(rows), *args)
-
-
-def called_at(declared: type[tuple[Any, ...]]) -> Callable[..., None]:
-    """Return what emits the call of the function at an address, with the address of its arguments in memory.
-
-    `declared` names the arguments, all of int64; `loaded` reads them in the function that is called.
-    """
-
-    def emit(e: Emitter, function: Int, args: Any) -> None:
-        memory = e.builder.alloca(ir.ArrayType(I64, len(args)))
-        start = e.builder.ptrtoint(memory, I64)
-        for index, value in enumerate(args):
-            Addresses(e, start)[index] = value.address if isinstance(value, Array) else value
-        kind = ir.FunctionType(VOID, [I64])
-        e.builder.call(e.builder.inttoptr(function.ir, kind.as_pointer()), [start])
-
-    emit.__annotations__.update({"e": Emitter, "function": Int, "args": declared, "return": None})
-    return emit
-
-
-def loaded(e: Emitter, declared: type[T], start: Int) -> T:
-    """Return the arguments that the caller has put into memory (`called_at`)."""
-    values = Addresses(e, start.ir)
-    kinds = get_type_hints(declared).values()
-    return declared(*(kind(e, values.scalar(index).ir) for index, kind in enumerate(kinds)))
 
 
 _COMPILED = {I64: types.int64, F32: types.float32, VOID: types.void}  # numba's types

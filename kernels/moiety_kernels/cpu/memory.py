@@ -122,17 +122,17 @@ def call_driver(
 
 @emitted
 def call_product(
-    _context: Any, _function: Any, _product: Any, _rows: Any, _m: Any, _w: Any, _other_w: Any, _n: Any, _k: Any,
+    _context: Any, _function: Any, _rows: Any, _m: Any, _w: Any, _other_w: Any, _n: Any, _k: Any,
     _out: Any, _other_out: Any, _out_stride: Any, _scratch: Any,
 ) -> Any:  # fmt: skip
-    """Call the product at an address (`products.py`): void (11 int64 arguments)."""
+    """Call the product at an address (`products.py`): void (10 int64 arguments)."""
 
     def generate(target: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 11)
+        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 10)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return target.get_dummy_value()
 
-    return types.void(*[types.int64] * 12), generate
+    return types.void(*[types.int64] * 11), generate
 
 
 @emitted

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from moiety_kernels.cpu.compiling import jit
+from moiety_kernels.cpu.compiling import inlined_jit, jit
 from moiety_kernels.cpu.dots import (
     COLS,
     EIGHTS_FEW,
@@ -17,7 +17,6 @@ from moiety_kernels.cpu.dots import (
     PAIRS_FEW,
     PAIRS_ROWS,
     SHARE_BITS,
-    dots,
     unpack_fours_row,
     unpack_half_fours_row,
 )
@@ -92,16 +91,16 @@ def _even_part(left: int, most: int) -> int:
     return (left + parts - 1) // parts
 
 
-@jit
+@inlined_jit
 def multiply_packed(
-    of_weight: int, of_unpacked: int,
+    of_weight: Any, of_unpacked: Any,
     rows: int, m: int, weight: int, other: int, n: int, k: int, out: int, other_out: int, out_stride: int, area: int,
 ) -> None:  # fmt: skip
     """Compute out[:m, :n] of the m rows whose addresses are at `rows` with the weight described at `weight`.
 
-    `of_weight` and `of_unpacked`: addresses of the products with the weight as it lies and, for one in four bits, with
-    unpacked rows of it. `other`: a second weight of the same kind, or 0. `area`: PACKED_BYTES for packed rows, and COLS
-    unpacked ones.
+    `of_weight` and `of_unpacked`: functions of `dots` for the weight as it lies and, for one in four bits, for unpacked
+    rows of it; the code is compiled once for each pair of them. `other`: a second weight of the same kind, or 0.
+    `area`: PACKED_BYTES for packed rows, and COLS unpacked ones.
     """
     described = struct_at(WeightDescription, weight)
     numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
@@ -132,8 +131,8 @@ def multiply_packed(
                 _unpack(w, w_bytes, s, s_bytes, k, shift, table, halves, panel)
                 while i < count:
                     step = _even_part(count - i, most)
-                    dots(
-                        of_unpacked, is_many=1, num_rows=step,
+                    of_unpacked(
+                        is_many=1, num_rows=step,
                         packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=0,
                         w_NK=panel, w_stride=2 * k + PAD, n=COLS, ahead=panel, share=0,
                         scales_NG=0, scales_stride=0, shift=0, table=0,
@@ -143,8 +142,8 @@ def multiply_packed(
             while i < count:
                 step = _even_part(count - i, most if many and not is_fours else few)
                 ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
-                dots(
-                    of_weight, is_many=int(many), num_rows=step,
+                of_weight(
+                    is_many=int(many), num_rows=step,
                     packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
                     w_NK=w, w_stride=w_bytes, n=n - first, ahead=ahead, share=share,
                     scales_NG=s, scales_stride=s_bytes, shift=shift, table=table,

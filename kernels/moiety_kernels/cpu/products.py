@@ -10,13 +10,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_kernels.cpu.compiling import function_address, jit
-from moiety_kernels.cpu.dots import (
-    multiply_eights,
-    multiply_fours,
-    multiply_grouped_eights,
-    multiply_half_fours,
-    multiply_pairs,
-)
+from moiety_kernels.cpu.dots import eights, fours, grouped_eights, half_fours, pairs
 from moiety_kernels.cpu.gemm import (
     BFLOAT16,
     BFLOAT16_TILES,
@@ -33,7 +27,7 @@ from moiety_kernels.cpu.gemm import (
 )
 from moiety_kernels.cpu.memory import call_product
 from moiety_kernels.cpu.packed import multiply_packed
-from moiety_kernels.cpu.structs import Address, Int64, address_of_struct, struct_at
+from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.unpacking import E2M1_HALVES, E4M3, INT8, PLAIN, WHOLE_ROW, number_format
 from moiety_kernels.cpu.vectors import TILE_COLS, widen_row
 from moiety_kernels.quantization.weight import QuantizedWeight
@@ -48,9 +42,7 @@ class Product(NamedTuple):
     """A way to multiply, as kernels read it."""
 
     kind: Int64  # of `gemm.product_kind`
-    function: Address  # of the arguments of `multiply`
-    dots: Address  # of packed rows with the weight as it lies, or 0
-    unpacked_dots: Address  # of packed rows with rows of it that were unpacked to bfloat16, or 0
+    function: Address  # of the arguments of `multiply_both`
 
 
 def product_of(weight: Tensor | QuantizedWeight) -> Product:
@@ -62,18 +54,17 @@ def product_of(weight: Tensor | QuantizedWeight) -> Product:
 
 @functools.cache
 def _product(kind: int, numbers: int, is_whole_row: bool) -> Product:
-    function = function_address(_FUNCTIONS[kind], _NUM_ARGS)
-    if kind != PACKED:
-        return Product(kind, function, 0, 0)
+    function = _FUNCTIONS[kind] if kind != PACKED else _packed(numbers, is_whole_row)
+    return Product(kind, function_address(function, _NUM_ARGS))
+
+
+def _packed(numbers: int, is_whole_row: bool) -> Callable[..., None]:
+    """Return the function that multiplies packed rows with a weight of a number format."""
     if numbers == INT8:
-        return Product(
-            kind, function, function_address(multiply_eights if is_whole_row else multiply_grouped_eights, 1), 0
-        )
-    pairs = function_address(multiply_pairs, 1)
+        return _in_eights if is_whole_row else _in_grouped_eights
     if numbers in (PLAIN, E4M3):  # whose rows are unpacked before they are multiplied
-        return Product(kind, function, pairs, 0)
-    fours = multiply_half_fours if numbers == E2M1_HALVES else multiply_fours
-    return Product(kind, function, function_address(fours, 1), pairs)
+        return _in_pairs
+    return _in_half_fours if numbers == E2M1_HALVES else _in_fours
 
 
 @jit
@@ -84,7 +75,7 @@ def multiply(
 
     `rows` is the address of m row addresses, `w` the return value of `weight_rows`.
     """
-    call_product(product.function, address_of_struct(product), rows, m, w, 0, n, k, out, 0, out_stride, scratch)
+    call_product(product.function, rows, m, w, 0, n, k, out, 0, out_stride, scratch)
 
 
 @jit
@@ -93,27 +84,55 @@ def multiply_both(
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
     """Run `multiply` with two weights of one kind and size, into two outputs of one stride."""
-    at = address_of_struct(product)
-    call_product(product.function, at, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch)
+    call_product(product.function, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch)
 
 
 def _on_tiles(
-    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
     multiply_tiles(rows, m, w, other_w, n, k, out, other_out, out_stride, scratch)
 
 
-def _in_place(
-    product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+def _in_pairs(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
-    ways, area = struct_at(Product, product), scratch + WIDE_AT
-    multiply_packed(ways.dots, ways.unpacked_dots, rows, m, w, other_w, n, k, out, other_out, out_stride, area)
+    multiply_packed(pairs, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_fours(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_half_fours(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(half_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_eights(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(eights, eights, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_grouped_eights(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(
+        grouped_eights, grouped_eights, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT
+    )
 
 
 def _with_float32(
-    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
     _by_panels(rows, m, w, False, n, k, out, out_stride, scratch)
@@ -122,7 +141,7 @@ def _with_float32(
 
 
 def _with_bfloat16(
-    _product: int, rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
     for turn in range(2 if other_w else 1):
@@ -150,10 +169,9 @@ def _by_panels(
             multiply_wide(rows, m, w + 4 * j * k, 4 * k, count, k, out + 4 * j, out_stride)
 
 
-_NUM_ARGS = 11
+_NUM_ARGS = 10
 _FUNCTIONS: dict[int, Callable[..., None]] = {
     FLOAT32: _with_float32,
     BFLOAT16: _with_bfloat16,
     BFLOAT16_TILES: _on_tiles,
-    PACKED: _in_place,
 }

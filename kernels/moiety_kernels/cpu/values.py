@@ -299,9 +299,7 @@ class Addresses(Array):
 
     element_bytes = 8
 
-    def scalar(self, index: Int | int = 0) -> Int:
-        return Int(self.e, self.e.builder.load(self.pointer(index), typ=I64, align=8))
-
     def arrays(self, count: int, kind: type[A]) -> list[A]:
         """Load the first `count` addresses."""
-        return [kind(self.e, self.scalar(i).ir) for i in range(count)]
+        builder = self.e.builder
+        return [kind(self.e, builder.load(self.pointer(i), typ=I64, align=8)) for i in range(count)]
