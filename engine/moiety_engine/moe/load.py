@@ -63,6 +63,7 @@ class ExpertCounter:
             weighted_LE=zeros(num_layers, shape.num_experts),
             bytes_P=zeros(NUM_PARTS),
         )
+        self._note_host_arrays()
 
     def reserve(self, num_parts: int, *, keeps_bits: bool) -> bool:
         """Make room for steps of `num_parts` parts. Return whether tensors were replaced.
@@ -76,6 +77,7 @@ class ExpertCounter:
         bytes_P = torch.zeros(num_parts, dtype=torch.int64, device=self._device)
         bits_PLW = bytes_P.new_zeros(num_parts, num_layers, num_words) if keeps_bits else None
         self._sums = self._sums._replace(bytes_P=bytes_P, bits_PLW=bits_PLW)
+        self._note_host_arrays()
         return True
 
     def count(self, chosen: Sequence[Tensor], owner_T: Tensor) -> None:
@@ -93,13 +95,18 @@ class ExpertCounter:
 
     def take_step(self, num_parts: int, download: Callable[[Tensor], Tensor]) -> StepExperts:
         """Return the bytes and bits of the newest step's first `num_parts` parts, and reset the bytes to zero."""
+        if self._host_P is not None:  # without torch, whose calls take long between two steps
+            taken_P = self._host_P[:num_parts].copy()
+            self._host_P[:num_parts] = 0
+            return StepExperts(taken_P, None if self._host_PLW is None else self._host_PLW[:num_parts].copy())
         bytes_P, bits_PLW = self._sums.bytes_P, self._sums.bits_PLW
-        if bytes_P.is_cpu:  # without torch, whose calls take long between two steps
-            own_P = bytes_P.numpy()
-            taken_P = own_P[:num_parts].copy()
-            own_P[:num_parts] = 0
-            return StepExperts(taken_P, None if bits_PLW is None else bits_PLW.numpy()[:num_parts].copy())
         host_P = download(bytes_P[:num_parts]).numpy()
         host_PLW = None if bits_PLW is None else download(bits_PLW[:num_parts]).numpy()
         bytes_P.zero_()
         return StepExperts(host_P, host_PLW)
+
+    def _note_host_arrays(self) -> None:
+        """Keep the arrays over the memory of a step's bytes and bits; None where a device has them."""
+        bytes_P, bits_PLW = self._sums.bytes_P, self._sums.bits_PLW
+        self._host_P = bytes_P.numpy() if bytes_P.is_cpu else None
+        self._host_PLW = bits_PLW.numpy() if bits_PLW is not None and bits_PLW.is_cpu else None

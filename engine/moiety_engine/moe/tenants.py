@@ -27,6 +27,7 @@ class TenantSlots:
         self._slot_of: dict[str, int] = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT}
         self._weight_of: dict[str, float] = {}
         self._steps = 0
+        self.num_reassigned = 0  # times that tenants may have got another slot
 
     def slots_of(self, tenants: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
         """Return the slot of each part of a step; part i has `num_tokens[i]` tokens of tenant `tenants[i]`.
@@ -43,6 +44,10 @@ class TenantSlots:
                     weight_of[tenant_id] = weight_of.get(tenant_id, 0.0) + count
         self._steps += any(slots)
         return slots
+
+    def count_step(self) -> None:
+        """Count a step with the slots of an earlier one, none of which is OTHER_SLOT."""
+        self._steps += 1
 
     def weight_of_rank(self, rank: int) -> int:
         """Return the weight of a token of this service rank in the weighted counts."""
@@ -74,6 +79,7 @@ class TenantSlots:
         new = {one: free.pop() for one in busiest if one not in staying}
         self._weight_of = weights
         self._slot_of = {"": NO_TENANT, OTHER_TENANTS: OTHER_SLOT} | staying | new
+        self.num_reassigned += 1
 
     def _take(self, tenant_id: str) -> int:
         """Return a free slot for a new tenant and assign it, or OTHER_SLOT if none is free."""

@@ -23,7 +23,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.block_tables import BlockTables, HostTable
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
 from moiety_engine.runner.state_rows import HostStates
-from moiety_engine.runner.token_owners import owners_of_decodes, owners_of_parts
+from moiety_engine.runner.token_owners import DecodeOwners, owners_of_parts
 from moiety_engine.scheduling.plan import Chunk, Plan
 from moiety_engine.sequence import PENDING, Sequence
 from moiety_engine.staging import Staging
@@ -131,6 +131,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._staging = staging or Staging(device)
         self._tenants = tenants
+        self._owners = DecodeOwners(tenants)
         self._tables = BlockTables()
         self._further = [BlockTables(table) for table in range(1, num_tables)]
         self._num_record_tokens = num_record_tokens
@@ -185,7 +186,7 @@ class BatchBuilder:
             token_ids_T=np.array(token_ids, dtype=np.int64),
             positions_T=np.array(rotary, dtype=np.int64),
             slots_T=table.slots_T,
-            owner_T=owners_of_decodes(self._tenants, sequences, ones),
+            owner_T=self._owners.of(sequences, ones),
             query_start_S1=starts,
             context_len_S=context_len_S,
             block_table_SB=table.block_table_SB,

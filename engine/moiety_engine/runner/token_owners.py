@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moiety_engine.moe.tenants import NO_TENANT
+from moiety_engine.moe.tenants import NO_TENANT, OTHER_SLOT
 from moiety_kernels.expert_count import MAX_SLOTS, PART_SHIFT, owner_code
 
 _tenant_of = attrgetter("request.tenant")
@@ -24,22 +24,37 @@ if TYPE_CHECKING:
     from moiety_engine.sequence import Sequence as TokenSequence
 
 
-def owners_of_decodes(
-    tenants: TenantSlots | None, sequences: Sequence[TokenSequence], ones: Sequence[int]
-) -> np.ndarray:
-    """Return the owner of each row of a step with one token per chunk, [T], int64.
+class DecodeOwners:
+    """Owners of the rows of steps with one token per chunk, kept while the same sequences decode in the same order."""
 
-    `ones` is the number of tokens of each chunk. Without `tenants` nothing is counted.
-    """
-    if tenants is None:
-        return np.zeros(len(ones), dtype=np.int64)
-    slots = tenants.slots_of(list(map(_tenant_of, sequences)), ones)
-    if tenants.rank_weights is None:
+    def __init__(self, tenants: TenantSlots | None) -> None:
+        """Create the owners; without `tenants` nothing is counted."""
+        self._tenants = tenants
+        self._sequences: list[TokenSequence] = []  # of `_owner_T`
+        self._owner_T = np.zeros(0, dtype=np.int64)
+        self._num_reassigned = 0
+
+    def of(self, sequences: list[TokenSequence], ones: Sequence[int]) -> np.ndarray:
+        """Return the owner of each row, [T], int64, which must not be modified.
+
+        `ones` is the number of tokens of each chunk.
+        """
+        tenants = self._tenants
+        if tenants is None:
+            return np.zeros(len(ones), dtype=np.int64)
+        if sequences and sequences == self._sequences and self._num_reassigned == tenants.num_reassigned:
+            tenants.count_step()
+            return self._owner_T
+        slots = tenants.slots_of(list(map(_tenant_of, sequences)), ones)
+        if tenants.rank_weights is not None:  # the rank of a sequence can change
+            weight_of = tenants.weight_of_rank
+            weights = [weight_of(sequence.service.rank) for sequence in sequences]
+            return np.array(list(map(owner_code, slots, weights, range(len(slots)))), dtype=np.int64)
         owner_T: np.ndarray = np.array(slots, dtype=np.int64) | _plain_codes(len(slots))
+        is_kept = min(slots, default=NO_TENANT) > OTHER_SLOT  # the tokens of other tenants are counted in each step
+        self._sequences, self._owner_T = sequences if is_kept else [], owner_T
+        self._num_reassigned = tenants.num_reassigned
         return owner_T
-    weight_of = tenants.weight_of_rank
-    weights = [weight_of(sequence.service.rank) for sequence in sequences]
-    return np.array(list(map(owner_code, slots, weights, range(len(slots)))), dtype=np.int64)
 
 
 def owners_of_parts(

@@ -5,6 +5,7 @@ L rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 def finite_rows(logits_LV: np.ndarray) -> np.ndarray:
     """Return bool [L]: whether all values of the row are finite.
 
-    Minimum and maximum propagate a NaN, so no temporary of the logits' size is needed.
+    The sum of a row with a value that is not finite is not finite either, so one pass suffices for most steps. A sum
+    can overflow where all values are finite, so minimum and maximum, which propagate a NaN, decide on the others.
     """
     if not logits_LV.size:
         return np.ones(len(logits_LV), dtype=np.bool_)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        if all(map(math.isfinite, np.add.reduce(logits_LV, axis=1).tolist())):
+            return np.ones(len(logits_LV), dtype=np.bool_)
         found: np.ndarray = np.isfinite(logits_LV.min(axis=1)) & np.isfinite(logits_LV.max(axis=1))
     return found
 

@@ -29,6 +29,7 @@ from moiety_kernels.sample import Draws, Penalties, penalised
 from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
+_NO_ROWS: frozenset[int] = frozenset()
 _PRESELECT = 1024  # top-p seldom needs more tokens than this; if it does, the whole row is sorted
 _ALIGNED = 4  # values of float32 that fill 16 bytes
 _MAX_TOP_K = np.iinfo(np.int32).max
@@ -97,7 +98,8 @@ class Best:
 
     def non_finite_rows(self) -> frozenset[int]:
         """Return the rows whose logits are not finite."""
-        return frozenset(np.flatnonzero(~self.finite_L).tolist())
+        finite: list[bool] = self.finite_L.tolist()
+        return _NO_ROWS if all(finite) else frozenset([row for row, is_finite in enumerate(finite) if not is_finite])
 
     @property
     def token_L(self) -> Tensor:  # noqa: N802 - the name of a tensor, like that of Drawn

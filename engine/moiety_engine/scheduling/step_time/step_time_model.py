@@ -59,6 +59,7 @@ class StepTimeModel:
         self._bias = bias
         self._gram = [[0.0] * (i + 1) for i in range(_NUM_TERMS)]
         self._moment = [0.0] * _NUM_TERMS
+        self._recent: list[tuple[float, ...]] = []  # scaled terms of the steps since the last fit
         self.num_observed = 0
         self.relative_error = 0.0  # mean absolute error of predictions made before the step was observed
 
@@ -106,16 +107,28 @@ class StepTimeModel:
         self.relative_error += weight * (abs(predicted - seconds) / seconds - self.relative_error)
         if self.num_observed > 16 and not 0.2 < seconds / max(predicted, 1e-9) < 5:
             seconds = predicted * (5 if seconds > predicted else 0.2)  # clip outliers, such as a hiccup of the machine
-        scale = 1 / seconds
-        scaled = tuple(map(mul, terms, repeat(scale)))
-        moment = self._moment
-        for i, row in enumerate(self._gram):  # its lower half: it is symmetric
-            x_i = scaled[i]
-            moment[i] = moment[i] * _FORGET + x_i
-            for j in range(i + 1):
-                row[j] = row[j] * _FORGET + x_i * scaled[j]
+        self._recent.append(tuple(map(mul, terms, repeat(1 / seconds))))
         if self.num_observed % _REFIT_STEPS == 0 or self.num_observed < _REFIT_STEPS:
+            self._add_recent()
             self._refit()
+
+    def _add_recent(self) -> None:
+        """Add the steps since the last fit to the sums, each with the decay of its age."""
+        decay = _FORGET ** len(self._recent)
+        moment = self._moment = [decay * value for value in self._moment]
+        gram = self._gram = [[decay * value for value in row] for row in self._gram]
+        weight = 1.0
+        for scaled in reversed(self._recent):
+            present = [(i, x) for i, x in enumerate(scaled) if x]  # few terms in a step without prompt tokens
+            for i, x in present:
+                weighted, row = weight * x, gram[i]
+                moment[i] += weighted
+                for j, y in present:
+                    if j > i:
+                        break  # the lower half: it is symmetric
+                    row[j] += weighted * y
+            weight *= _FORGET
+        self._recent.clear()
 
     def largest_prefill(self, shape: StepShape, context: int, budget_s: float, limit: int) -> int:
         """Return the largest number of prompt tokens, up to `limit`, with which the step ends within the budget.
@@ -141,10 +154,10 @@ class StepTimeModel:
 
     def _refit(self) -> None:
         """Solve for the coefficients; negative ones are fixed at zero, and the others are solved again."""
-        guess = self._guess
+        guess, gram = self._guess, self._gram
         active = list(range(_NUM_TERMS))
         while True:
-            matrix = [[self._gram[max(i, j)][min(i, j)] for j in active] for i in active]
+            matrix = [[gram[i][j] if j <= i else gram[j][i] for j in active] for i in active]
             vector = [self._moment[i] for i in active]
             for k, i in enumerate(active):
                 hold = _RIDGE / max(guess[i], 1e-9) ** 2
