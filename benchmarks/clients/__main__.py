@@ -3,7 +3,7 @@
     make clients [ARGS="--only openai --tasks chat,tools"]
 
 Installs the clients' packages (PyPI and npm) into separate folders, starts `moiety serve` with the demo model and a
-gateway with a scripted engine on loopback, and runs each client's script as a process. A cell says `pass`, `refused`
+gateway with scripted engines on loopback, and runs each client's script as a process. A cell says `pass`, `refused`
 (the gateway answered 400, with its reason), `fail` (with the error) or `–` (the client has no such feature).
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from clients.catalog import CLIENTS, HERE, SERVERS, TASKS, Client
 from clients.environments import CannotInstall, Environments
 from clients.report import Cell, Row, as_json, as_markdown
-from clients.servers import Gateway, demo_gateway, scripted_gateway
+from clients.servers import Gateway, demo_gateway, scripted_gateways
 from moiety_platform.bench.environment import describe_environment
 
 CLIENT_TIMEOUT_S = 900.0  # of all tasks of one client, on a busy machine
@@ -59,9 +59,9 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         demo_gateway(Path(folder)) as demo,
-        scripted_gateway(Path(folder)) as scripted,
+        scripted_gateways(Path(folder)) as scripted,
     ):
-        rows = [run_client(client, asked, environments, (demo, scripted)) for client in chosen]
+        rows = [run_client(client, asked, environments, (demo, *scripted)) for client in chosen]
     table = as_markdown(rows, asked, SERVERS)
     print(table)
     options.output.write_text(json.dumps(as_json(rows, describe_environment()), indent=2, ensure_ascii=False) + "\n")

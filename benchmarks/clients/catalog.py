@@ -11,10 +11,11 @@ TASKS = ("chat", "stream", "tools", "structured output", "thoughts", "images", "
 
 
 class ServerKind(StrEnum):
-    """Gateway with the demo model, or with a scripted engine for a task that needs a capable model."""
+    """Model of a gateway: the demo model, or a scripted one for a task that needs a capable model or a long answer."""
 
     DEMO = "demo"
     SCRIPTED = "scripted"
+    ENDLESS = "endless"
 
 
 SERVERS = {
@@ -40,7 +41,10 @@ class Client:
         return self.servers.get(task, SERVERS[task])
 
 
-ALL_SCRIPTED = dict.fromkeys(TASKS, ServerKind.SCRIPTED)  # agents, whose prompts exceed the demo model's context
+AGENT = {  # whose prompts exceed the demo model's context
+    **dict.fromkeys(TASKS, ServerKind.SCRIPTED),
+    "cancel": ServerKind.ENDLESS,
+}
 TOOL_USERS = {"structured output": ServerKind.SCRIPTED}  # clients that ask for documents by a tool call
 REFUSES_EMPTY = {"long prompt": ServerKind.SCRIPTED}  # clients that ask again where the demo model says nothing
 CLIENTS = (
@@ -60,9 +64,9 @@ CLIENTS = (
     Client("inspect-ai", "python/inspect_client.py", "inspect", "inspect-ai"),
     Client("lm_eval", "python/lm_eval_client.py", "evaluation", "lm-eval"),
     Client("guidellm", "python/guidellm_client.py", "evaluation", "guidellm"),
-    Client("aider", "agents/aider_agent.py", "aider", "aider-chat", ALL_SCRIPTED),
-    Client("Claude Code", "agents/claude_code_agent.py", "node", "@anthropic-ai/claude-code", ALL_SCRIPTED),
-    Client("Codex CLI", "agents/codex_agent.py", "node", "@openai/codex", ALL_SCRIPTED),
-    Client("Cline CLI", "agents/cline_agent.py", "cline", "cline", ALL_SCRIPTED),
-    Client("OpenCode", "agents/opencode_agent.py", "node", "opencode-ai", ALL_SCRIPTED),
+    Client("aider", "agents/aider_agent.py", "aider", "aider-chat", AGENT),
+    Client("Claude Code", "agents/claude_code_agent.py", "node", "@anthropic-ai/claude-code", AGENT),
+    Client("Codex CLI", "agents/codex_agent.py", "node", "@openai/codex", AGENT),
+    Client("Cline CLI", "agents/cline_agent.py", "cline", "cline", AGENT),
+    Client("OpenCode", "agents/opencode_agent.py", "node", "opencode-ai", AGENT),
 )

@@ -42,7 +42,10 @@ def as_markdown(rows: Sequence[Row], tasks: Sequence[str], servers: Mapping[str,
     for task in tasks:
         by_server.setdefault(servers[task], []).append(task)
     told = "; ".join(f"{server}: {', '.join(names)}" for server, names in by_server.items())
-    legend = f"Engines: {told}. Coding agents meet the scripted engine in every task."
+    legend = (
+        f"Engines: {told}. Coding agents meet the scripted engine in every task but cancel, there an engine process "
+        "whose answers take minutes."
+    )
     return "\n".join([*lines, "", legend, *(["", *notes] if notes else []), ""])
 
 

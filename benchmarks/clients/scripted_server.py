@@ -33,6 +33,8 @@ from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 MODEL = "scripted-agent"
+ENDLESS_MODEL = "endless-agent"  # of an engine process, for clients that are interrupted
+END_TOKEN, END_ID = "<|end|>", 256
 PEPPER = "a pepper of a gateway that only this machine reaches"
 IMAGES = ImageRules(  # the sizes of Qwen3-VL, whose placeholder has no tokens around it here
     image_token_id=257,
@@ -57,7 +59,7 @@ def model_card(model: str) -> ModelCard:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", IMAGE])  # their ids are 256 and IMAGES.image_token_id
+    tokenizer.add_special_tokens([END_TOKEN, IMAGE])  # their ids are END_ID and IMAGES.image_token_id
     tokenizer.add_tokens(list(MARKERS))
     return ModelCard(
         engine_id="scripted",
@@ -65,8 +67,8 @@ def model_card(model: str) -> ModelCard:
         family="scripted",
         tokenizer_json=tokenizer.to_str(),
         chat_template=CHAT_TEMPLATE,
-        special_tokens={"eos_token": "<|end|>"},
-        eos_token_ids=(256,),
+        special_tokens={"eos_token": END_TOKEN},
+        eos_token_ids=(END_ID,),
         max_context_tokens=CONTEXT_TOKENS,
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
         max_num_logprobs=20,
@@ -78,8 +80,13 @@ def model_card(model: str) -> ModelCard:
     )
 
 
-async def serve(model: str, port: int, write: Callable[[BootstrapResult], object], data: Path) -> None:
-    """Serve until cancelled. `write` gets the first keys before the port listens."""
+async def serve(
+    model: str, port: int, write: Callable[[BootstrapResult], object], data: Path, engines: tuple[str, ...] = ()
+) -> None:
+    """Serve until cancelled. `write` gets the first keys before the port listens.
+
+    `engines` are addresses of further engines.
+    """
     url, clock = f"sqlite:///{data / 'store.db'}", SystemClock()
     database = Database.open(url)
     async with database.engine.begin() as connection:
@@ -95,6 +102,7 @@ async def serve(model: str, port: int, write: Callable[[BootstrapResult], object
         database_url=url,
         traces_database_url=url,
         key_pepper=SecretStr(PEPPER),
+        engines=engines,
         responses_store_by_default=True,  # Vercel's AI SDK refers to items, as to OpenAI's
     )
     card = model_card(model)
@@ -111,13 +119,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--keys", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--engine", action="append", default=[], help="address of a further engine")
     options = parser.parse_args()
     options.data.mkdir(parents=True, exist_ok=True)
 
     def write(keys: BootstrapResult) -> None:
-        options.keys.write_text(json.dumps({"tenant_key": keys.tenant_key}))
+        options.keys.write_text(json.dumps({"tenant_key": keys.tenant_key, "admin_key": keys.admin_key}))
 
-    asyncio.run(serve(options.model, options.port, write, options.data))
+    asyncio.run(serve(options.model, options.port, write, options.data, tuple(options.engine)))
 
 
 if __name__ == "__main__":

@@ -5,20 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import tasks
+from cancellation import expect_cancelled
 from commands import run_agent
 from tasks import LONG_TEXT, Server, expect
 
 OPTIONS = ("--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--yes-always", "--no-gitignore")
 
 
-def ask(server: Server, *arguments: str) -> str:
-    settings = {
+def settings_of(server: Server) -> dict[str, str]:
+    return {
         "OPENAI_API_BASE": server.openai_url,
         "OPENAI_API_KEY": server.key,
         "ANTHROPIC_API_BASE": server.url,
         "ANTHROPIC_API_KEY": server.key,
     }
-    made = run_agent(["aider", *OPTIONS, *arguments, "--message", "Say hello", "a.txt"], settings)
+
+
+def command_of(*arguments: str) -> list[str]:
+    return ["aider", *OPTIONS, *arguments, "--message", "Say hello", "a.txt"]
+
+
+def ask(server: Server, *arguments: str) -> str:
+    made = run_agent(command_of(*arguments), settings_of(server))
     expect("The answer is 42" in made.stdout and made.returncode == 0, (made.stdout + made.stderr)[-600:])
     return made.stdout
 
@@ -44,6 +52,11 @@ def long_prompt(server: Server) -> None:
     ask(server, "--model", f"openai/{server.model}", "--read", str(file))
 
 
+def cancel(server: Server) -> None:
+    for provider in ("openai", "anthropic"):
+        expect_cancelled(server, command_of("--model", f"{provider}/{server.model}"), settings_of(server))
+
+
 if __name__ == "__main__":
     tasks.main(
         globals(),
@@ -51,6 +64,5 @@ if __name__ == "__main__":
             "tools": "it reads edits from the text of answers",
             "structured output": "it asks for none",
             "images": "it sends them only to models that its own list says can see",
-            "cancel": tasks.NO_CANCEL,
         },
     )

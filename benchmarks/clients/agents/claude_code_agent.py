@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import tasks
+from cancellation import expect_cancelled
 from commands import FILE, run_agent
 from tasks import CITY_SCHEMA, LONG_TEXT, PIXEL, Server, expect
 
@@ -22,16 +23,19 @@ SEARCH = """Call ToolSearch with {"query": "select:WebFetch", "max_results": 1}
 Call Bash with {"command": "echo found", "description": "say it"}"""
 
 
-def ask(server: Server, prompt: str, *arguments: str, message: object = None) -> subprocess.CompletedProcess[str]:
-    settings = {
+def settings_of(server: Server) -> dict[str, str]:
+    return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
         "ANTHROPIC_MODEL": server.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": server.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+
+
+def ask(server: Server, prompt: str, *arguments: str, message: object = None) -> subprocess.CompletedProcess[str]:
     written = None if message is None else json.dumps({"type": "user", "message": message})
-    return run_agent(["claude", "-p", prompt, *arguments], settings, written)
+    return run_agent(["claude", "-p", prompt, *arguments], settings_of(server), written)
 
 
 def tools(server: Server) -> None:
@@ -93,5 +97,9 @@ def long_prompt(server: Server) -> None:
     expect(made.returncode == 0 and "42" in made.stdout, made)
 
 
+def cancel(server: Server) -> None:
+    expect_cancelled(server, ["claude", "-p", "Say hello"], settings_of(server))
+
+
 if __name__ == "__main__":
-    tasks.main(globals(), {"cancel": tasks.NO_CANCEL})
+    tasks.main(globals())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tasks
+from cancellation import expect_cancelled
 from commands import run_agent
 from tasks import LONG_TEXT, Server, expect
 
@@ -14,13 +15,18 @@ SETTINGS = {"CLINE_TELEMETRY_DISABLED": "1"}
 SESSION_TIMEOUT_S = 100
 
 
-def events_of(server: Server, prompt: str, *arguments: str) -> list[dict[str, Any]]:
-    """Return the events of a session. The last one has the answer."""
+def command_of(server: Server, *arguments: str) -> list[str]:
+    """Return the command of a session, after it has registered the server."""
     place = ["--data-dir", str(Path.cwd() / "cline")]
     provider = ["-p", "openai", "-b", server.openai_url, "-k", server.key, "-m", server.model]
     made = run_agent(["cline", "auth", *provider, *place], SETTINGS)
     expect(made.returncode == 0, made)
-    made = run_agent(["cline", *place, "--json", "--timeout", str(SESSION_TIMEOUT_S), *arguments, prompt], SETTINGS)
+    return ["cline", *place, "--json", "--timeout", str(SESSION_TIMEOUT_S), *arguments]
+
+
+def events_of(server: Server, prompt: str, *arguments: str) -> list[dict[str, Any]]:
+    """Return the events of a session. The last one has the answer."""
+    made = run_agent(command_of(server, *arguments, prompt), SETTINGS)
     found = [json.loads(line) for line in made.stdout.splitlines() if line.startswith("{")]
     expect(found and found[-1].get("finishReason") == "completed", (made.stdout + made.stderr)[-600:])
     return found
@@ -52,12 +58,15 @@ def long_prompt(server: Server) -> None:
     expect(last["usage"]["inputTokens"] > 10 * tasks.MIN_LONG_TOKENS, last)
 
 
+def cancel(server: Server) -> None:
+    expect_cancelled(server, command_of(server, "Say hello"), SETTINGS)
+
+
 if __name__ == "__main__":
     tasks.main(
         globals(),
         {
             "structured output": "it asks for none",
             "images": "its command line takes none",
-            "cancel": tasks.NO_CANCEL,
         },
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tasks
+from cancellation import expect_cancelled
 from commands import RefusedRequest, run_agent
 from tasks import CITY_SCHEMA, LONG_TEXT, PIXEL, Server, expect
 
@@ -24,12 +25,18 @@ wire_api = "responses"
 """
 
 
-def ask(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+COMMAND = ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--json")
+
+
+def settings_of(server: Server) -> dict[str, str]:
     home = Path.cwd() / "codex"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(CONFIG.format(model=server.model, url=server.openai_url))
-    settings = {"MOIETY_API_KEY": server.key, "CODEX_HOME": str(home)}
-    return run_agent(["codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "--json", *arguments], settings)
+    return {"MOIETY_API_KEY": server.key, "CODEX_HOME": str(home)}
+
+
+def ask(server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_agent([*COMMAND, *arguments], settings_of(server))
 
 
 def events_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -86,5 +93,9 @@ def thoughts(server: Server) -> None:
     expect(events[-1]["usage"]["reasoning_output_tokens"] > 0, events[-1])
 
 
+def cancel(server: Server) -> None:
+    expect_cancelled(server, [*COMMAND, "Say hello"], settings_of(server))
+
+
 if __name__ == "__main__":
-    tasks.main(globals(), {"cancel": tasks.NO_CANCEL})
+    tasks.main(globals())

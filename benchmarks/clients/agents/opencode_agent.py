@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import tasks
+from cancellation import expect_cancelled
 from commands import FILE, run_agent
 from tasks import LONG_TEXT, PIXEL, Server, expect
 
@@ -16,7 +17,7 @@ Call edit with {{"filePath": "{FILE}", "oldString": "hello", "newString": "goodb
 Call bash with {{"command": "cat a.txt", "description": "show the file"}}"""
 
 
-def ask(server: Server, provider: str, *arguments: str, written: str | None = None) -> str:
+def settings_of(server: Server, provider: str) -> dict[str, str]:
     model = {
         "name": "M",
         "attachment": True,
@@ -31,8 +32,15 @@ def ask(server: Server, provider: str, *arguments: str, written: str | None = No
             "moiety": {"npm": provider, "name": "Moiety", "options": options, "models": {server.model: model}}
         },
     }
-    settings = {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-    made = run_agent(["opencode", "run", "-m", f"moiety/{server.model}", *arguments], settings, written)
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def command_of(server: Server, *arguments: str) -> list[str]:
+    return ["opencode", "run", "-m", f"moiety/{server.model}", *arguments]
+
+
+def ask(server: Server, provider: str, *arguments: str, written: str | None = None) -> str:
+    made = run_agent(command_of(server, *arguments), settings_of(server, provider), written)
     expect(made.returncode == 0, (made.stdout + made.stderr)[-600:])
     return made.stdout
 
@@ -70,5 +78,10 @@ def long_prompt(server: Server) -> None:
     expect("42" in output, output)
 
 
+def cancel(server: Server) -> None:
+    for provider in PROVIDERS:
+        expect_cancelled(server, command_of(server, "Say hello"), settings_of(server, provider))
+
+
 if __name__ == "__main__":
-    tasks.main({**globals(), "stream": chat}, {"structured output": "it asks for none", "cancel": tasks.NO_CANCEL})
+    tasks.main({**globals(), "stream": chat}, {"structured output": "it asks for none"})

@@ -33,18 +33,18 @@ PIXEL = (  # a PNG of one pixel
 PIXEL_URL = f"data:image/png;base64,{PIXEL}"
 SEEN = "an image of 1 × 1 pixels"  # in an answer to it
 TIMEOUT_S = 60.0
-NO_CANCEL = "its print mode ends by a signal only, and the scripted engine ends before one arrives"
 _REFUSED_STATUS = 400
 _DETAIL_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Gateway that a task asks. `url` has no path."""
+    """Gateway that a task asks. `url` has no path; `admin_key` is for its reports of requests and engines."""
 
     url: str
     key: str
     model: str
+    admin_key: str
 
     @property
     def openai_url(self) -> str:
@@ -97,7 +97,7 @@ def _run(task: Task, name: str) -> tuple[str, str]:
 def _server_of(task: str) -> Server:
     kind = os.environ["MOIETY_TASK_SERVERS"]
     name = json.loads(kind)[task].upper()
-    return Server(*(os.environ[f"MOIETY_{name}_{part}"] for part in ("URL", "KEY", "MODEL")))
+    return Server(*(os.environ[f"MOIETY_{name}_{part}"] for part in ("URL", "KEY", "MODEL", "ADMIN_KEY")))
 
 
 def _chain(exc: BaseException | None) -> Iterator[BaseException]:
