@@ -124,7 +124,7 @@ class GatewaySettings(
         2048, "Largest number of messages in a chat request, and of items in a conversation.", ge=1, le=16_384
     )
     max_choices: int = live(16, "Largest number of choices per prompt, the parameter `n`.", ge=1, le=128)
-    max_stop_strings: int = live(16, "Largest number of stop strings in a request.", ge=1, le=64)
+    max_stop_strings: int = live(32, "Largest number of stop strings in a request.", ge=1, le=64)
     max_stop_chars: int = live(1024, "Largest length of a stop string, in characters.", ge=1, le=4096)
     max_tools: int = live(128, "Largest number of tools in a request.", ge=1, le=1024)
     max_tool_schema_bytes: int = live(

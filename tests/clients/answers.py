@@ -39,7 +39,7 @@ def _of_chat(events: list[dict[str, Any]]) -> Answer:
     answer, calls = Answer("", []), dict[int, list[Any]]()
     for choice in [event["choices"][0] for event in events if event["choices"]]:
         part = choice.get("delta") or choice.get("message") or {}
-        answer.text += part.get("content") or ""
+        answer.text += part.get("content") or choice.get("text") or ""
         for place, call in enumerate(part.get("tool_calls") or []):
             whole = calls.setdefault(call.get("index", place), ["", ""])
             whole[0] += call["function"].get("name") or ""

@@ -114,7 +114,7 @@ BAD = [
     (CHAT, chat(stop_token_ids=[-1]), 400, "stop_token_ids.0", ""),
     # the rest
     (CHAT, chat(stop=""), 400, "stop", "none of them empty"),
-    (CHAT, chat(stop=["a"] * 17), 400, "stop", "at most 16"),
+    (CHAT, chat(stop=["a"] * 33), 400, "stop", "at most 32"),
     (CHAT, chat(stop=[1]), 400, "stop", ""),
     (CHAT, chat(stream="yes"), 400, "stream", ""),
     (CHAT, chat(stream_options={"include_usage": True}), 400, None, "'stream' is true"),

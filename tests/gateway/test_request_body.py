@@ -29,7 +29,7 @@ def test_all_bad_fields_are_named_and_the_first_is_the_parameter() -> None:
     assert error.param == "temperature"
     assert error.message == (
         "the body has 4 problems: (1) 'temperature' must be less than or equal to 2; (2) 'stop' must be a string or a "
-        "list of at most 16 strings, none of them empty or longer than 1,024 characters; (3) 'n' must be greater than "
+        "list of at most 32 strings, none of them empty or longer than 1,024 characters; (3) 'n' must be greater than "
         "or equal to 1; (4) 'audio' cannot be served: answers are text only; leave the field out"
     )
 

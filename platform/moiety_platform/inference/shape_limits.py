@@ -14,7 +14,7 @@ class ShapeLimits(CopyOf[GatewaySettings]):
 
     max_messages: int = 2048
     max_choices: int = 16  # n
-    max_stop_strings: int = 16
+    max_stop_strings: int = 32
     max_stop_chars: int = 1024  # of each
     max_tools: int = 128
     max_tool_schema_bytes: int = 65_536  # of each
