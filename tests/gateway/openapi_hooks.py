@@ -22,7 +22,6 @@ from tests.gateway.openapi_world import World, new
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
 schemathesis.openapi.format("printable", PRINTABLE)
 schemathesis.openapi.format("name", PRINTABLE.map(str.strip).filter(bool))
-schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE, max_size=2).map(json.dumps))
 
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.

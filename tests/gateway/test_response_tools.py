@@ -265,7 +265,7 @@ BAD = [
     ({"input": [*CALLED, {**ADDED[0], "call_id": "call_9"}]}, "input", "'call_9', but no earlier 'function_call'"),
     ({"input": [*CALLED]}, "input", "no result of the call 'call_1'"),
     ({"input": [ADDED[0], *CALLED]}, "input", "'call_1', but no"),
-    ({"input": [CALLED[1] | {"arguments": "{"}, *ADDED]}, "input.0.arguments", "holds no JSON object"),
+    ({"input": [CALLED[1] | {"arguments": {}}, *ADDED]}, "input.0.arguments", "must be a string"),
     ({"input": [{"type": "function_call"}]}, "input.0.call_id", "missing"),
     ({"input": [*CALLED, ADDED[0] | {"output": 7}]}, "input.2.output", "a string or a list of text parts"),
 ]

@@ -21,6 +21,7 @@ from moiety_text.marker_guards import GuardedReader
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Call, CallEnded, Delta, assemble
 from moiety_text.tools.formats import ToolFormat
+from moiety_text.tools.history import ArgumentsForm
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_text.tools.registry import AUTO, FORMAT_NAMES, adapt_to_template, find_tool_format
 
@@ -408,9 +409,22 @@ def test_results_of_gemma_stand_in_the_message_with_the_calls_where_its_template
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
 def test_arguments_are_text_where_a_template_can_only_join_text(name: str) -> None:
     form = format_of(name)
-    assert form.takes_text_arguments
+    assert form.arguments is ArgumentsForm.TEXT
     assert form.adapted(conversation())[1]["tool_calls"][0]["function"]["arguments"] == '{"n": 1732800000}'
-    assert not format_of("hermes").takes_text_arguments
+    assert format_of("hermes").arguments is ArgumentsForm.ANY
+
+
+@pytest.mark.parametrize("broken", ['{"city": "Bas', "[17]", "not <JSON> at all", "7"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_renders_arguments_that_are_no_object_beside_those_that_are(name: str, broken: str) -> None:
+    form, template = format_of(name), compiled(name)
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": "forecast", "arguments": arguments}}
+        for number, arguments in enumerate([broken, {"city": "Bern"}])
+    ]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    told = template.render(form.adapted(messages)).split("<|assistant|>", 1)[1]
+    assert broken in told.replace('\\"', '"') and "Bern" in told
 
 
 def test_the_module_that_the_documentation_shows_is_a_format() -> None:

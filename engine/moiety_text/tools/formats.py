@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moiety_text.tools.history import CallIds, adapted_messages
+from moiety_text.tools.history import ArgumentsForm, CallIds, adapted_messages
 from moiety_text.tools.offer import ToolOffer
 from moiety_text.tools.reader import CallReader
 
@@ -85,7 +85,7 @@ class ToolFormat:
     call_ids: CallIds = CallIds.CLIENT
     one_call_a_message: bool = False
     results_in_calls: bool = False  # the template reads results from the message with the calls
-    takes_text_arguments: bool = False  # the template concatenates arguments, so they must be text
+    arguments: ArgumentsForm = ArgumentsForm.OBJECT  # that the template renders
 
     @property
     def opener(self) -> str:
@@ -118,7 +118,7 @@ class ToolFormat:
             self.call_ids,
             one_call_a_message=self.one_call_a_message,
             results_in_calls=self.results_in_calls,
-            arguments_as_text=self.takes_text_arguments,
+            arguments=self.arguments,
         )
 
 

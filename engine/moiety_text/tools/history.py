@@ -1,18 +1,32 @@
-"""Messages of a conversation in the form that a chat template takes: ids, results and arguments of calls."""
+"""Messages of a conversation in the form that a chat template takes: ids, results and arguments of calls.
+
+Arguments of an earlier call are an object, or a text where they are not one, such as those of a call that was cut.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 Message = Mapping[str, Any]
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_UNPARSED = "arguments"  # member of an object that has arguments which are no object
+
+
+class ArgumentsForm(Enum):
+    """Arguments of calls that a chat template renders."""
+
+    ANY = "any"  # objects and texts
+    OBJECT = "object"  # objects only
+    TEXT = "text"  # texts only
 
 
 class CallIds(Enum):
@@ -29,7 +43,7 @@ def adapted_messages(
     *,
     one_call_a_message: bool,
     results_in_calls: bool,
-    arguments_as_text: bool,
+    arguments: ArgumentsForm,
 ) -> list[Message]:
     """Return the messages in a template's form, with the name of its tool in each result."""
     changed = list(_with_names(messages))
@@ -41,7 +55,10 @@ def adapted_messages(
         changed = list(_with_numbered_ids(changed))
     if results_in_calls:
         changed = list(_with_results(changed))
-    return [_with_text_arguments(message) for message in changed] if arguments_as_text else changed
+    if arguments is ArgumentsForm.ANY:
+        return changed
+    convert = _as_text if arguments is ArgumentsForm.TEXT else as_object
+    return [_with_arguments(message, convert) for message in changed]
 
 
 def _with_names(messages: Sequence[Message]) -> Iterator[Message]:
@@ -117,14 +134,32 @@ def _with_results(messages: Sequence[Message]) -> Iterator[Message]:
         yield {**message, "tool_responses": results} if results else message
 
 
-def _with_text_arguments(message: Message) -> Message:
+def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """Return the message with converted arguments of its calls."""
     if not message.get("tool_calls"):
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": convert(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def parsed_arguments(text: str) -> dict[str, Any] | str:
+    """Return the arguments of a call as the object that the text holds, or the text where it holds none.
+
+    An empty text means no arguments. A text without an object is that of a call that was cut, or badly written.
+    """
+    try:
+        parsed = msgspec.json.decode(text) if text.strip() else {}
+    except (ValueError, RecursionError):  # of JSON or of UTF-8
+        return text
+    return parsed if isinstance(parsed, dict) else text
+
+
+def as_object(arguments: Any) -> Any:
+    """Return the arguments of a call as an object, which has a text that is no object as its only member."""
+    return {_UNPARSED: arguments} if isinstance(arguments, str) else arguments
 
 
 def _as_text(arguments: Any) -> str:

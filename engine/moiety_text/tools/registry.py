@@ -30,6 +30,7 @@ from moiety_text.tools.families.pythonic import LFM2, LLAMA4_PYTHONIC
 from moiety_text.tools.families.qwen_coder import MIMO, QWEN3_CODER, SEED_OSS
 from moiety_text.tools.families.step import STEP3
 from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.history import ArgumentsForm
 
 AUTO = "auto"
 FAMILIES: tuple[ToolFamily, ...] = (
@@ -70,10 +71,14 @@ def find_tool_family(template: str, name: str = AUTO) -> ToolFamily | None:
 
 
 def adapt_to_template(form: ToolFormat, template: ChatTemplate) -> ToolFormat:
-    """Return the format with arguments as text, if the template cannot render them as objects."""
-    if _renders_call(template, {_PROBE_ARGUMENT: 1}) or not _renders_call(template, f'{{"{_PROBE_ARGUMENT}": 1}}'):
+    """Return the format with the arguments of calls that the template renders: objects, texts or both.
+
+    A template that renders neither gets objects, so that its own error is reported.
+    """
+    if not _renders_call(template, f'{{"{_PROBE_ARGUMENT}": 1}}'):
         return form
-    return replace(form, takes_text_arguments=True)
+    takes_objects = _renders_call(template, {_PROBE_ARGUMENT: 1})
+    return replace(form, arguments=ArgumentsForm.ANY if takes_objects else ArgumentsForm.TEXT)
 
 
 def _renders_call(template: ChatTemplate, arguments: Any) -> bool:

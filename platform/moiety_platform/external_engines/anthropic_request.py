@@ -11,6 +11,7 @@ import msgspec
 from moiety_platform.engine_client.chat_submit import ChatSubmit
 from moiety_platform.external_engines.dialect import rule_refusals
 from moiety_text.efforts import NO_EFFORT
+from moiety_text.tools.history import as_object, parsed_arguments
 from moiety_wire.grammars import GrammarKind
 
 MIN_THINKING_TOKENS = 1024
@@ -131,7 +132,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     blocks = _parts(message["content"])
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = msgspec.json.decode(function["arguments"])
+        arguments = as_object(parsed_arguments(function["arguments"]))
         blocks.append(
             {"type": "tool_use", "id": _call_id(call["id"]), "name": function["name"], "input": arguments}
         )  # fmt: skip

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.tool_fields import arguments_text, call_for_template
 from moiety_platform.inference.tool_result_images import with_images_after_results
 from moiety_text.tools.offer import Tool, ToolOffer
 
@@ -35,8 +34,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = msgspec.json.encode(function["arguments"]).decode()
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return call_for_template(call["id"], function["name"], arguments_text(function["arguments"]))
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationInfo
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import bounded, refuse, shape_of, shows
 from moiety_platform.json_depth import check_depth
+from moiety_text.tools.history import parsed_arguments
 from moiety_text.tools.json_scanner import MAX_DEPTH
 from moiety_text.tools.offer import Tool
 
@@ -63,19 +64,12 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _parse_object(value: Any) -> Any:
-    """Parse a call's arguments as models write them: an object in a string. An empty string means no arguments."""
+def _parse_arguments(value: Any) -> Any:
+    """Parse a call's arguments, an object in a string; a string that holds no object stays text."""
     if not isinstance(value, str):
-        raise refuse("it must be a string that holds a JSON object")
-    data = value.encode(errors="replace")
-    _check_nesting(data)
-    try:
-        parsed = msgspec.json.decode(data) if data.strip() else {}
-    except msgspec.MsgspecError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise refuse("the string holds no JSON object; send a call as it was returned, or omit it")
-    return parsed
+        raise refuse("it must be a string, such as that of a call that was returned")
+    _check_nesting(value.encode(errors="replace"))
+    return parsed_arguments(value)
 
 
 def refuse_equal_names(names: Sequence[str]) -> None:
@@ -121,10 +115,9 @@ ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
 ArgumentsObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
 ArgumentsText = Annotated[
-    dict[str, Any],
+    dict[str, Any] | str,
     BeforeValidator(
-        _parse_object,
-        json_schema_input_type=Annotated[str, shows(contentMediaType="application/json", format="json-object")],
+        _parse_arguments, json_schema_input_type=Annotated[str, shows(contentMediaType="application/json")]
     ),
 ]
 
@@ -136,6 +129,15 @@ def tool_of(
     return Tool(name, description or "", dict(NO_PARAMETERS) if parameters is None else parameters, bool(strict))
 
 
-def call_for_template(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call of an earlier answer in the format of chat templates."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def call_for_template(call_id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Return a tool call of an earlier answer in the format of chat templates.
+
+    Arguments that are no JSON object are a text, which `ToolFormat.adapted` fits to the template.
+    """
+    copied = arguments if isinstance(arguments, str) else dict(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": copied}}
+
+
+def arguments_text(arguments: Mapping[str, Any] | str) -> str:
+    """Return the arguments of an earlier call as clients send them."""
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-import msgspec
 from pydantic import Field, StringConstraints
 
 from moiety_platform.inference.body_fields import MAX_PARTS, StrictBody
-from moiety_platform.inference.tool_fields import ArgumentsObject, ArgumentsText, ToolName
+from moiety_platform.inference.tool_fields import ArgumentsObject, ArgumentsText, ToolName, arguments_text
 from moiety_platform.responses_api.calls import MAX_INT
 from moiety_platform.responses_api.content import INPUT_TEXT, ContentParts, stored_output, stored_parts
 from moiety_platform.responses_api.items import (
@@ -49,7 +48,7 @@ class CallItem(StrictBody):
     namespace: ToolName | None = None
 
     def checked(self) -> Item:
-        return call_item(self.call_id, self.name, msgspec.json.encode(self.arguments).decode(), self.namespace)
+        return call_item(self.call_id, self.name, arguments_text(self.arguments), self.namespace)
 
 
 class ResultItem(StrictBody):

@@ -27,6 +27,7 @@ from moiety_platform.responses_api.items import (
     call_item,
     custom_call_item,
 )
+from moiety_text.tools.history import parsed_arguments
 from moiety_text.tools.offer import Tool
 
 Arguments = Mapping[str, Any]
@@ -106,12 +107,12 @@ def call_item_of(offered: OfferedTool, call_id: str, arguments: str) -> Item | N
     return None if fields is None else {"status": "completed", "call_id": call_id, **fields}
 
 
-def call_for_model(item: Item) -> tuple[str, Arguments]:
-    """Return the name and the arguments with which the model has made a call."""
+def call_for_model(item: Item) -> tuple[str, Arguments | str]:
+    """Return the name and the arguments with which the model has made a call: a text where they are no object."""
     match item["type"]:
         case kind if kind in (CALL, CUSTOM_CALL):
             name = name_for_model(item["name"], item.get("namespace"))
-            return name, arguments_of(item["input"]) if kind == CUSTOM_CALL else msgspec.json.decode(item["arguments"])
+            return name, arguments_of(item["input"]) if kind == CUSTOM_CALL else parsed_arguments(item["arguments"])
         case kind if kind == PATCH_CALL:
             return ToolKind.APPLY_PATCH, item["operation"]
         case kind if kind == SEARCH_CALL:

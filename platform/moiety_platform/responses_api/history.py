@@ -79,7 +79,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": "", **thought})
                 thought = {}
             name, arguments = call_for_model(item)
-            call = call_for_template(item["call_id"], str(name), dict(arguments))
+            call = call_for_template(item["call_id"], str(name), arguments)
             messages[-1].setdefault("tool_calls", []).append(call)
     return messages
 

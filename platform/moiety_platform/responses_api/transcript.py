@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
+from moiety_platform.inference.tool_fields import arguments_text
 
 HEAD = "The model wrote no summary. This is a shortened transcript of the conversation:\n\n"
 MAX_CHARACTERS = 8000
@@ -40,9 +40,8 @@ def shortened_transcript(messages: Sequence[Mapping[str, Any]], num_tokens: int)
 
 def _entry_of(message: Mapping[str, Any]) -> str:
     lines = [text] if (text := _text_of(message.get("content"))) else []
-    for call in message.get("tool_calls") or ():
-        arguments = msgspec.json.encode(call["function"]["arguments"]).decode()
-        lines.append(f"calls {call['function']['name']}({arguments})")
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    lines += [f"calls {function['name']}({arguments_text(function['arguments'])})" for function in functions]
     return f"{message['role']}: " + "\n".join(lines)
 
 
