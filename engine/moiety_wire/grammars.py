@@ -36,7 +36,8 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     engine supports it. With an `input_grammar`, a grammar in Lark syntax, its
     only argument is the string `input_name`, whose text follows the grammar as the format of calls writes it: escaped
     within the quotes of JSON, or as it is. With an `input_terminal`, the grammar has only terminals, and this one is
-    the text.
+    the text. `client_definition` is the grammar as the client wrote it, for messages about its errors, and
+    `client_syntax` is "lark" or "regex".
     """
 
     name: str
@@ -45,6 +46,8 @@ class ToolCallGrammar(msgspec.Struct, frozen=True, array_like=True):
     input_grammar: str = ""
     input_terminal: str = ""
     preferred_schema: str = ""  # best effort, of a tool that is not strict
+    client_syntax: str = ""
+    client_definition: str = ""
 
 
 class ParameterTagsGrammar(msgspec.Struct, frozen=True, tag="tags"):

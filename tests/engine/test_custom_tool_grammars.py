@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import suppress
 
+import msgspec
 import pytest
 from tests.grammar_walks import GrammarWalker
+from tests.tool_call_grammars import FORMATS, format_named
 
 from moiety_demo import checkpoint_path
 from moiety_engine.structured_outputs.compiler import GrammarCompiler
+from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_platform.inference.custom_tools import CustomGrammar, custom_tool_of
-from moiety_platform.inference.escaped_grammars import escaped_grammar
-from moiety_platform.inference.strict_tools import grammar_of_calls
+from moiety_platform.inference.escaped_grammars import MalformedGrammar, NotRewritable, escaped_grammar
+from moiety_platform.inference.input_grammars import check_well_formed, input_grammar_of
+from moiety_platform.inference.strict_tools import grammar_of_calls, written_input
 from moiety_text.folder import read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.offer import Tool, ToolOffer
 from moiety_text.tools.registry import find_tool_format
-from moiety_wire.grammars import GrammarKind, GrammarSpec
+from moiety_wire.grammars import GrammarKind, GrammarSpec, ReasonedGrammar
 
 TEXT = read_text_model(checkpoint_path())
 TOKENIZER = Tokenizer.from_json(TEXT.tokenizer_json)
@@ -133,25 +138,150 @@ def test_random_calls_are_inputs_of_the_grammar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("syntax", "definition"),
+    ("syntax", "definition", "fault"),
     [
-        ("lark", "start: <[5]>"), ("lark", "start: @other"), ("lark", 'start: %json {"type": "object"}'),
-        ("lark", "%import common.ESCAPED_STRING\nstart: ESCAPED_STRING"), ("lark", 'start: "\\n"i'),
-        ("lark", 'start: "a"\n%ignore " "'),
-        ("lark", "start: /a/i"), ("lark", 'start: "open'), ("lark", "start: <|special|>"), ("regex", "(?=a)b"),
-        ("regex", "(?i:a)"), ("regex", "a^b"), ("regex", r"\bx"), ("regex", "[a&&b]"), ("regex", "[[:alpha:]]"),
-        ("regex", r"\p{L}"), ("regex", "["), ("regex", "[z-a]"),
+        ("lark", "start: <[5]>", "line 1, at '<[5]>': references to tokens"),
+        ("lark", "start: @other", "line 1, at '@other': references to other grammars"),
+        ("lark", 'start: %json {"type": "object"}', "line 1, at '%json"),
+        ("lark", "%import common.DOUBLE\nstart: DOUBLE", "line 1, the import of common.DOUBLE is not supported"),
+        ("lark", 'start: "\\n"i', "line 1, the flag 'i' is not supported here for \"\\n\""),
+        ("lark", 'start: "a"\n%ignore " "', "line 2, at '%ignore \" \"': only `%import common.NAME`"),
+        ("lark", "start: /a/i", "line 1, the flag 'i' of the expression"),
+        ("lark", 'start: "a"\nb: /a(?!b)/', "line 2, at '(?!b)': look-ahead"),
+        ("lark", "start: <|special|>", "references to tokens"),
+        ("regex", "(?=a)b", "at '(?=a)b': look-ahead"),
+        ("regex", "(?i:a)", "this kind of group"),
+        ("regex", "a^b", "at '^b': an anchor"),
+        ("regex", r"\bx", "the escape sequence is not supported"),
+        ("regex", "[a&&b]", "operations of sets"),
+        ("regex", "[[:alpha:]]", "nested classes"),
+        ("regex", r"\p{L}", "the escape sequence is not supported"),
+        ("regex", r"[\N]", "the class cannot be read"),
     ],
-)  # fmt: skip
-def test_a_grammar_that_cannot_be_rewritten_exactly_is_not_used(syntax: str, definition: str) -> None:
-    assert escaped_grammar(syntax, definition) == ""
+)
+def test_a_grammar_that_cannot_be_rewritten_exactly_names_its_fault(syntax: str, definition: str, fault: str) -> None:
+    with pytest.raises(NotRewritable, match=re.escape(fault)) as caught:
+        escaped_grammar(syntax, definition)
+    assert not isinstance(caught.value, MalformedGrammar)
+    check_well_formed(syntax, definition)
+
+
+MALFORMED = [
+    ("lark", 'start: "open', "line 1, at '\"open': the string is not closed"),
+    ("lark", 'start: "a"\nb: /open', "line 2, at '/open': the expression is not closed"),
+    ("lark", 'other: "a"', "there is no rule 'start'"),
+    ("lark", "", "there is no rule 'start'"),
+    ("lark", "start: /a(b/", "line 1, at the end of 'a(b': a group is not closed"),
+    ("regex", "[", "at '[': the character class is not closed"),
+    ("regex", "a[z-a]", "at '[z-a]': the class cannot be read: bad character range"),
+    ("regex", "(a", "at the end of '(a': a group is not closed"),
+    ("regex", "a)b", "at ')b': no group is open"),
+    ("regex", "*a", "at '*a': there is nothing to repeat"),
+    ("regex", "a{", "at '{': the repetition cannot be read"),
+    ("regex", "a\\", "at '\\\\': nothing follows the backslash"),
+]
+
+
+@pytest.mark.parametrize(("syntax", "definition", "fault"), MALFORMED)
+def test_a_malformed_grammar_is_told_from_one_that_is_not_supported(syntax: str, definition: str, fault: str) -> None:
+    with pytest.raises(MalformedGrammar, match=re.escape(fault)):
+        check_well_formed(syntax, definition)
+    assert fault in input_grammar_of(syntax, definition).faults.escaped
+
+
+UNDEFINED = [
+    ("lark", 'start: "a" missing', "in the grammar of the tool 'write', line 1, column 12"),
+    ("lark", 'start: "a" | b\nb: MISSING', "no rule or terminal has the name 'MISSING'"),
+    ("lark", 'start: "a" |* "b"', "line 1, column 13"),
+    ("regex", "a**", "in the grammar of the tool 'write', "),
+]
+
+
+@pytest.mark.parametrize(("syntax", "definition", "fault"), UNDEFINED)
+def test_the_compiler_names_a_fault_by_its_place_in_the_clients_grammar(
+    syntax: str, definition: str, fault: str
+) -> None:
+    check_well_formed(syntax, definition)
+    tools = (
+        custom_tool_of("fine", None, CustomGrammar("regex", "a+")),
+        custom_tool_of("write", None, CustomGrammar(syntax, definition)),
+    )
+    for grammar in (calls_of(*tools), reasoned(calls_of(*tools))):
+        with pytest.raises(GrammarRefused) as caught:
+            COMPILER.compile(grammar)
+        assert fault in str(caught.value)
+        assert "terminal_" not in str(caught.value) and "input_1" not in str(caught.value)
+
+
+def reasoned(answer: GrammarSpec) -> GrammarSpec:
+    form = ReasonedGrammar(answer, "<think>", "</think>", is_open=False, special={})
+    return GrammarSpec(GrammarKind.REASONED, json.dumps(msgspec.to_builtins(form)))
+
+
+# In the constructs of the grammars that agents send: patches of Codex, its code mode, its scripts, OpenAI's examples.
+KNOWN = [
+    (
+        "lark",
+        'start: begin where? hunk+ end\nbegin: "*** Begin" LF\nwhere: "*** At: " name LF\nend: "*** End" LF?\n\n'
+        'hunk: add | drop | change\nadd: "*** Add: " name LF line+\ndrop: "*** Drop: " name LF\n'
+        'change: "*** Change: " name LF move? lines?\nname: /(.+)/\nline: "+" /(.*)/ LF -> line\n'
+        'move: "*** To: " name LF\nlines: (context | changed)+ last?\ncontext: ("@@" | "@@ " /(.+)/) LF\n'
+        'changed: ("+" | "-" | " ") /(.*)/ LF\nlast: "*** Last" LF\n\n%import common.LF\n',
+        ['*** Begin\n*** Change: a "b"\n@@ f\n-x\n+\n*** End', "*** Begin\n*** At: c\n*** Add: d\n+\\\n*** End\n"],
+        ["*** Begin\n*** End", "*** Begin\n*** Add: d\nx\n*** End"],
+    ),
+    (
+        "lark",
+        "\nstart: marked | plain\nmarked: MARK NEWLINE SOURCE\nplain: SOURCE\n\nMARK: /[ \\t]*\\/\\/ @run:[^\\r\\n]*/\n"
+        "NEWLINE: /\\r?\\n/\nSOURCE: /[\\s\\S]+/\n",
+        ['// @run: {"a": 1}\nlet b = "c";', "x\n"],
+        [""],
+    ),
+    (
+        "lark",
+        'start: PLAIN\nPLAIN: /(?:\\s*)(?:[^\\s{\\"`]|`[^`]|``[^`])[\\s\\S]*/',
+        ['let a = "{";\n', " `a`"],
+        ['{"a": 1}', '"a"'],
+    ),
+    (
+        "lark",
+        'start: sum\nsum: part (SP ADD SP part)* -> add\npart: INT\nSP: " "\nADD: "+"\n%import common.INT\n',
+        ["1 + 23"],
+        ["1+2", "a"],
+    ),
+    (
+        "regex",
+        r"^(?P<month>May|June)\s+(?P<day>\d{1,2})(?:st|nd|rd|th)? at (?<hour>0?[1-9]|1[0-2])(?P<half>AM|PM)$",
+        ["May 3rd at 07PM"],
+        ["July 3 at 7PM"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("syntax", "definition", "good", "bad"), KNOWN)
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_of_known_clients_are_held_in_every_format(
+    name: str, syntax: str, definition: str, good: list[str], bad: list[str]
+) -> None:
+    tool = custom_tool_of("write", None, CustomGrammar(syntax, definition))
+    way = format_named(name)
+    assert tool.input_grammar is not None and written_input(tool, way, {}).grammar
+    if way.parameters is None:
+        grammar = calls_of(tool)
+        for text in (*good, *bad):
+            assert is_followed(grammar, called(text)) is (text in good), text
 
 
 def test_rewriting_takes_linear_time_and_is_bounded() -> None:
     assert escaped_grammar("regex", r"a\\$") == escaped_grammar("regex", r"a\\") != ""
     assert escaped_grammar("regex", r"a\$") not in ("", escaped_grammar("regex", "a"))
-    assert escaped_grammar("regex", "[ab]" * 129) == ""
-    assert escaped_grammar("regex", "." * 1000) == escaped_grammar("regex", "a" * 20_000) == ""
+    for text, fault in (
+        ("[ab]" * 129, "128 character classes"),
+        ("." * 1000, "131,072 bytes"),
+        ("a" * 20_000, "16,384"),
+    ):
+        with pytest.raises(NotRewritable, match=fault):
+            escaped_grammar("regex", text)
     for text in (
         "/" + "[" * 15_000,
         '"' * 15_000,
@@ -161,4 +291,5 @@ def test_rewriting_takes_linear_time_and_is_bounded() -> None:
         "[]" * 7_500,
     ):
         for syntax in ("lark", "regex"):
-            escaped_grammar(syntax, text)  # the test's time limit is the check
+            with suppress(NotRewritable):  # the test's time limit is the check
+                escaped_grammar(syntax, text)

@@ -151,12 +151,12 @@ async def test_a_constraint_that_may_read_like_a_call_is_refused_where_no_token_
     [
         (True, "lark", 'start: "a"+', True),
         (True, "regex", "a+", True),
-        (True, "lark", "start: @x", False),
+        (False, "lark", "start: @x", False),
         (False, "regex", "a+", False),
     ],
 )
 @pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_an_unsupported_tool_grammar_is_reported_in_the_answer(
+async def test_an_engine_without_grammars_is_reported_in_the_answer_to_a_tool_with_one(
     start_gateway: StartGateway, card: ModelCard, api: str, follows: bool, syntax: str, definition: str, is_held: bool
 ) -> None:
     knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=follows)

@@ -19,6 +19,7 @@ from moiety_engine.structured_outputs.grammar import answer_of, grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
 from moiety_engine.structured_outputs.long_string_schemas import with_long_strings
 from moiety_engine.structured_outputs.preferred_schemas import (
+    callable_tools,
     prefer_schema_alone,
     prefer_schemas,
     tools_with_preference,
@@ -26,7 +27,7 @@ from moiety_engine.structured_outputs.preferred_schemas import (
 from moiety_engine.structured_outputs.refusals import explain_refusal
 from moiety_engine.structured_outputs.state import GrammarState
 from moiety_text.folder import read_text_model
-from moiety_wire.grammars import MAX_GRAMMAR_BYTES, GrammarSpec
+from moiety_wire.grammars import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
 
 _SIZES = ((20_000, 50_000), (80_000, 200_000), (320_000, 800_000))  # states of a lexer, and its fuel for one mask
 _SIZE_OF_WALKS = 1
@@ -134,8 +135,20 @@ class GrammarCompiler:
         if matcher.is_error():
             if (answer := answer_of(spec)) is not None:
                 self._compile(answer)  # refuses it by its own text, where that is the reason
+            self._check_client_grammars(spec)
             raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
         return matcher
+
+    def _check_client_grammars(self, spec: GrammarSpec) -> None:
+        """Raise GrammarRefused for a custom tool's grammar that is refused as the client wrote it too."""
+        for tool in callable_tools(spec):
+            if not tool.client_definition:
+                continue
+            kind = GrammarKind.REGEX if tool.client_syntax == "regex" else GrammarKind.GRAMMAR
+            try:
+                self._compile(GrammarSpec(kind, tool.client_definition))
+            except GrammarRefused as exc:
+                raise GrammarRefused(f"in the grammar of the tool {tool.name!r}, {exc}") from exc
 
     def _matcher(self, grammar: str, size: int) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits(size))

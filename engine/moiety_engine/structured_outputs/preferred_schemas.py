@@ -24,7 +24,7 @@ _TOOL_FORMS = {GrammarKind.CALLS: ToolCallsGrammar, GrammarKind.HARMONY: Harmony
 def tools_with_preference(spec: GrammarSpec) -> list[int]:
     """Return the indices of the tools that have a preferred schema; none for a grammar that cannot be decoded."""
     try:
-        return [i for i, tool in enumerate(_tools_of(spec)) if tool.preferred_schema]
+        return [i for i, tool in enumerate(callable_tools(spec)) if tool.preferred_schema]
     except (ValueError, RecursionError):
         return []  # the compiler refuses it with the reason
 
@@ -45,7 +45,7 @@ def prefer_schema_alone(spec: GrammarSpec, index: int) -> GrammarSpec:
 
 def num_unsupported(spec: GrammarSpec, chosen: GrammarSpec) -> int:
     """Return the number of tools whose preferred schemas in `spec` are not enforced by `chosen`, made of it."""
-    pairs = zip(_tools_of(spec), _tools_of(chosen), strict=True)
+    pairs = zip(callable_tools(spec), callable_tools(chosen), strict=True)
     return sum(bool(one.preferred_schema) and one.preferred_schema != two.schema for one, two in pairs)
 
 
@@ -54,7 +54,8 @@ def _with_one_schema(tool: ToolCallGrammar, *, is_preferred: bool) -> ToolCallGr
     return msgspec.structs.replace(tool, schema=schema, preferred_schema="")
 
 
-def _tools_of(spec: GrammarSpec) -> list[ToolCallGrammar]:
+def callable_tools(spec: GrammarSpec) -> list[ToolCallGrammar]:
+    """Return the tools of a grammar with calls, and none of another. Raises ValueError if it cannot be decoded."""
     found: list[ToolCallGrammar] = []
 
     def note(tools: list[ToolCallGrammar]) -> list[ToolCallGrammar]:

@@ -9,16 +9,29 @@ INPUT_TERMINAL = "RULE_START"
 
 
 @dataclass(frozen=True, slots=True)
+class InputFaults:
+    """Reasons why a custom tool's grammar cannot be expressed in a form of InputGrammar; "" for a form that it has."""
+
+    escaped: str = ""
+    plain: str = ""
+    terminals: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class InputGrammar:
     """Grammar of a custom tool's input, in Lark's syntax; "" where it cannot be expressed.
 
     `escaped` is of the input as it is escaped in a JSON string, `plain` of the input as it is. `terminals` are
     terminals of the same, of which INPUT_TERMINAL is the whole input; a grammar that refers to itself has none.
+    `definition` is the client's, in the `syntax` "lark" or "regex".
     """
 
     escaped: str
     plain: str
     terminals: str
+    syntax: str
+    definition: str
+    faults: InputFaults = InputFaults()
 
 
 @dataclass(frozen=True, slots=True)

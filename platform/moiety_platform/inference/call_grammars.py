@@ -7,7 +7,13 @@ from collections.abc import Collection
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.calls_or_answers import ambiguity_of
 from moiety_platform.inference.generation import Conversation
-from moiety_platform.inference.strict_tools import grammar_of_calls, takes_any_arguments, written_input
+from moiety_platform.inference.strict_tools import (
+    WrittenInput,
+    check_inputs,
+    grammar_of_calls,
+    takes_any_arguments,
+    written_input,
+)
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import ToolFormat
 from moiety_text.tools.offer import Tool, ToolOffer
@@ -38,9 +44,11 @@ class CallGrammars:
     ) -> GrammarSpec | None:
         """Return the grammar of an answer that may call tools, or None for free text.
 
-        `answer` is the grammar of an answer without calls. Raises BadRequest for a response format beside tools and for
-        strict tools that cannot be enforced.
+        `answer` is the grammar of an answer without calls. Raises BadRequest for a response format beside tools, for
+        strict tools, and for grammars of custom tools that cannot be enforced.
         """
+        if self._follows_grammars and not ignore_eos:
+            check_inputs(offer, self._written_input)
         if answer is not None:
             self._check_beside(answer, offer)
         elif not self._is_held(offer, ignore_eos=ignore_eos or self._is_begun_unmarked(prompt)):
@@ -58,7 +66,10 @@ class CallGrammars:
         return self._follows_grammars and is_free and self._has_input(tool)
 
     def _has_input(self, tool: Tool) -> bool:
-        return bool(written_input(tool, self._form, self.markers).grammar)
+        return bool(self._written_input(tool).grammar)
+
+    def _written_input(self, tool: Tool) -> WrittenInput:
+        return written_input(tool, self._form, self.markers)
 
     def _is_begun_unmarked(self, prompt: Conversation) -> bool:
         """Return whether the client has begun an answer that would have to be a call from its beginning on."""

@@ -40,6 +40,11 @@ def custom_tool_of(name: str, description: str | None, grammar: CustomGrammar | 
     return Tool(name, told.lstrip("\n"), parameters, input_grammar=found)
 
 
+def text_format_of(tool: Tool) -> str:
+    """Return the field of a custom tool's grammar, as a header names it where the input is free text."""
+    return f"tools.{tool.name}.format"
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """Return the function's arguments for a custom tool's input, for the calls of earlier answers."""
     return {INPUT: text}

@@ -9,7 +9,7 @@ import msgspec
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.generation import Conversation, Prompt
-from moiety_platform.inference.strict_tools import input_in_json, tool_grammars
+from moiety_platform.inference.strict_tools import check_inputs, input_in_json, tool_grammars
 from moiety_text.harmony.format import ANALYSIS_OPENER, FINAL_OPENER, TURN_OPENER, HarmonyFormat
 from moiety_text.harmony.reader import HarmonyReader
 from moiety_text.tools.formats import Opening
@@ -64,6 +64,8 @@ class HarmonyAnswers:
         offer = conversation.tools
         must_call, is_strict = (False, False) if offer is None else (offer.must_call, offer.is_strict)
         has_inputs = offer is not None and any(self.follows_input(tool) for tool in offer.tools)
+        if offer is not None and self._by_grammar:
+            check_inputs(offer, input_in_json)
         if grammar is not None and offer is not None and not self._by_grammar:
             raise BadRequest(
                 "this model's engine does not support a response format together with tools; leave one of the two out",

@@ -16,6 +16,7 @@ from moiety_platform.errors import BadRequest
 from moiety_platform.external_engines.anthropic_request import thinking_tokens
 from moiety_platform.external_engines.hosted_provider import estimated_tokens
 from moiety_platform.inference.chat_fields import chat_messages, chat_options
+from moiety_platform.inference.custom_tools import text_format_of
 from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.prompt_images import check_file, check_together, images_not_supported, invalid_image
@@ -76,6 +77,11 @@ class HostedModelText(ExternalModelText):
         prompt = generation.prompts[0]
         if not isinstance(prompt, Conversation):
             return {}
+        tools = () if prompt.tools is None else prompt.tools.tools
+        free_inputs = {text_format_of(tool): "text" for tool in tools if tool.input_grammar is not None}
+        return {**self._adjusted_reasoning(prompt, generation), **free_inputs}
+
+    def _adjusted_reasoning(self, prompt: Conversation, generation: Generation) -> dict[str, str]:
         fields = prompt.reasoning_fields
         if self._is_anthropic:
             asked = self._reasoning_of(prompt)

@@ -13,6 +13,7 @@ from typing import Any
 from moiety_platform.errors import BadRequest, prompt_too_long
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.call_grammars import CallGrammars
+from moiety_platform.inference.custom_tools import text_format_of
 from moiety_platform.inference.encoded_pairs import encode_pairs
 from moiety_platform.inference.encoding_cost import ID_COST, is_short, tools_for_template
 from moiety_platform.inference.generation import Conversation, Generation, Prompt, TextPair
@@ -391,7 +392,7 @@ class ModelText:
         if (offer := prompt.tools) is not None:
             for tool in offer.tools:
                 if tool.input_grammar is not None and not self._follows_input(generation, offer, tool):
-                    found = {**found, f"tools.{tool.name}.format": "text"}
+                    found = {**found, text_format_of(tool): "text"}
         return found
 
     def _follows_input(self, generation: Generation, offer: ToolOffer, tool: Tool) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT, BadRequest
 from moiety_platform.inference.custom_tools import INPUT
 from moiety_text.tools.formats import NotedArguments, ToolFormat
 from moiety_text.tools.offer import INPUT_TERMINAL, Tool, ToolOffer
@@ -83,10 +84,14 @@ def takes_any_arguments(way: ToolFormat, special: Mapping[str, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WrittenInput:
-    """Grammar of a custom tool's input in a format of tool calls. `terminal` is that of the whole input, if any is."""
+    """Grammar of a custom tool's input in a format of tool calls. `terminal` is that of the whole input, if any is.
 
-    grammar: str = ""  # "": the format cannot follow the tool's grammar
+    `fault` is the reason why a tool's grammar cannot be enforced in the format, and "" for a tool without a grammar.
+    """
+
+    grammar: str = ""
     terminal: str = ""
+    fault: str = ""
 
 
 NO_INPUT = WrittenInput()
@@ -94,7 +99,8 @@ NO_INPUT = WrittenInput()
 
 def input_in_json(tool: Tool) -> WrittenInput:
     """Return the grammar of a tool's input as a JSON string."""
-    return NO_INPUT if tool.input_grammar is None else WrittenInput(tool.input_grammar.escaped)
+    grammar = tool.input_grammar
+    return NO_INPUT if grammar is None else WrittenInput(grammar.escaped, fault=grammar.faults.escaped)
 
 
 def written_input(tool: Tool, way: ToolFormat, special: Mapping[str, int]) -> WrittenInput:
@@ -107,7 +113,25 @@ def written_input(tool: Tool, way: ToolFormat, special: Mapping[str, int]) -> Wr
     if grammar.terminals:
         return WrittenInput(grammar.terminals, INPUT_TERMINAL)
     after = tags.mark if isinstance(tags, NotedArguments) else tags.padding + tags.end
-    return WrittenInput(grammar.plain) if after.startswith(tuple(special)) else NO_INPUT
+    is_ended_by_token = after.startswith(tuple(special))
+    return WrittenInput(grammar.plain if is_ended_by_token else "", fault=grammar.faults.terminals)
+
+
+def check_inputs(offer: ToolOffer, input_of: Callable[[Tool], WrittenInput]) -> None:
+    """Raise BadRequest for a callable custom tool whose grammar cannot be enforced in a model's format of tool calls.
+
+    `input_of` returns the grammar of a tool's input in the format.
+    """
+    for tool in offer.tools:
+        if tool.input_grammar is None or tool.name not in offer.names:
+            continue
+        written = input_of(tool)
+        if not written.grammar:
+            raise BadRequest(
+                f"the grammar of the tool {tool.name!r} cannot be enforced: {written.fault}",
+                code=UNSUPPORTED_RESPONSE_FORMAT,
+                param="tools",
+            )
 
 
 def tool_grammars(offer: ToolOffer, input_of: Callable[[Tool], WrittenInput]) -> list[ToolCallGrammar]:
@@ -125,13 +149,16 @@ def tool_grammars(offer: ToolOffer, input_of: Callable[[Tool], WrittenInput]) ->
             written = input_of(tool)
             inputs = (INPUT, written.grammar, written.terminal) if written.grammar else ("", "", "")
             preferred = _preferred_schema(tool) if offer.must_call and not tool.strict and not written.grammar else ""
-            found.append(ToolCallGrammar(tool.name, schema, *inputs, preferred))
+            given = tool.input_grammar if written.grammar else None
+            client_grammar = ("", "") if given is None else (given.syntax, given.definition)
+            found.append(ToolCallGrammar(tool.name, schema, *inputs, preferred, *client_grammar))
     return _with_few_preferred(found)
 
 
 def _with_few_preferred(tools: Sequence[ToolCallGrammar]) -> list[ToolCallGrammar]:
     """Return the tools without the preferred schemas that would make a grammar too long."""
-    num_bytes = sum(len(tool.schema.encode()) + len(tool.input_grammar.encode()) for tool in tools)
+    texts = [text for tool in tools for text in (tool.schema, tool.input_grammar, tool.client_definition)]
+    num_bytes = sum(len(text.encode()) for text in texts)
     found = []
     for tool in tools:
         more_bytes = len(tool.preferred_schema.encode())

@@ -246,7 +246,13 @@ class ChatBody(VllmChatFields, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: ChatTools | None = None
+    tools: Annotated[
+        ChatTools | None,
+        mapped(
+            "Tools of unknown types are skipped, unless `tool_choice` requires one. A custom tool's grammar that "
+            "cannot be enforced is refused."
+        ),
+    ] = None
     tool_choice: ChatChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[ChatFunctions | None, mapped("Older form of OpenAI's `tools`.")] = None

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from moiety_platform.inference.body_fields import StrictBody, missing, refuse, shape_of, shows
+from moiety_platform.inference.body_fields import StrictBody, missing, refuse, shows
 from moiety_platform.inference.custom_tools import CustomGrammar, arguments_of, custom_tool_of
+from moiety_platform.inference.grammar_fields import GrammarDefinition
 from moiety_platform.inference.tool_fields import (
     MAX_TOOLS,
     ArgumentsText,
@@ -66,13 +67,6 @@ def _requires_own_field(default: str) -> dict[str, Any]:
     }
 
 
-def _check_grammar(value: str, info: ValidationInfo) -> str:
-    num_bytes, most = len(value.encode(errors="replace")), shape_of(info).max_grammar_bytes
-    if num_bytes > most:
-        raise refuse(f"it has {num_bytes:,} bytes; it may have {most:,}")
-    return value
-
-
 class FunctionTool(StrictBody):
     name: ToolName
     description: str | None = None
@@ -85,12 +79,12 @@ class FunctionTool(StrictBody):
 
 
 class CustomToolGrammar(StrictBody):
-    definition: Annotated[str, AfterValidator(_check_grammar)]
     syntax: Literal["lark", "regex"]
+    definition: GrammarDefinition
 
 
 class CustomToolFormat(StrictBody):
-    """Format of a custom tool's input. A grammar is shown to the model, and followed where its engine can."""
+    """Format of a custom tool's input. A grammar is shown to the model, and enforced by engines with grammars."""
 
     model_config = ConfigDict(
         json_schema_extra={

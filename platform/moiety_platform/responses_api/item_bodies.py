@@ -120,7 +120,11 @@ class ToolItemsBody(ItemsBody):
 
     conversation: GivenConversation | None = None
     tools: Annotated[
-        ResponseTools | None, mapped("Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one.")
+        ResponseTools | None,
+        mapped(
+            "Tools that OpenAI's servers run are skipped, unless `tool_choice` requires one. A custom tool's grammar "
+            "that cannot be enforced is refused."
+        ),
     ] = None
     tool_choice: ResponseChoice | None = None
     parallel_tool_calls: bool | None = None

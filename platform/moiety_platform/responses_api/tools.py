@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, Validat
 from moiety_platform.inference.body_fields import INT32_MAX, StrictBody, refuse, shape_of
 from moiety_platform.inference.custom_tools import CustomGrammar, custom_tool_of
 from moiety_platform.inference.field_support import ignored
+from moiety_platform.inference.grammar_fields import STORED_GRAMMAR_BYTES, GrammarDefinition
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.inference.tool_fields import MAX_TOOLS, ToolName, ToolSchema, few_tools, tool_of
 from moiety_platform.inference.typed_values import as_named_type
@@ -71,13 +72,6 @@ class ResponseFunctionTool(ResponseTool):
         }
 
 
-def _check_definition(value: str, info: ValidationInfo) -> str:
-    num_bytes, most = len(value.encode(errors="replace")), shape_of(info).max_grammar_bytes
-    if num_bytes > most:
-        raise refuse(f"it has {num_bytes:,} bytes; it may have {most:,}")
-    return value
-
-
 class PlainInput(StrictBody):
     type: Literal["text"]
 
@@ -87,7 +81,7 @@ class GrammarInput(StrictBody):
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Field(min_length=1), AfterValidator(_check_definition)]
+    definition: Annotated[GrammarDefinition, Field(min_length=1)]
 
 
 class FreeTextTool(ResponseTool):
@@ -226,7 +220,7 @@ ResponseTools = Annotated[
 _STORED = TypeAdapter(list[Annotated[ResponseTool, PlainValidator(_as_tool)]])
 
 
-_UNBOUNDED = ShapeLimits(max_tools=INT32_MAX, max_tool_schema_bytes=INT32_MAX, max_grammar_bytes=INT32_MAX)
+_UNBOUNDED = ShapeLimits(max_tools=INT32_MAX, max_tool_schema_bytes=INT32_MAX, max_grammar_bytes=STORED_GRAMMAR_BYTES)
 
 
 def tools_of_item(item: Item) -> list[ResponseTool]:
