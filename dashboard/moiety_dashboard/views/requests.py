@@ -9,27 +9,22 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import colours, panels, session
+from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, ApiRefused, path_of
-from moiety_dashboard.escaping import as_text, show_unseen
+from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.requests import requests_frame
 from moiety_dashboard.page import Page
+from moiety_dashboard.views import searches
+from moiety_dashboard.views.searches import OUTCOMES, StoredSearch
 from moiety_dashboard.views.tenants.names import names_of
 from moiety_dashboard.views.traces.kept import TRACE
 from moiety_dashboard.views.windows import DAY, HOUR, MINUTE
 
-LIMIT = 200
 TRACES = "traces"
-POSITION = "requests from"
-SHOWN = "requests as drawn"
-PICKED = "request picked"
 WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY, "30 d": 30 * DAY}
-OUTCOMES = {
-    "stop": "stop", "length": "length", "content_filter": "content filter", "disconnected": "client disconnected",
-    "rejected": "rejected", "failed": "failed",
-}  # fmt: skip
 STATUSES = ("2xx", "4xx", "5xx", "400", "403", "404", "408", "413", "429", "499", "500", "502", "503", "504")
 SLO_STATES = {"attained": "attained", "missed": "missed", "none": "does not apply"}
+SEARCH = StoredSearch("log", "/requests", "request_id", limit=200)
 EMPTY = "No request matches. Choose a longer window, or remove a filter."
 
 
@@ -42,9 +37,8 @@ def draw(page: Page) -> None:
             draw_one(page, client, request_id, names)
             return
         draw_found(client, choose(client, names), names)
-        picked = st.session_state.get(PICKED)
-        if picked is not None:
-            draw_one(page, client, picked, names)
+        if SEARCH.picked is not None:
+            draw_one(page, client, SEARCH.picked, names)
 
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
@@ -52,62 +46,28 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
     first, second, third = (st.columns(4) for _ in range(3))
     window = first[0].selectbox("Window", list(WINDOWS), 1, key="log window")
-    tenant = None
-    if not session.is_of_one_tenant():
-        tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
-        tenant = _choice(first[1], "Tenant", tenants, names)
     found = {
-        "tenant_id": tenant,
-        "model": _text(first[2], "Model", "as the answer names it"),
-        "service_class": _choice(first[3], "Class", classes),
-        "outcome": _choice(second[0], "Outcome", list(OUTCOMES), OUTCOMES),
-        "status": _choice(second[1], "Status", list(STATUSES), more=True),
-        "slo": _choice(second[2], "SLO", list(SLO_STATES), SLO_STATES),
-        "error_code": _text(third[0], "Error code", "quota_exceeded"),
-        "route": _text(third[1], "Route", "name of a route"),
-        "end_user": _text(third[2], "End user", "ann"),
-        "tag": _text(third[3], "Tag", "team=search"),
+        "tenant_id": searches.choose_tenant(SEARCH, first[1], names),
+        "model": searches.enter(SEARCH, first[2], "Model", "as the answer names it"),
+        "service_class": searches.choose(SEARCH, first[3], "Class", classes),
+        "outcome": searches.choose(SEARCH, second[0], "Outcome", list(OUTCOMES), OUTCOMES),
+        "status": searches.choose(SEARCH, second[1], "Status", list(STATUSES), more=True),
+        "slo": searches.choose(SEARCH, second[2], "SLO", list(SLO_STATES), SLO_STATES),
+        "min_ms": searches.enter_least_duration(SEARCH, second[3]),
+        "error_code": searches.enter(SEARCH, third[0], "Error code", "quota_exceeded"),
+        "route": searches.enter(SEARCH, third[1], "Route", "name of a route"),
+        "end_user": searches.enter(SEARCH, third[2], "End user", "ann"),
+        "tag": searches.enter(SEARCH, third[3], "Tag", "team=search"),
     }
-    least = second[3].number_input("Min duration, ms", 0, value=None, step=100, placeholder="0", key="log min")
-    since = datetime.now(UTC) - WINDOWS[window]
-    return {**found, "min_ms": least or None, "since": since.isoformat()}
+    return {**found, "since": (datetime.now(UTC) - WINDOWS[window]).isoformat()}
 
 
-def _choice(
-    container: Any, label: str, options: list[str], names: Mapping[str, str] | None = None, *, more: bool = False
-) -> str | None:
-    shown: str | None = container.selectbox(
-        label, options, None, format_func=lambda one: show_unseen((names or {}).get(one, one)), placeholder="any",
-        key=f"log {label.lower()}", accept_new_options=more,
-    )  # fmt: skip
-    return shown
-
-
-def _text(container: Any, label: str, example: str) -> str | None:
-    given: str = container.text_input(label, key=f"log {label.lower()}", placeholder=example)
-    return given.strip() or None
-
-
-def draw_found(client: AdminClient, search: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    searched = {name: value for name, value in search.items() if name != "since"}
-    position = st.session_state.get(POSITION)
-    cursor = position[1] if position is not None and position[0] == searched else None
-    answer = client.get("/requests", limit=LIMIT, cursor=cursor, **search)
+def draw_found(client: AdminClient, filters: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    answer = SEARCH.ask(client, filters)
     frame = requests_frame(answer.data["data"], names)
-    classes = colours.of_classes(sorted(set(frame["class"])))
     with panels.panel("Requests", "all, not sampled; the CSV has all columns", [answer], key="requests", frame=frame):
-        st.session_state[SHOWN] = list(frame["request_id"])
-        panels.table(
-            frame, columns(), EMPTY, classes=classes, states=colours.OUTCOMES, max_rows=16, on_pick=pick
-        )  # fmt: skip
-    turn(answer.data["next_cursor"], cursor, searched)
-
-
-def pick(row: int) -> None:
-    """Choose a row of the table as it was drawn when it was clicked."""
-    shown: list[str] = st.session_state.get(SHOWN, [])
-    if row < len(shown):
-        st.session_state[PICKED] = shown[row]
+        searches.draw_table(SEARCH, frame, columns(), EMPTY)
+    searches.draw_buttons(SEARCH, answer.data["next_cursor"], filters)
 
 
 def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[str, str]) -> None:
@@ -188,16 +148,3 @@ def columns() -> dict[str, Any]:
     if session.is_of_one_tenant():
         del shown["tenant"]
     return shown
-
-
-def turn(older: str | None, cursor: str | None, searched: Mapping[str, Any]) -> None:
-    """Draw the buttons to older requests, and to the newest."""
-    left, right, _ = st.columns([1, 1, 3])
-    if left.button("Older", icon=":material/chevron_left:", disabled=older is None, width="stretch", key="log older"):
-        st.session_state[POSITION] = (searched, older)
-        st.session_state.pop(PICKED, None)
-        st.rerun()
-    label = "Newest" if cursor is not None else "Refresh"
-    if right.button(label, icon=":material/refresh:", width="stretch", key="log newest"):
-        st.session_state.pop(POSITION, None)
-        st.rerun()
