@@ -44,6 +44,14 @@ from moiety_platform.usage.row import UsageRow
 
 from .conftest import CuttableStore, hold_without_rounds
 
+
+class FrozenClock(SystemClock):
+    """A clock on which no time passes."""
+
+    def monotonic(self) -> float:
+        return 100.0
+
+
 TENANTS = [Scope(LimitLevel.TENANT, f"tenant-{number}") for number in range(6)]
 WHOLE = Scope(LimitLevel.PROJECT, "whole")
 SMALL_CAP, WHOLE_CAP = 1_000, 4_000
@@ -211,6 +219,20 @@ async def test_a_lowered_cap_takes_back_what_was_leased_though_requests_go_on(da
                 await asyncio.sleep(0.02)
     await enforcer.stop()
     assert (await windows(database))[WHOLE.id].granted < 300
+
+
+async def test_a_raised_cap_counts_as_soon_as_it_is_read(database: Database) -> None:
+    await set_caps(database, {WHOLE: 10})
+    enforcer = QuotaEnforcer(database, LeaseStore("r", 20.0), FrozenClock(), tick_s=60.0)
+    await enforcer.start()
+    hold = await enforcer.hold([WHOLE], {Unit.TOKENS: 6})
+    with pytest.raises(QuotaExceeded):  # from what the store has just reported
+        await enforcer.hold([WHOLE], {Unit.TOKENS: 7})
+    await change(database, WHOLE, 1_000)
+    enforcer.forget(WHOLE)
+    (await enforcer.hold([WHOLE], {Unit.TOKENS: 900})).settle({Unit.TOKENS: 0})
+    hold.settle({Unit.TOKENS: 6})
+    await enforcer.stop()
 
 
 async def patiently(enforcer: QuotaEnforcer, scope: Scope, tokens: int) -> Hold:

@@ -89,6 +89,9 @@ class Account:
         self.is_new = False
 
     def learn_limit(self, limit: Limit) -> None:
+        """Apply a read limit. With a larger cap, a request is no longer refused for what the store reported before."""
+        if limit.cap > self.limit.cap:
+            self.full_until_s = float("-inf")
         self.cap_fell |= limit.cap < self.limit.cap
         self.limit = limit
 
