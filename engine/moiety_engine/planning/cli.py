@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,10 +21,13 @@ from moiety_engine.planning.attention_ffn import (
     compare,
     why_not_apart,
 )
-from moiety_engine.planning.layouts import LayoutCandidate, TrafficDemand, evaluate_layouts
+from moiety_engine.planning.layouts import LATE, LayoutCandidate, TrafficDemand, evaluate_layouts
 from moiety_engine.planning.machines import GPUS, LINK_REACHED, LINKS, find_gpu, find_network
 from moiety_engine.planning.models import PRESETS, find_model
 from moiety_kernels.environment import describe_environment
+
+if TYPE_CHECKING:
+    from moiety_engine.distribution.layout import Layout
 
 _NUM_SHOWN = 12
 
@@ -159,7 +162,7 @@ def as_dict(one: LayoutCandidate) -> dict[str, Any]:
 
 def make_table(ranked: list[LayoutCandidate]) -> Table:
     table = Table(title="layouts that attain the SLO, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("tp", "dcp", "dp", "ep", "pp", "×"):
+    for name in ("tp", "dcp", "pcp", "dp", "ep", "pp", "×"):
         table.add_column(name, justify="right")
     for name in ("weights\nGB/GPU", "concurrent\nrequests", "TTFT\ns", "TPOT\nms", "tokens/s\na GPU", "$ per\nmillion"):
         table.add_column(name, justify="right")
@@ -167,7 +170,7 @@ def make_table(ranked: list[LayoutCandidate]) -> Table:
     for one in [one for one in ranked if one.problem is None][:_NUM_SHOWN]:
         layout = one.layout
         table.add_row(
-            *map(str, (layout.tp, layout.dcp, layout.dp, layout.ep, layout.pp, one.replicas)),
+            *map(str, (layout.tp, layout.dcp, layout.pcp, layout.dp // layout.pcp, layout.ep, layout.pp, one.replicas)),
             f"{one.weight_bytes / 1e9:.1f}",
             f"{one.running:,}",
             f"{one.ttft_s:.2f}",
@@ -191,7 +194,7 @@ def explain(ranked: list[LayoutCandidate], advised: dict[str, LayoutCandidate | 
         )
     if best is not None and not best.in_engine:
         sentences.append(
-            f"Attention in {best.layout.dp} groups of {best.layout.tp} with experts over {best.layout.ep} "
+            f"{_attention_of(best.layout)} with experts over {best.layout.ep} "
             f"ranks would be faster ({_figures(best)}), but needs expert replicas, which the engine does "
             "not support."
         )
@@ -253,7 +256,12 @@ def _kind_of(problem: str) -> str:
     """Return the problem without the numbers that differ between layouts."""
     if problem.startswith("one request takes"):
         return "a single request is slower than the TPOT target"
-    return "the TTFT is above its target" if problem.startswith("a first token") else problem
+    return "the TTFT is above its target" if problem.startswith(LATE) else problem
+
+
+def _attention_of(layout: Layout) -> str:
+    groups = f"{layout.dp} groups of {layout.tp}"
+    return f"Attention in {groups}" if layout.pcp == 1 else f"Prefill context parallelism in {groups}"
 
 
 def options(one: LayoutCandidate) -> str:
@@ -262,7 +270,8 @@ def options(one: LayoutCandidate) -> str:
     named = (
         ("--tp", layout.tp),
         ("--decode-context-parallel", layout.dcp),
-        ("--dp-attention", layout.dp),
+        ("--prefill-context-parallel", layout.pcp),
+        ("--dp-attention", layout.dp // layout.pcp),
         ("--ep", layout.ep),
         ("--pp", layout.pp),
     )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.memory import Memory
-from moiety_engine.model.context_parallel import require_shared_positions
+from moiety_engine.model.context_parallel import require_shared_cache, require_shared_positions
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import check_cuts, own_spec
-from moiety_engine.planning.steps import NO_TIME, PlannedBatch, Shape, StepTimes, has_kernel, step_times
+from moiety_engine.planning.steps import NO_TIME, PlannedBatch, Shape, StepTimes, busiest_step_times, has_kernel
 from moiety_engine.runner.memory import kv_budget_bytes
 from moiety_kernels.quantization.weight import GPU_PACK
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 8192  # per group; larger batches gain nothing
 MAX_STAGES = 8
 NO_ROOM = "the KV cache does not hold one request of this length"
+LATE = "a first token takes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class LayoutCandidate:
     tokens_per_s_per_gpu: float = 0.0
     usd_per_million_tokens: float = 0.0  # output tokens
 
+    @property
+    def num_caches(self) -> int:
+        """Number of KV caches with requests of their own, over all replicas."""
+        return self.layout.dp // self.layout.pcp * self.replicas
+
 
 def list_layouts(num_gpus: int, spec: ModelSpec) -> Iterator[Layout]:
     """Yield all layouts whose ranks divide the GPUs. DP attention goes with whole experts."""
@@ -99,19 +105,35 @@ def with_replicated_experts(spec: ModelSpec, ep: int) -> ModelSpec:
 def evaluate_layouts(
     served: Served, num_gpus: int, machine: Machine, network: GpuNetwork, demand: TrafficDemand
 ) -> Iterator[LayoutCandidate]:
-    """Evaluate all layouts. Where the cache does not hold a request, its ranks also divide the positions of one."""
+    """Evaluate all layouts, and context parallelism on those that it can make suitable (`with_context_parallel`)."""
     for layout in list_layouts(num_gpus, served.spec):
         found = evaluate(served, layout, num_gpus, machine, network, demand)
         yield found
-        if found.problem != NO_ROOM:
-            continue
-        divided = (replace(layout, dcp=dcp) for dcp in _divisors(layout.tp) if dcp > 1)
-        for one in divided:
+        for one in with_context_parallel(found, num_gpus, served.spec):
             try:
                 require_shared_positions(served.spec, one)
+                require_shared_cache(served.spec, one)
             except InvalidConfig:
                 continue
             yield evaluate(served, one, num_gpus, machine, network, demand)
+
+
+def with_context_parallel(found: LayoutCandidate, num_gpus: int, spec: ModelSpec) -> Iterator[Layout]:
+    """Yield the layouts with context parallelism that solve the problem of a layout without it.
+
+    Where the cache does not hold a request, the ranks of a group divide its positions (decode context parallelism).
+    Where the TTFT is missed, groups divide the tokens of each step (prefill context parallelism): those of DP
+    attention, or, for a model without experts, several groups of the layout's ranks.
+    """
+    layout, problem = found.layout, found.problem or ""
+    if problem == NO_ROOM:
+        yield from (replace(layout, dcp=dcp) for dcp in _divisors(layout.tp) if dcp > 1)
+    if not problem.startswith(LATE) or layout.pp > 1:
+        return
+    if layout.dp > 1:
+        yield replace(layout, pcp=layout.dp)
+    elif not spec.moe_layers:
+        yield from (replace(layout, dp=pcp, pcp=pcp) for pcp in _divisors(num_gpus // layout.tp) if pcp > 1)
 
 
 def evaluate(
@@ -143,12 +165,13 @@ def _fill_memory(
     kv_bytes_per_token = served.kv_bytes_per_token(own, demand.mean_context, found.layout.dcp)
     found = replace(found, weight_bytes=weights, kv_bytes_per_token=kv_bytes_per_token)
     free = Memory(int(machine.memory_bytes) - weights, int(machine.memory_bytes))
+    shared = shared_cache_bytes(served, own, found.layout, demand)
     try:
-        kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand))
+        kv_bytes = kv_budget_bytes(free, activation_bytes(own, demand, found.layout.pcp) + shared)
     except OutOfMemory:
         return replace(found, problem="the weights leave no memory for the KV cache")
     kv_tokens = kv_bytes // found.kv_bytes_per_token
-    most = int(kv_tokens // demand.mean_context) * found.layout.dp * found.replicas
+    most = int(kv_tokens // demand.mean_context) * found.num_caches
     short = kv_tokens < demand.input_tokens + demand.output_tokens
     problem = NO_ROOM if short else None
     return replace(found, kv_tokens=kv_tokens, most_running=most, problem=problem)
@@ -159,28 +182,29 @@ def _fill_times(
 ) -> LayoutCandidate:
     """Add the times. `own`: the share of one rank of each stage, over all stages together."""
     layout = found.layout
-    shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness, layout.dcp)
+    shape = Shape(layout.tp, layout.dp, layout.ep, layout.pp, demand.balancedness, layout.dcp, layout.pcp)
 
     def step(batch: PlannedBatch) -> StepTimes:
-        return step_times(served, own, shape, machine, network, batch)
+        return busiest_step_times(served, own, shape, machine, network, batch)
 
     def decode(running: int) -> StepTimes:
-        return step(mixed_batch(demand, running, layout.dp))
+        return step(mixed_batch(demand, running, layout.dp // layout.pcp))
 
-    most = min(found.most_running // (layout.dp * found.replicas), MAX_SEQUENCES)
+    most = min(found.most_running // found.num_caches, MAX_SEQUENCES)
     if not demand.prompts_elsewhere:
         most = min(most, max(1, demand.max_batch_tokens * demand.output_tokens // demand.input_tokens))
     running = most_within(lambda count: decode(count).total_s <= demand.tpot_s, most)
     times = decode(max(1, running))
     chunk = min(demand.input_tokens, demand.max_batch_tokens)
-    prefill = step(PlannedBatch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1))
+    alone = PlannedBatch(prompt_rows=chunk, prompt_seen=demand.input_tokens / 2, finished_prompts=1, prompt_chunk=chunk)
+    prefill = step(alone)
     ttft_s = times.total_s + demand.input_tokens / chunk * prefill.total_s
     found = replace(found, decode=times, prefill=prefill, tpot_s=times.total_s, ttft_s=ttft_s)
     if running < 1:
         return replace(found, problem=f"one request takes {1000 * times.total_s:.0f} ms a token")
     if ttft_s > demand.ttft_s and not demand.prompts_elsewhere:
-        return replace(found, problem=f"a first token takes {ttft_s:.2f} s")
-    together = running * layout.dp * found.replicas
+        return replace(found, problem=f"{LATE} {ttft_s:.2f} s")
+    together = running * found.num_caches
     each = together / times.total_s / (layout.num_ranks * found.replicas)
     return replace(
         found,
@@ -201,6 +225,7 @@ def mixed_batch(demand: TrafficDemand, running: int, groups: int) -> PlannedBatc
     Each decoding request brings its share of prompt tokens.
     """
     each = 0.0 if demand.prompts_elsewhere else demand.input_tokens / demand.output_tokens
+    chunk = min(demand.input_tokens, demand.max_batch_tokens, running * each)
     return PlannedBatch(
         decoding=running,
         context=demand.mean_context,
@@ -208,6 +233,7 @@ def mixed_batch(demand: TrafficDemand, running: int, groups: int) -> PlannedBatc
         prompt_seen=demand.input_tokens / 2,
         finished_prompts=running * each / demand.input_tokens,
         groups=groups,
+        prompt_chunk=chunk,
     )
 
 
@@ -235,14 +261,21 @@ def _has_kernels(served: Served, own: ModelSpec, machine: Machine) -> bool:
     return all(has_kernel(served, ffn, own.hidden_size, machine) for ffn in mixtures)
 
 
-def activation_bytes(own: ModelSpec, demand: TrafficDemand) -> int:
-    """Return the activation bytes of the largest step.
+def activation_bytes(own: ModelSpec, demand: TrafficDemand, pcp: int = 1) -> int:
+    """Return the activation bytes of the largest step, whose rows `pcp` groups divide.
 
     Counts the residual stream and a layer's intermediates, and each routed pair's hidden and output row.
     """
     mixtures = [layer.ffn for layer in own.layers if isinstance(layer.ffn, MoeSpec)]
     pairs = max((one.routing.top_k * (one.width + own.hidden_size) for one in mixtures), default=0)
-    return int(demand.max_batch_tokens * 2 * (8 * own.hidden_size + pairs))
+    return int(-(-demand.max_batch_tokens // pcp) * 2 * (8 * own.hidden_size + pairs))
+
+
+def shared_cache_bytes(served: Served, own: ModelSpec, layout: Layout, demand: TrafficDemand) -> int:
+    """Return the bytes of a layer's keys and values of the largest step, which the groups of PCP exchange."""
+    if layout.pcp == 1:
+        return 0
+    return demand.max_batch_tokens * max(served.kv_bytes(layer.attention) for layer in own.layers)
 
 
 def most_within(holds: Callable[[int], bool], most: int) -> int:

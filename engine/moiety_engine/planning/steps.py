@@ -44,7 +44,7 @@ class PlannedBatch:
     """Work of one group of a replica in a step.
 
     `prompt_seen`: mean number of tokens that a prompt token attends to. `groups`: number of groups that have this work;
-    the others are idle.
+    the others are idle. `prompt_chunk`: mean number of a prompt's consecutive tokens in the step.
     """
 
     decoding: float = 0.0
@@ -53,6 +53,7 @@ class PlannedBatch:
     prompt_seen: float = 0.0
     finished_prompts: float = 0.0
     groups: int = 1
+    prompt_chunk: float = 0.0
 
     @property
     def rows(self) -> float:
@@ -88,10 +89,42 @@ class Shape:
     pp: int = 1
     balancedness: float = 1.0  # mean load of the ranks that share experts, divided by the largest load
     dcp: int = 1  # ranks that divide the positions of a sequence
+    pcp: int = 1  # of the groups, those with one cache, which divide the tokens of a step
 
     @property
     def ranks(self) -> int:
         return self.tp * self.groups
+
+
+def busiest_step_times(
+    served: Served, own: ModelSpec, shape: Shape, machine: Machine, network: GpuNetwork, batch: PlannedBatch
+) -> StepTimes:
+    """Return the step times of the slower one of `end_parts` if groups divide the step's tokens, else of any rank."""
+    times = (step_times(served, own, shape, machine, network, part) for part in end_parts(batch, shape.pcp))
+    return max(times, key=lambda one: one.total_s)
+
+
+def end_parts(batch: PlannedBatch, pcp: int) -> list[PlannedBatch]:
+    """Return the first and the last of the equal parts into which `pcp` groups divide the step of one cache.
+
+    Decodes come first. The tokens of the last part see the most: the end of a prompt's chunk.
+    """
+    if pcp == 1:
+        return [batch]
+    rows = batch.rows / pcp
+    decoding = min(batch.decoding, rows)
+    last_decoding = max(0.0, batch.decoding - (pcp - 1) * rows)
+    first = replace(
+        batch, decoding=decoding, prompt_rows=rows - decoding, finished_prompts=0.0, groups=batch.groups * pcp
+    )
+    last = replace(
+        batch,
+        decoding=last_decoding,
+        prompt_rows=rows - last_decoding,
+        prompt_seen=batch.prompt_seen + max(0.0, batch.prompt_chunk - rows) / 2,
+        groups=batch.groups * pcp,
+    )
+    return [first, last]
 
 
 def step_times(
@@ -111,6 +144,7 @@ def step_times(
                 width = layer.ffn.input_width(own.hidden_size)
                 exchanges = exchange_s(served, layer.ffn, batch.rows / shape.tp, width, shape.ranks, network)
         exchanges += context_exchange_s(layer.attention, batch.rows, shape.dcp, network)
+        exchanges += shared_cache_s(served.kv_bytes(layer.attention), batch.rows, shape, network)
         num_sums = 1 if layer.ffn is None else 2 if shape.groups == 1 or not isinstance(layer.ffn, MoeSpec) else 1
         sums = num_sums * sum_s(batch.rows * row_bytes, shape.tp, network)
         total = _plus(total, StepTimes(products, attention, experts, sums, exchanges), count)
@@ -330,6 +364,21 @@ def context_exchange_s(
         width, value_width = attention.head_dim, attention.value_width
     num_bytes = rows * (dcp - 1) * attention.num_heads * (width * _ITEM_BYTES + 4 * (value_width + 1))
     return num_bytes / link.bytes_per_s + 2 * link.latency_s
+
+
+def shared_cache_s(kv_bytes: float, rows: float, shape: Shape, network: GpuNetwork) -> float:
+    """Return the seconds of a layer's all-gather of the keys and values of a step, `rows` of them on each rank.
+
+    A rank receives those of all other groups, from other hosts by its own port.
+    """
+    if shape.pcp == 1 or not kv_bytes:
+        return 0.0
+    neighbours = min(shape.pcp, max(1, network.node_gpus // shape.tp)) - 1
+    inside_s = neighbours * rows * kv_bytes / network.inside.bytes_per_s
+    if neighbours + 1 == shape.pcp:
+        return inside_s + network.inside.latency_s
+    across_s = (shape.pcp - 1 - neighbours) * rows * kv_bytes / network.across.bytes_per_s
+    return max(inside_s, across_s) + network.across.latency_s
 
 
 def send_s(num_bytes: float, stage_ranks: int, network: GpuNetwork) -> float:
