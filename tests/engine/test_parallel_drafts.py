@@ -21,7 +21,7 @@ from .mtp_checkpoints import (
     write_one_that_reads_tokens,
     write_one_that_reads_what_was_made,
 )
-from .rank_processes import RankProcesses, assert_same, ranks_of, thorough
+from .rank_processes import RankProcesses, assert_same, ranks_of, thorough, write_checkpoint
 
 STEP_S = 0.01  # by the loop's clock, so that drafts pay
 
@@ -154,6 +154,47 @@ def test_a_draft_model_drafts_over_ranks(
 ) -> None:
     folder = folders["mixtral"]
     check(processes, folder, layout, speculate=Speculate.DRAFT, draft_model=str(folder))
+
+
+WITHOUT_EXPERTS = [
+    {"ffn_ranks": 1},
+    thorough({"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
+    thorough({"pp": 2, "ffn_ranks": 1}),
+    thorough({"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "overlap": Overlap.ON}),
+    thorough({"tp": 2, "ep": 2}),
+    {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 5.0},
+]
+TWO_WORDS = {17: 32.0, 23: 30.0}  # so that some drafts of another model are right
+
+
+@pytest.mark.parametrize("layout", WITHOUT_EXPERTS, ids=str)
+def test_a_draft_model_without_experts_drafts_for_a_model_whose_experts_are_on_several_ranks(
+    processes: RankProcesses, folders: dict[str, Path], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    draft = write_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2])
+    check(processes, folders["qwen3_moe"], layout, TWO_WORDS, speculate=Speculate.DRAFT, draft_model=str(draft))
+
+
+@pytest.mark.slow
+def test_a_draft_model_drafts_while_expert_ranks_are_added_and_removed(
+    processes: RankProcesses, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    draft, folder = write_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2]), folders["qwen3_moe"]
+    waves = [[with_bias(one, TWO_WORDS) for one in wave] for wave in requests()]
+    (expected,) = processes.work(*ranks_of(settings_of(folder)), waves=waves, hurries=STEP_S)
+    config = settings_of(folder, ffn_ranks=1, speculate=Speculate.DRAFT, draft_model=str(draft))
+    (ours,) = processes.work((config, None), waves=waves, hurries=STEP_S, again=True, scales=[2, 1])
+    assert_same(expected, ours)
+    assert ours["scaling_problems"] == ["", ""] and ours["num_accepted"] > 20
+
+
+def test_a_draft_model_with_experts_is_refused_beside_expert_ranks(
+    processes: RankProcesses, folders: dict[str, Path]
+) -> None:
+    folder = folders["qwen3_moe"]
+    config = settings_of(folder, ffn_ranks=1, speculate=Speculate.DRAFT, draft_model=str(folder))
+    with pytest.raises(AssertionError, match="the draft model has experts, and --ffn-ranks hold"):
+        processes.work(*ranks_of(config), waves=requests())
 
 
 def test_a_draft_model_that_is_refused_ends_all_ranks_with_the_reason(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
 from moiety_engine.config import Speculate
+from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model, load_mtp, load_options
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.collectives import Ranks
     from moiety_engine.model.transformer import Transformer
 
 log = structlog.get_logger()
@@ -46,13 +49,28 @@ def load_draft_model(
             "--draft-model of the same family, with the same vocabulary, or --speculate ngram, which "
             "needs none"
         )
+    has_experts = bool(read_spec(folder).moe_layers)
+    if has_experts and model.ranks.rank_position.layout.ffn_ranks:
+        raise InvalidConfig(
+            "the draft model has experts, and --ffn-ranks hold the experts of the model only: use a --draft-model "
+            "without experts, leave out --ffn-ranks, or use --speculate ngram"
+        )
     if read_spec(folder).recurrent_layers:
         raise InvalidConfig(
             "the draft model has recurrent layers, whose states are not kept for drafts: use a --draft-model without "
             "them, --speculate mtp if the model has an MTP layer, or --speculate ngram"
         )
     _check_tokens(Path(config.model), folder)
-    return load_model(folder, **how)
+    return load_model(folder, **how | {"ranks": model.ranks if has_experts else without_experts(model.ranks)})
+
+
+def without_experts(ranks: Ranks) -> Ranks:
+    """Return the groups of a model without experts on the ranks with attention of a model with experts."""
+    position = ranks.rank_position
+    layout = replace(position.layout, ep=1, redundant_experts=0, ffn_ranks=0, excluded=(), is_scaled=False)
+    found = replace(ranks, rank_position=RankPosition(layout, position.rank))
+    found.experts, found.crossings, found.transfers = None, (), None
+    return found
 
 
 def _check_tokens(folder: Path, draft_folder: Path) -> None:

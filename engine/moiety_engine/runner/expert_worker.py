@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from moiety_engine.distribution.collectives import Ranks
 from moiety_engine.distribution.rank_scaling import ranks_of
 from moiety_engine.runner.adapter_loading import AdapterArranger
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rank_scaling import NextGroups, ScalingPreparation
     from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.remote_experts import ExpertServer
-    from moiety_engine.runner.control_messages import RunStep
+    from moiety_engine.runner.control_messages import RunDraftPass, RunStep
 
 
 class ExpertWorker(WorkerBase):
     """Worker of a rank that holds only experts.
 
-    It has no KV cache. Of a step it only needs the number of micro-batches.
+    It has no KV cache. Of a step it only needs the number of micro-batches, and a draft model has no experts here.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ExpertWorker(WorkerBase):
         super().__init__(experts, rank_group, overlaps=overlaps)
         self._experts, self._load = experts, load
         self._next: tuple[RankPosition, list[WeightShard]] | None = None  # the next position, and its experts
+        self._num_drafted = 0  # tokens of the newest pass of a draft model
 
     def _begin_scaling(self, begin: Callable[..., ScalingPreparation], position: RankPosition) -> ScalingPreparation:
         loaded: list[WeightShard] = []
@@ -64,6 +67,12 @@ class ExpertWorker(WorkerBase):
 
     def _discard_scaling(self) -> None:
         self._next = None
+
+    def _draft(self, message: RunDraftPass) -> None:
+        if message.number:  # rank 0 sends all other ranks the tokens of the pass before
+            token_L = torch.empty(self._num_drafted, dtype=torch.int64, device=self._experts.device)
+            self._rank_group.ranks.everyone.broadcast_first(token_L)
+        self._num_drafted = message.num_wanted
 
     def _step(self, step: RunStep) -> None:
         self._experts.answer(step.num_micro_batches, has_adapters=step.has_adapters)
