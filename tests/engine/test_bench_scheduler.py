@@ -12,9 +12,11 @@ from moiety_engine.bench.cli import bench_scheduler
 from moiety_engine.bench.scheduler import BenchLoad, SteadyState, measure_memory
 
 
-@pytest.mark.parametrize("policy", ["moiety", "fcfs"])
-def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str) -> None:
-    load = BenchLoad(policy, running=32, waiting=200, tenants=20)
+@pytest.mark.parametrize(
+    ("policy", "everything"), [("moiety", False), ("fcfs", False), ("moiety", True), ("fcfs", True)]
+)
+def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str, everything: bool) -> None:
+    load = BenchLoad(policy, running=32, waiting=200, tenants=20, everything=everything)
     state = SteadyState(load, seed=1)
     state.warm_up()
     for _ in range(100):
@@ -24,7 +26,11 @@ def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str) -> 
     assert load.waiting <= min(times.waiting) <= max(times.waiting) <= load.waiting + 0.1 * load.running
     assert times.num_ended > 0
     assert sum(times.prefill_rows) > 0
-    assert len(times.decision_us) == len(times.commit_us) == 100
+    assert len(times.decision_us) == len(times.decision_cpu_us) == len(times.commit_us) == 100
+    exchange = state.scheduler.service_exchange
+    assert (exchange is not None) == (everything and policy == "moiety")
+    assert exchange is None or exchange.received_total > 0
+    assert (state.scheduler.kv.host is not None) == everything
 
 
 def test_a_waiting_request_takes_at_most_2600_bytes_besides_its_tokens() -> None:
@@ -40,7 +46,8 @@ def test_the_report_is_one_json_object_with_the_decision_and_its_growth() -> Non
     report = json.loads(result.stdout)
     assert (report["running"], report["tenants"]) == (16, 30)
     assert report["waiting"] >= 300
-    assert set(report["decision_us"]) == {"p50", "p90", "p99"}
+    assert set(report["decision_us"]) == set(report["decision_cpu_us"]) == {"p50", "p90", "p99"}
+    assert report["settings"]["everything"] is False
     assert set(report["growth"]) == {"100", "300"}
     assert report["environment"]["python"]
 

@@ -124,6 +124,11 @@ class BenchSchedulerOptions:
     waiting: int = option(10_000, "Number of waiting requests, which stays constant during the measurement.", min=1)
     tenants: int = option(1_000, "Number of tenants that the requests belong to.", min=1)
     policy: PolicyName = option(PolicyName.MOIETY, "Scheduling policy to measure.")
+    everything: bool = option(
+        False,
+        "Measure with expert batching, a host tier, recorded changes of the prefix cache, and tenants' service that is "
+        "exchanged with another replica.",
+    )
     steps: int = option(500, "Number of scheduling decisions to measure.", min=1)
     seed: int = option(0, "Seed of the random requests.")
     as_json: bool = option(False, "Print one JSON object on standard output.", flag="--json")
@@ -132,7 +137,7 @@ class BenchSchedulerOptions:
 def run_bench_scheduler(options: BenchSchedulerOptions) -> None:
     """Measure the time of a scheduling decision when many requests run and very many wait. No model runs."""
     console = Console(stderr=True)
-    load = BenchLoad(options.policy.value, options.running, options.waiting, options.tenants)
+    load = BenchLoad(options.policy.value, options.running, options.waiting, options.tenants, options.everything)
     with (
         exit_on_error("moiety bench scheduler"),
         Progress(console=console, disable=not console.is_terminal) as progress,
@@ -146,7 +151,7 @@ def run_bench_scheduler(options: BenchSchedulerOptions) -> None:
         return
     out = Console()
     out.print(f"{report['running']} running, {report['waiting']} waiting, {options.tenants} tenants ({options.policy})")
-    for name in ("decision_us", "commit_us", "add_us"):
+    for name in ("decision_us", "decision_cpu_us", "commit_us", "add_us"):
         if report[name]:
             out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
     out.print(

@@ -2,7 +2,8 @@
 
 The real scheduler and block pool run under virtual step times in a steady state: requests of four classes and many
 tenants end and are replaced by others of the same class and tenant, so that every step has decisions to make and the
-numbers of running and waiting requests stay as configured. Uses neither model nor tensors.
+numbers of running and waiting requests stay as configured. Uses neither model nor tensors. CPU time is measured beside
+the time, since it hardly depends on other load of the machine.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from moiety_engine.cache.block_pool import BlockPool
+from moiety_engine.cache.host import HostTier
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.scheduling.admission.batching_strategies import STRATEGIES
+from moiety_engine.scheduling.fairness.service_exchange import ServiceExchange
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Plan
-from moiety_engine.scheduling.policies.registry import POLICIES
+from moiety_engine.scheduling.policies.registry import POLICIES, counts_tenant_service
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching
+from moiety_wire.fleet_service import ReplicaService
 from moiety_wire.messages import Sampling
 
 _BLOCK_SIZE = 16
@@ -41,6 +45,7 @@ _PROMPT_TOKENS = (64, 960)
 _SYSTEM_TOKENS = 64  # shared by a tenant's prompts
 _OUTPUT_TOKENS = (64, 448)
 _VOCABULARY = 150_000
+_EXPERTS = 48 * 128  # of all layers, one bit each
 # Seconds of a step on an imaginary device: about 12 ms for 256 decodes, 10 µs per prompt token.
 _DEVICE = (0.005, 0.001, 0.0, 0.0, 0.0003, 0.00005, 0.0)
 _NOISE = 0.05
@@ -57,6 +62,7 @@ class BenchLoad:
     running: int = 256
     waiting: int = 10_000
     tenants: int = 1_000
+    everything: bool = False  # with all that decisions can consider in addition
 
 
 @dataclass(slots=True)
@@ -64,6 +70,7 @@ class SchedulerTimes:
     """Measured times: one entry per step or per request."""
 
     decision_us: list[float] = field(default_factory=list)
+    decision_cpu_us: list[float] = field(default_factory=list)
     commit_us: list[float] = field(default_factory=list)
     add_us: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -85,12 +92,15 @@ class SteadyState:
         self._text = self._rng.choices(range(_VOCABULARY), k=1 << 16)
         self._requesters: dict[int, tuple[ServiceClass, int]] = {}  # class and tenant by key, for replacements
         pool = BlockPool(load.running * _BLOCKS_A_ROW)
+        host = HostTier(pool.num_blocks) if load.everything else None
+        rows = load.running + _PREFILL_ROWS
         self.scheduler = Scheduler(
-            KvLedger(pool, _BLOCK_SIZE, prefix_caching=True),
-            SchedulerLimits(load.running + _PREFILL_ROWS, load.running, max_waiting=1 << 30),
+            KvLedger(pool, _BLOCK_SIZE, prefix_caching=True, host=host),
+            SchedulerLimits(rows, load.running, max_waiting=1 << 30, batches_experts=load.everything),
             STRATEGIES[Batching.CONTINUOUS],
             load.policy,
         )
+        self._fleet = _Fleet(self.scheduler, load) if load.everything else None
         self.add_some(load.running + load.waiting)
 
     def add_some(self, count: int) -> None:
@@ -107,9 +117,10 @@ class SteadyState:
     def step(self) -> None:
         """Plan, advance the clock, commit, and replace the requests that ended."""
         scheduler = self.scheduler
-        begin_ns = time.perf_counter_ns()
+        begin_ns, begin_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         plan = scheduler.plan(self._now_ns)
-        planned_ns = time.perf_counter_ns()
+        planned_cpu_ns, planned_ns = time.thread_time_ns(), time.perf_counter_ns()
+        self.times.decision_cpu_us.append((planned_cpu_ns - begin_cpu_ns) / 1e3)
         self._note(plan, (planned_ns - begin_ns) / 1e3)
         tokens = [1] * sum(chunk.samples for chunk in plan.chunks)
         seconds = self._device.predict_s(plan.shape) * self._rng.uniform(1 - _NOISE, 1 + _NOISE)
@@ -122,6 +133,10 @@ class SteadyState:
                 self.times.num_ended += 1
                 self._add(*self._requesters.pop(output.key))
         scheduler.take_verdicts()
+        if self._fleet is not None:
+            for chunk in plan.chunks:
+                chunk.sequence.experts.predicted = chunk.sequence.experts.predicted or self._rng.getrandbits(_EXPERTS)
+            self._fleet.exchange(self._now_ns)
 
     def _note(self, plan: Plan, decision_us: float) -> None:
         times = self.times
@@ -160,6 +175,23 @@ class SteadyState:
         )
 
 
+class _Fleet:
+    """Another replica and a gateway, with which the scheduler exchanges what they need of it."""
+
+    def __init__(self, scheduler: Scheduler, load: BenchLoad) -> None:
+        self._changes = scheduler.groups.record_prefix_changes()
+        self._exchange = None
+        if counts_tenant_service(load.policy):
+            self._exchange = scheduler.service_exchange = ServiceExchange(scheduler.policy, load.policy)
+
+    def exchange(self, now_ns: int) -> None:
+        """Take the changes of the prefix cache, and report the service here as that of another replica."""
+        if self._changes is not None:
+            self._changes.take(now_ns)
+        if self._exchange is not None and (report := self._exchange.take_report(now_ns / 1e9)) is not None:
+            self._exchange.receive([ReplicaService("other", report)], now_ns / 1e9)
+
+
 def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure the load, and the growth with the number of waiting requests. Raises InvalidConfig."""
     if load.policy not in POLICIES:
@@ -175,6 +207,7 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
         "environment": describe_environment() | {"device": "cpu", "threads": 1},
         "settings": {
             "policy": load.policy,
+            "everything": load.everything,
             "steps": steps,
             "seed": seed,
             "block_size": _BLOCK_SIZE,
@@ -186,6 +219,7 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
         "waiting": min(times.waiting),
         "tenants": load.tenants,
         "decision_us": percentiles(times.decision_us),
+        "decision_cpu_us": percentiles(times.decision_cpu_us),
         "commit_us": percentiles(times.commit_us),
         "add_us": percentiles(times.add_us),
         "prefill_tokens_per_step": sum(times.prefill_rows) / steps,
@@ -197,7 +231,7 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
 
 def measure_memory(load: BenchLoad, *, seed: int) -> float:
     """Return the bytes that a waiting request takes besides the lists of its tokens."""
-    state = SteadyState(BenchLoad(load.policy, load.running, 0, load.tenants), seed=seed)
+    state = SteadyState(replace(load, waiting=0), seed=seed)
     tracemalloc.start()
     try:
         state.add_some(load.waiting)
@@ -245,7 +279,7 @@ def _collected_as_in_the_core() -> Iterator[None]:
 
 
 def _with_waiting(load: BenchLoad, waiting: int) -> BenchLoad:
-    return BenchLoad(load.policy, load.running, waiting, min(load.tenants, max(1, waiting)))
+    return replace(load, waiting=waiting, tenants=min(load.tenants, max(1, waiting)))
 
 
 def _median(values: list[float] | list[int]) -> float:
