@@ -164,7 +164,8 @@ def test_turns_take_all_of_the_best_rank_a_least_part_of_the_others_and_no_more_
     scheduler = replica.scheduler
     decoding = list(scheduler.queues.decoding.values())
     now_s = replica.now_ns / 1e9 + waited_s
-    taken = scheduler.policy.decodes_of_step(decoding, now_s)
+    num_context = sum(chunk.sequence.kv.num_computed for chunk in decoding)
+    taken = scheduler.policy.decodes_of_step(decoding, num_context, now_s)
     assert [chunk for chunk in decoding if chunk in taken] == taken, "a part of them, in their order"
     ranks = [chunk.sequence.service.rank for chunk in taken]
     assert ranks.count(0) == sum(chunk.sequence.service.rank == 0 for chunk in decoding)

@@ -201,8 +201,11 @@ class Policy:
         """Return the predicted time to first token, by class, of an empty prompt that arrives now."""
         return {}
 
-    def decodes_of_step(self, decoding: list[Chunk], now_s: float) -> list[Chunk]:
-        """Return the decode chunks that are part of the next step, in the same order."""
+    def decodes_of_step(self, decoding: list[Chunk], num_context: int, now_s: float) -> list[Chunk]:
+        """Return the decode chunks that are part of the next step, in the same order; `decoding` itself if all are.
+
+        `num_context` is the total number of tokens whose KV all of them read.
+        """
         return decoding
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:

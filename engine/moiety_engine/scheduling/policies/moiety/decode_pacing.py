@@ -36,12 +36,12 @@ class DecodePacing:
         self.leaves_floor = True  # whether prompts of worse ranks get their minimum of tokens in the newest step
         self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
-    def select(self, decoding: list[Chunk], now_s: float, *, best_waits: bool) -> list[Chunk]:
+    def select(self, decoding: list[Chunk], num_context: int, now_s: float, *, best_waits: bool) -> list[Chunk]:
         """Return the chunks that decode in the next step, in the given order.
 
-        `best_waits` means that prompts of the best rank wait for the step or are part of it. All chunks are returned if
-        the step is predicted to be short enough, or if only the best rank decodes. Otherwise O(n log n) in the number
-        of chunks.
+        `num_context` is the number of tokens of all chunks' contexts. `best_waits` means that prompts of the best rank
+        wait for the step or are part of it. All chunks are returned if the step is predicted to be short enough, or if
+        only the best rank decodes. Otherwise O(n log n) in the number of chunks.
         """
         pace, self.limit_s, self.leaves_floor = self._slo, math.inf, True
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
@@ -56,8 +56,7 @@ class DecodePacing:
             self.limit_s = limit_s
         if len(best) == len(decoding):
             return decoding
-        num_rows, context = len(decoding), sum([chunk.sequence.kv.num_computed for chunk in decoding])
-        if self._step_time.predict_s(StepShape(num_rows, 0, context)) <= limit_s:
+        if self._step_time.predict_s(StepShape(len(decoding), 0, num_context)) <= limit_s:
             return decoding
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
         worse.sort(key=self._wanted_at_s)

@@ -211,11 +211,12 @@ class Moiety(Policy):
 
     # ── a step ──
 
-    def decodes_of_step(self, decoding: list[Chunk], now_s: float) -> list[Chunk]:
+    def decodes_of_step(self, decoding: list[Chunk], num_context: int, now_s: float) -> list[Chunk]:
         if not self.tuning.chunk_sizing:
             return decoding
         best = self._accounts.get(self._slo.best_rank)
-        return self._pacing.select(decoding, now_s, best_waits=best is not None and best.num_queued > 0)
+        best_waits = best is not None and best.num_queued > 0
+        return self._pacing.select(decoding, num_context, now_s, best_waits=best_waits)
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
