@@ -249,6 +249,10 @@ PAIRS = {  # of different layouts: prefill and decode
     "DCP 2 to PP 2": ({"tp": 2, "decode_context_parallel": 2}, {"pp": 2}),
     "DCP of heads to TP 2": ({"tp": 4, "decode_context_parallel": 2}, {"tp": 2}),
     "1 to DCP of heads": ({}, {"tp": 4, "decode_context_parallel": 2}),
+    "PCP 2 to 1": ({"prefill_context_parallel": 2, "ep": 2}, {}),
+    "1 to PCP 2": ({}, {"prefill_context_parallel": 2, "ep": 2}),
+    "PCP 2 × TP 2 to TP 2": ({"prefill_context_parallel": 2, "tp": 2, "ep": 4}, {"tp": 2}),
+    "TP 2 to PCP 2 × TP 2": ({"tp": 2}, {"prefill_context_parallel": 2, "tp": 2, "ep": 4}),
     "FFN 1 with micro-batches to 1": ({"ffn_ranks": 1, "micro_batch_tokens": 2}, {}),
 }
 OF_LATENT_ROWS = ["DCP 2 to 1", "1 to DCP 2", "DCP 2 to 4", "DCP 4 to 2 × 2", "DCP 2 to PP 2"]
@@ -265,6 +269,7 @@ KINDS += ["deepseek_v4"]
         *(thorough("deepseek_v3", name) for name in OF_LATENT_ROWS[2:]),
         thorough("kimi_linear", "DCP 2 to 1"),
         thorough("gpt_oss", "DCP of heads to TP 2"),
+        *(thorough(family, name) for family in ("deepseek_v3", "gpt_oss") for name in ("PCP 2 to 1", "1 to PCP 2")),
         *(thorough(family, name) for family in KINDS for name in list(PAIRS)[:2]),
     ],
 )
@@ -285,7 +290,7 @@ def test_no_answer_is_lost_when_ranks_are_killed(
 ) -> None:
     """One rank of either engine is killed in each wave. `tp` is that of the decode engine."""
     rng, submits = random.Random(num_requests), asked(num_requests)
-    expected, num_arrived = expected_of(processes, folders[FAMILY], submits), 0
+    expected, num_arrived, killed = expected_of(processes, folders[FAMILY], submits), 0, list[RoleEngine]()
     tokens: dict[str, list[int]] = {}
     size = num_requests // num_kills
     with pair_of(folders[FAMILY], {"tp": 2}, {"tp": tp} if tp > 1 else {}) as pair:
@@ -295,8 +300,10 @@ def test_no_answer_is_lost_when_ranks_are_killed(
             def kill(engine: RoleEngine, number: int, victim: RoleEngine = victim, after: int = after) -> None:
                 if engine is victim and number == after:
                     victim.kill_rank(rng)
+                    killed.append(victim)
 
             tokens |= pair.run(submits[wave * size : (wave + 1) * size], before_output=kill)
             num_arrived += pair.num_arrived
     assert_answers(expected, tokens)
     assert num_arrived > 0 or num_kills == 1, "one kill may come before any KV has arrived"
+    assert len(killed) == num_kills

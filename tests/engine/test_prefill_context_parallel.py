@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moiety_engine.config import EngineConfig, Speculate, TransferConfig
+from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.distribution.layout import Layout, RankPosition, layout_of
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.families import read_spec
-from moiety_engine.model.shared_cache import share_rows
+from moiety_engine.model.shared_cache import copy_from_first, share_rows
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch
@@ -27,7 +27,6 @@ from moiety_engine.runner.token_division import divide_tokens, rank_slots_of
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
-from moiety_wire.roles import EngineRole
 
 from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
@@ -84,6 +83,11 @@ class TwoRanks:
         self._barrier.wait(60)
         return self._given
 
+    def broadcast_first(self, x_LC: torch.Tensor) -> torch.Tensor:
+        self._given[self.rank] = x_LC
+        self._barrier.wait(60)
+        return self._given[0]
+
 
 def cache_of(kind: str) -> LayerCache | LatentCache:
     """Return an empty cache of 4 blocks of 4 tokens."""
@@ -114,6 +118,32 @@ def test_both_ranks_have_the_rows_of_both_in_a_cache_of_any_kind(kind: str, seco
     for cache in caches:
         for part, expected in zip(cache.parts, whole.parts, strict=True):
             assert torch.equal(part, expected) and part.any()
+
+
+@pytest.mark.parametrize("kind", ["int8", "bfloat16", "latent"])
+@pytest.mark.parametrize("slots", [[1, 2, 3, 8, 9], []], ids=["five tokens", "no token"])
+def test_the_second_rank_gets_the_rows_that_the_first_has_loaded(kind: str, slots: list[int]) -> None:
+    first, second, slots_T = cache_of(kind), cache_of(kind), torch.tensor(slots, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    for part in first.parts:
+        part.copy_(torch.randint(1, 100, part.shape, generator=generator))
+    loaded = [part.clone() for part in first.parts]
+    given: list[torch.Tensor] = [torch.empty(0)] * 2
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [cast(Any, TwoRanks(rank, given, barrier)) for rank in range(2)]
+        runs = [
+            pool.submit(copy_from_first, rank, cache, slots_T)
+            for rank, cache in zip(ranks, (first, second), strict=True)
+        ]
+        for run in runs:
+            run.result()
+    for before, own, other in zip(loaded, first.parts, second.parts, strict=True):
+        assert torch.equal(own, before)
+        own_T, other_T = (one.movedim(1 if kind == "latent" else 2, 1).flatten(0, 1) for one in (own, other))
+        is_copied_T = torch.isin(torch.arange(len(own_T)), slots_T)
+        assert torch.equal(other_T[is_copied_T], own_T[is_copied_T])
+        assert not other_T[~is_copied_T].any()
 
 
 def host_of(lengths: list[int], num_decode: int, wanted: list[int], num_scored: int, pending: list[int]) -> HostBatch:
@@ -169,9 +199,6 @@ REFUSED = [
     ({"ffn_ranks": 2, "ep": 2}, "--ffn-ranks"),
     ({"pp": 2}, "--pp"),
     ({"batch_invariant": True, "tp": 2}, "--batch-invariant is not available with --tp"),
-    ({"disk_cache": "cache"}, "--disk-cache"),
-    ({"transfer": TransferConfig(role=EngineRole.PREFILL)}, "--role and --kv-listen"),
-    ({"transfer": TransferConfig(listen="tcp://127.0.0.1:1")}, "--role and --kv-listen"),
     ({"exclude_rank_after_s": 1.0}, "--exclude-rank-after-s"),
     ({"speculate": Speculate.MTP}, "--speculate mtp"),
     ({"ep": 3}, "--ep 3 does not divide the 2 ranks of --prefill-context-parallel 2"),

@@ -44,7 +44,8 @@ KNOWN_STEPS = 16  # observed steps after which predictions are more than a guess
 class DiskTier:
     """Disk tier, used by the step loop's thread. Raises InvalidConfig where the folder is not available.
 
-    Each rank group has its own files. With several ranks, `disk_cache_bytes` is the limit of each rank.
+    Each rank group has its own files; so has each rank of a group, also where several have the same KV. With several
+    ranks, `disk_cache_bytes` is the limit of each rank.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class DiskTier:
         if rank_group is None or requests is None:
             return [own]
         found: list[Folder] = []
-        for members in rank_group.ranks.rank_position.layout.groups:
+        for members in rank_group.ranks.rank_position.layout.cache_groups:
             others = [rank for rank in members if rank]
             given = own if len(others) < len(members) else None
             found.append(GroupFolder(given, self._parent, self._identity, self._block_bytes, others, requests))
@@ -140,7 +141,7 @@ class DiskTier:
             out, into = (Rows(host, count, self._block_bytes) for host in hosts)
             return [(out, into)]
         found: list[tuple[Rows, Rows]] = []
-        for group, members in enumerate(rank_group.ranks.rank_position.layout.groups):
+        for group, members in enumerate(rank_group.ranks.rank_position.layout.cache_groups):
             send = partial(self._send_copies, group)
             owns = [host if 0 in members else None for host in hosts]
             pair = [RankRows(own, count, self._block_bytes, one, send) for own, one in zip(owns, ids, strict=True)]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching, ExpertAll2All, Speculate
-from moiety_wire.roles import EngineRole
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -70,6 +69,11 @@ class Layout:
         return "--dp-attention" if self.pcp == 1 else "--prefill-context-parallel"
 
     @property
+    def num_caches(self) -> int:
+        """Number of groups with requests and a KV cache of their own."""
+        return self.dp // self.pcp
+
+    @property
     def stage_size(self) -> int:
         """Ranks of one pipeline stage."""
         return self.dp * self.tp
@@ -86,6 +90,15 @@ class Layout:
         return [
             tuple(first + group * self.tp + place for first in firsts for place in range(self.tp))
             for group in range(self.dp)
+        ]
+
+    @property
+    def cache_groups(self) -> list[tuple[int, ...]]:
+        """Ranks with layers of each group with requests and a KV cache of its own, in all stages."""
+        groups = self.groups
+        return [
+            tuple(rank for group in groups[first : first + self.pcp] for rank in group)
+            for first in range(0, self.dp, self.pcp)
         ]
 
     def stage_of(self, layer: int, num_layers: int) -> int:
@@ -162,6 +175,11 @@ class RankPosition:
     def cache_group(self) -> int:
         """Index of its group among those with requests of their own."""
         return self.dp_rank // self.layout.pcp
+
+    @property
+    def copy_rank(self) -> int:
+        """Index among the ranks that have copies of its cache."""
+        return self.dp_rank % self.layout.pcp
 
     @property
     def pp_rank(self) -> int:
@@ -269,18 +287,15 @@ def _require_context_parallel_support(config: EngineConfig) -> None:
 
 def _require_token_division_support(config: EngineConfig) -> None:
     """Raise InvalidConfig with the reason if --prefill-context-parallel does not support a feature."""
-    option, transfer = f"--prefill-context-parallel {config.prefill_context_parallel}", config.transfer
-    has_transfer = transfer.role is not EngineRole.BOTH or bool(transfer.listen)
+    option = f"--prefill-context-parallel {config.prefill_context_parallel}"
     unsupported = {
         "--dp-attention, whose groups have other requests": config.dp_attention > 1,
         "--decode-context-parallel, which divides the cache that these ranks copy": config.decode_context_parallel > 1,
         "--ffn-ranks, which serve groups with other requests": config.ffn_ranks > 0,
         "--pp, whose stages compute other steps": config.pp > 1,
-        "--disk-cache, which would have a copy of each block for each rank": bool(config.disk_cache),
-        "--role and --kv-listen, which send and receive each token once": has_transfer,
         "--exclude-rank-after-s, since each rank is required": config.exclude_rank_after_s is not None,
         "--expert-all2all deepep, which is not tested with it": config.expert_all2all is ExpertAll2All.DEEPEP,
-        "padded batching, whose rows run together: choose another --batching": config.batching is Batching.PADDED,
+        "padded batching, whose rows run together": config.batching is Batching.PADDED,
     }
     if config.speculate in (Speculate.DRAFT, Speculate.MTP):
         raise InvalidConfig(

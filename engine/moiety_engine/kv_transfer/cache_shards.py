@@ -106,7 +106,7 @@ def share_on_rank(spec: ModelSpec, position: RankPosition, *, keeps_hidden: bool
     layout = position.layout
     rank = position.pp_rank * layout.tp + position.tp_rank
     return CacheShare(
-        KvRanks(layout.tp, layout.pp, layout.dp, layout.dcp),
+        KvRanks(layout.tp, layout.pp, layout.num_caches, layout.dcp),
         rank,
         len(units),
         (*units, WHOLE) if keeps_hidden else units,

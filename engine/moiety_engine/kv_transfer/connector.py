@@ -187,7 +187,8 @@ def rank_transfers_of(config: TransferConfig, model: Transformer, rank_group: Ra
     max_bytes, share = _buffer_bytes(config, position), _share(model)
     sender = None
     if config.role is EngineRole.PREFILL:
-        sender = RankSender(SenderThread(config.transport, max_bytes, key), share, position.dp_rank)
+        group = None if position.copy_rank else position.cache_group
+        sender = RankSender(SenderThread(config.transport, max_bytes, key), share, group)
     staging_buffer = StagingBuffer(max_bytes, share) if config.listen else None
     listen = rank_address(config.listen, position.rank)
     return RankTransfers(

@@ -89,6 +89,8 @@ class KvReceiver:
             if not self._others.has_rank_0(transfer_id):
                 return
         self._staging_buffer.load(transfer_id, first, tables, firsts, state_slot)
+        if self._others is not None:
+            self._staging_buffer.share_loaded(self._others.copies, first, tables, firsts)
 
     def drop_long_held(self, keys: Iterable[int]) -> None:
         """Drop the received KV of these requests, which still wait for something else, after MAX_HELD_S.

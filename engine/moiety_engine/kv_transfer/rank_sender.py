@@ -68,8 +68,11 @@ class _SentBlocks:
 class RankSender:
     """Sender of one rank. Used by the thread that runs the steps."""
 
-    def __init__(self, sender: SenderThread, share: CacheShare, group: int = 0) -> None:
-        """Create the sender of the rank of this group that has this share of the cache."""
+    def __init__(self, sender: SenderThread, share: CacheShare, group: int | None = 0) -> None:
+        """Create the sender of the rank of this group that has this share of the cache.
+
+        A sender without a group sends nothing: the rank has a copy of a cache that another rank sends.
+        """
         self._sender, self._share, self.group = sender, share, group
         self._open: dict[str, _OutgoingPart] = {}
         self._stream: Any = None  # CUDA stream for copies to the host

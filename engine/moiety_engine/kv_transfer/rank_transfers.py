@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moiety_engine.config import KvTransport
+from moiety_engine.distribution.layout import RankPosition
 from moiety_engine.distribution.rank_requests import exchange_over_store
 from moiety_engine.kv_transfer.rank_messages import (
     ADDRESS_SEPARATOR,
@@ -45,15 +46,17 @@ def rank_address(listen: str, rank: int) -> str:
 
 
 def exchange_addresses(rank_group: RankGroup, secret: str, address: str) -> tuple[str, str]:
-    """Return the addresses of all ranks with layers, and their host; "" if they do not share memory.
+    """Return the addresses of the ranks that receive KV, and their host; "" if they do not share memory.
 
-    All ranks with layers must call this at the same point. `secret` authorises transfers to them.
+    Of the ranks with copies of a cache, the first one receives. All ranks with layers must call this at the same point.
+    `secret` authorises transfers to them.
     """
     position = rank_group.ranks.rank_position
     key, ranks = secret.encode()[:64], range(position.layout.attention_ranks)
     given = f"{address} {own_host()}".encode()
     values = exchange_over_store(rank_group.store, key, _ADDRESSES, position.rank, ranks, lambda: given)
-    found = [one.decode().split(" ") for one in values]
+    receivers = [rank for rank in ranks if not RankPosition(position.layout, rank).copy_rank]
+    found = [values[rank].decode().split(" ") for rank in receivers]
     hosts = {host for _, host in found}
     return ADDRESS_SEPARATOR.join(one for one, _ in found), hosts.pop() if len(hosts) == 1 else ""
 
@@ -70,7 +73,8 @@ class GroupTransferProgress:
     ) -> None:
         self._everyone = rank_group.ranks.everyone
         layout = rank_group.ranks.rank_position.layout
-        self._num_parts, self._num_groups = layout.pp * layout.tp, layout.dp
+        self._num_parts, self._num_groups = layout.pp * layout.tp, layout.num_caches
+        self.copies = rank_group.ranks.copies
         self.send, self._clock = send, clock
         self._polled: dict[str, tuple[float, float]] = {}  # by transfer: first and newest poll
         self._times: dict[str, KvTransferTimes] = {}  # of transfers to groups without rank 0
@@ -183,10 +187,11 @@ class RankTransfers:
                 exchange_addresses(self._rank_group, message.secret, self._receiver.address)
             case PollTransfer():
                 self._report(message)
-            case LoadTransfer() if staging_buffer is not None and self._has_part(message.transfer_id):
-                staging_buffer.load(
-                    message.transfer_id, message.first, message.tables, message.firsts, message.state_slot
-                )
+            case LoadTransfer() if staging_buffer is not None:
+                loaded = message.first, message.tables, message.firsts
+                if self._has_part(message.transfer_id):
+                    staging_buffer.load(message.transfer_id, *loaded, message.state_slot)
+                staging_buffer.share_loaded(self._rank_group.ranks.copies, *loaded)
             case DropTransfer() if staging_buffer is not None:
                 staging_buffer.drop(message.transfer_id)
 
@@ -199,7 +204,8 @@ class RankTransfers:
 
     def _has_part(self, transfer_id: str) -> bool:
         position = self._rank_group.ranks.rank_position
-        return transfer_group(transfer_id, position.layout.dp) == position.dp_rank
+        is_of_group = transfer_group(transfer_id, position.layout.num_caches) == position.cache_group
+        return is_of_group and not position.copy_rank
 
     def _report(self, message: PollTransfer) -> None:
         """Report whether this rank's part has arrived; the first rank of another group than rank 0's also reports when.

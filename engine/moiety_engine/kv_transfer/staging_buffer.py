@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ from moiety_engine.kv_transfer.kv_layout import ShardViews, announced_bytes, fit
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, KvChunk
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
+from moiety_engine.model.shared_cache import copy_from_first
 from moiety_wire.block_hashes import MARK_BYTES, block_hash
 from moiety_wire.roles import KvTransferTimes
+
+if TYPE_CHECKING:
+    from moiety_engine.distribution.collectives import RankCollectives
 
 UNCLAIMED_S = 30.0  # KV that no request claims is dropped after this time
 ANNOUNCED_S = 5.0  # longest wait for the announcement, which was sent before the request
@@ -267,6 +272,27 @@ class StagingBuffer:
         for part in transfer.parts.values():
             self._load(part, kv, first, blocks_of, firsts, state_slot)
         self.drop(transfer_id)
+
+    @torch.inference_mode()
+    def share_loaded(
+        self, copies: RankCollectives, first: int, tables: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> None:
+        """Copy what the first rank of `copies` has loaded into the caches of the others.
+
+        The arguments are those of `load`; all ranks must call it together. Places of the last block that hold no token
+        yet are copied too. Nothing is done if no rank has a copy.
+        """
+        if copies.size == 1:
+            return
+        with self._lock:
+            kv = self._kv
+        assert kv is not None, "KV is loaded without a cache"
+        size, slots_of = kv.block_size, []
+        for table, first_block in zip(tables, firsts, strict=True):
+            position_T = torch.arange(max(first, first_block * size), len(table) * size)
+            slots_of.append(torch.tensor(table)[position_T // size] * size + position_T % size)
+        for number, cache in kv.token_caches.items():
+            copy_from_first(copies, cache, slots_of[kv.groups[number]])
 
     def _load(
         self,

@@ -162,16 +162,8 @@ class LayerStack:
 
         `bound`: the most tokens of the part that any rank dispatches; None: unknown.
         """
-        if not len(x_TD):  # no tokens of this group, but other groups' tokens may use experts on this rank
-            normed_TD = x_TD.new_empty(0, self._spec.hidden_size)
-            copies, views, groups = self._ranks.copies, batch.by_cache_group(), kv.groups
-            for number, mixture in enumerate(self._mixture_of_layer):
-                if copies.size > 1:  # the other copies' tokens; without copies, a group without tokens has no tables
-                    share_rows(copies, kv.layers[number], views[groups[number]].rank_slots)
-                if mixture is not None:
-                    end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
-                    end()
-            return split_streams(x_TD, self._spec.streams), normed_TD
+        if not len(x_TD):
+            return (yield from self._way_of_others(x_TD, batch, kv, on_stored, bound=bound))
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self._spec.streams)
         normed_TD = self._norms[0][0](x_TD)
@@ -208,6 +200,22 @@ class LayerStack:
                 x_TD, fed_TD = self._added[number](x_TD, fed_TD, embeddings_LTP[number])
             x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
         return x_TD, normed_TD
+
+    def _way_of_others(
+        self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None, *, bound: int | None
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """Run a batch without tokens of this group: those of other groups may use this rank's cache and experts."""
+        normed_TD = x_TD.new_empty(0, self._spec.hidden_size)
+        copies, views, groups = self._ranks.copies, batch.by_cache_group(), kv.groups
+        for number, mixture in enumerate(self._mixture_of_layer):
+            if copies.size > 1:  # the other copies' tokens; without copies, a group without tokens has no tables
+                share_rows(copies, kv.layers[number], views[groups[number]].rank_slots)
+            if on_stored is not None:
+                on_stored(number)
+            if mixture is not None:
+                end = yield from mixture.stages(normed_TD, batch.adapted, bound=bound)
+                end()
+        return split_streams(x_TD, self._spec.streams), normed_TD
 
     def _whole(
         self, half: Callable[..., Tensor], group: RankCollectives, weights: NormWeights | None

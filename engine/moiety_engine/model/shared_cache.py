@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.batch import Cache
 
+COPIED_TOKENS = 4096  # of a layer in one exchange, which bounds the memory for them
+
 
 def share_rows(copies: RankCollectives, cache: Cache, rank_slots: Sequence[Tensor]) -> None:
     """Store what the other ranks have computed of a layer, whose cache has this rank's tokens already.
@@ -32,21 +34,48 @@ def share_rows(copies: RankCollectives, cache: Cache, rank_slots: Sequence[Tenso
     """
     if copies.size == 1 or not rank_slots:
         return
-    assert isinstance(cache, LayerCache | LatentCache), "only rows of tokens are shared"
-    parts = [part.movedim(1 if isinstance(cache, LatentCache) else 2, 1) for part in cache.parts]
-    own_T = rank_slots[copies.rank]
-    block_T, place_T = own_T // parts[0].shape[1], own_T % parts[0].shape[1]
-    rows = [part[block_T, place_T] for part in parts]
-    widths = [part[0, 0].numel() * part.element_size() for part in parts]
-    own_TB = torch.cat([_bytes_of(row, width) for row, width in zip(rows, widths, strict=True)], dim=1)
-    given = copies.all_gather_rows(own_TB, [len(slots_T) for slots_T in rank_slots])
+    parts = _parts_of(cache)
+    given = copies.all_gather_rows(_read(parts, rank_slots[copies.rank]), [len(slots_T) for slots_T in rank_slots])
     for rank, (slots_T, given_TB) in enumerate(zip(rank_slots, given, strict=True)):
-        if rank == copies.rank or not len(slots_T):
-            continue
-        block_T, place_T = slots_T // parts[0].shape[1], slots_T % parts[0].shape[1]
-        for part, bytes_TB in zip(parts, torch.split(given_TB, widths, dim=1), strict=True):
-            values = bytes_TB.contiguous().view(part.dtype)
-            part[block_T, place_T] = values.view(len(slots_T), *part.shape[2:])
+        if rank != copies.rank and len(slots_T):
+            _write(parts, slots_T, given_TB)
+
+
+def copy_from_first(copies: RankCollectives, cache: Cache, slots_T: Tensor) -> None:
+    """Copy what the first of the ranks with a copy of a layer's cache has in these slots, int64, to the others.
+
+    All of them must call this together.
+    """
+    parts = _parts_of(cache)
+    for some_T in torch.split(slots_T.to(parts[0].device), COPIED_TOKENS):
+        if not len(some_T):
+            continue  # split returns one empty part of an empty tensor
+        rows_TB = copies.broadcast_first(_read(parts, some_T))
+        if copies.rank:
+            _write(parts, some_T, rows_TB)
+
+
+def _parts_of(cache: Cache) -> list[Tensor]:
+    """Return the tensors of the cache, with the place in a block as their second dimension."""
+    assert isinstance(cache, LayerCache | LatentCache), "only rows of tokens are shared"
+    return [part.movedim(1 if isinstance(cache, LatentCache) else 2, 1) for part in cache.parts]
+
+
+def _read(parts: Sequence[Tensor], slots_T: Tensor) -> Tensor:
+    """Return the bytes in these slots, [T, B]."""
+    block_T, place_T = slots_T // parts[0].shape[1], slots_T % parts[0].shape[1]
+    return torch.cat([_bytes_of(part[block_T, place_T], _width(part)) for part in parts], dim=1)
+
+
+def _write(parts: Sequence[Tensor], slots_T: Tensor, bytes_TB: Tensor) -> None:
+    block_T, place_T = slots_T // parts[0].shape[1], slots_T % parts[0].shape[1]
+    for part, own_TB in zip(parts, torch.split(bytes_TB, [_width(one) for one in parts], dim=1), strict=True):
+        values = own_TB.contiguous().view(part.dtype)
+        part[block_T, place_T] = values.view(len(slots_T), *part.shape[2:])
+
+
+def _width(part: Tensor) -> int:
+    return part[0, 0].numel() * part.element_size()
 
 
 def _bytes_of(row: Tensor, width: int) -> Tensor:
