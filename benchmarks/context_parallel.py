@@ -9,7 +9,8 @@ cache that divide the tokens of each step (`--prefill-context-parallel 2`). The 
 A prompt longer than the cache of one rank is sent to each configuration, and its answer or refusal is reported. Speeds
 are those of requests that fit everywhere. The configurations alternate in each round, and the medians of the rounds are
 reported, with the load of the machine at the end of each run. Decode speed counts the tokens after all streams have
-their first token.
+their first token. The CPU time of all ranks together for a token of each group of requests, and the ratios of all
+figures to those of `--tp 2` in the same round, depend less on other load than the speeds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from core_requests import greedy_request
 from on_checkpoint import command_and_date, make_rounds_parser, save_random_model, write_report
+from process_cpu import cpu_seconds
 
 from moiety_engine.config import EngineConfig
 from moiety_engine.loop import EngineLoop
@@ -36,7 +38,7 @@ from moiety_kernels.environment import describe_environment
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "q_lora_rank": 256,
@@ -56,9 +58,9 @@ SHAPE: dict[str, Any] = {
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
-    "max_batch_tokens": 512,
+    "max_batch_tokens": 256,
     "max_running": 16,
-    "kv_memory_bytes": 16 << 20,
+    "kv_memory_bytes": 4 << 20,
     "host_kv_memory_bytes": 0,
     "prefix_caching": False,
 }
@@ -68,8 +70,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "tp 2, decode context parallel 2": {"tp": 2, "decode_context_parallel": 2, "num_threads": 1},
     "prefill context parallel 2": {"prefill_context_parallel": 2, "ep": 2, "num_threads": 1},
 }
-LONG_PROMPT, OUTPUT_TOKENS = 3000, 32
-STREAMS = ((1, 1500), (4, 400))  # numbers of streams that decode at once, and the tokens of their prompts
+BASE = "tp 2"
+LONG_PROMPT, OUTPUT_TOKENS = 1500, 24
+STREAMS = ((1, 700), (4, 200))  # numbers of streams that decode at once, and the tokens of their prompts
 
 
 def main() -> None:
@@ -96,19 +99,29 @@ def main() -> None:
                     runs[name].append(measure(loop) | {"load_average": round(os.getloadavg()[0], 1)})
                 print(name, json.dumps(runs[name][-1]), file=sys.stderr)
             report["settings"]["rounds"] = done
-            report["configurations"] = {name: summary_of(rounds) for name, rounds in runs.items()}
+            report["configurations"] = {name: summary_of(rounds, runs[BASE]) for name, rounds in runs.items()}
             write_report(report, options.output)
 
 
-def summary_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures that are the same in all rounds, the medians of the others, and the rounds."""
+def summary_of(rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures that are the same in all rounds, the medians of the others, and the rounds.
+
+    The ratios are the medians of those to the base in the same round.
+    """
     medians = {
         figure: round(statistics.median(one[figure] for one in rounds), 1)
         for figure, value in rounds[0].items()
         if isinstance(value, float)
     }
     fixed = {figure: value for figure, value in rounds[0].items() if not isinstance(value, float)}
-    return fixed | {"medians": medians, "rounds": rounds}
+    ratios = {
+        figure: round(
+            statistics.median(own[figure] / other[figure] for own, other in zip(rounds, base, strict=True)), 3
+        )
+        for figure in medians
+        if figure in base[0] and figure != "load_average"
+    }
+    return fixed | {"medians": medians, f"ratios_to_{BASE}": ratios, "rounds": rounds}
 
 
 def measure(loop: EngineLoop) -> dict[str, Any]:
@@ -124,11 +137,13 @@ def measure(loop: EngineLoop) -> dict[str, Any]:
         found["long_prompt"] = refusal_of(loop, request(1, LONG_PROMPT, 1))
     for count, num_prompt in STREAMS:
         name = f"{count}_streams_of_{num_prompt}_tokens"
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), cpu_seconds()
         times = [
             result.token_times_s
             for result in run_all(loop, [request(key, num_prompt, OUTPUT_TOKENS) for key in range(count)]).values()
         ]
+        spent_s = cpu_seconds() - begin_cpu_s
+        found[f"cpu_ms_per_token_{name}"] = 1e3 * spent_s / (count * (num_prompt + OUTPUT_TOKENS))
         first_s = max(one[0] for one in times)
         found[f"prefill_{name}_tokens_per_s"] = count * num_prompt / (first_s - begin_s)
         decoded = sum(time_s > first_s for one in times for time_s in one)

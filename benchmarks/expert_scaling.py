@@ -1,18 +1,21 @@
 """Changes of the number of expert ranks while the engine serves: how long they take, and how long steps pause.
 
-    python benchmarks/expert_scaling.py [--rounds 3]
+    python benchmarks/expert_scaling.py [--rounds 2]
 
 The engine runs on real ranks over gloo, on a random checkpoint in the shape of Qwen3-MoE in float32: one rank with
 attention and a changing number of expert ranks. Greedy requests arrive all the time, while the number goes from 1 to 3
 and back. A change is prepared in the background, which includes the start of new processes and the load of experts; the
 switch is the pause that the engine itself reports. The answers are compared with those of a fixed number of ranks, as
-in `rebalancing.py`. Figures are medians over all changes of the rounds, with the largest.
+in `rebalancing.py`. Without this, the number changes only with a restart of the engine, whose time is also measured:
+from its end until the new one has warmed up. Figures are medians over all changes of the rounds, with the largest, and
+come with the load of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from rebalancing import WAVES, compare, make_checkpoint, requests, settings_of
+from rebalancing import compare, make_checkpoint, requests, settings_of
 
 from moiety_engine.loop import EngineLoop
 from moiety_engine.offline import run_all
@@ -30,6 +33,7 @@ from moiety_engine.startup import load_loop
 from moiety_kernels.environment import describe_environment
 
 NUMBERS = (2, 3, 1)
+WAVES = 2
 SHAPES: dict[str, dict[str, Any]] = {
     "98 kB an expert": {},
     "12.6 MB an expert": {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2},
@@ -90,8 +94,14 @@ def measure(folder: Path, num_rounds: int) -> dict[str, Any]:
             found |= answers_of(loop, wave, scaler)
             if scaler.is_over and len(found) == len(fixed):
                 break
+        begin_s = time.perf_counter()
+    with load_loop(settings_of(folder, ffn_ranks=NUMBERS[0], ep=NUMBERS[0])) as loop:
+        loop.warm_up()
+        restart_s = time.perf_counter() - begin_s
     pauses = sorted(scaler.pauses_ms)
     return {
+        "restart_s": round(restart_s, 2),
+        "load_average": round(os.getloadavg()[0], 1),
         "changes": len(pauses),
         "change_s_p50": round(statistics.median(scaler.changes_s), 2),
         "pause_ms_p50": round(statistics.median(pauses), 1),
@@ -116,7 +126,7 @@ def answers_of(loop: EngineLoop, wave: int, scaler: Scaler | None) -> dict[tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="Times that the number goes up and down.")
+    parser.add_argument("--rounds", type=int, default=2, help="Times that the number goes up and down.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "expert_scaling.json")
     options = parser.parse_args()
     report: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """KV-aware routing beside affinity and random choice: prefix-cache hit rate and TTFT of simulated replicas.
 
-    python benchmarks/kv_routing.py [--replicas 16] [--seconds 240] [--jobs 2] [--out FILE]
+    python benchmarks/kv_routing.py [--replicas 16] [--seconds 240] [--jobs 2] [--cases TRACE:RATE …] [--out FILE]
 
 Each replica is the real scheduler and block pool under the step times of an A100 with Llama-3 8B, with a device and a
 host tier of the prefix cache. Two simulated gateways choose with the gateway's own `choose`: they see load reports
@@ -23,6 +23,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from datetime import date
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
@@ -310,26 +311,39 @@ def _micros(call: Callable[[], object]) -> float:
     return (time.perf_counter() - began_s) * 1e6
 
 
+def merge_runs(earlier: dict[str, Any], settings: dict[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs, and those of other cases in an earlier result with the same settings, in the order of cases."""
+    new = {(run["trace"], run["rate_per_s"]) for run in runs}
+    if {name: earlier.get(name) for name in settings} == settings:
+        runs = [*runs, *(run for run in earlier["runs"] if (run["trace"], run["rate_per_s"]) not in new)]
+    order = [(trace, rate, routing) for trace, rates in RATES_PER_S.items() for rate in rates for routing in ROUTINGS]
+    return sorted(runs, key=lambda run: order.index((run["trace"], run["rate_per_s"], run["routing"])))
+
+
 def main() -> None:
     parser = make_simulation_parser("KV-aware routing beside affinity and random choice, simulated.", 240.0)
     parser.add_argument("--replicas", type=int, default=16)
+    all_cases = [f"{trace}:{rate:g}" for trace, rates in RATES_PER_S.items() for rate in rates]
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=all_cases,
+        default=all_cases,
+        help="Traces with requests per second. The file keeps the runs of the others.",
+    )
     args = parser.parse_args()
     cases = [
-        (trace, routing, rate, args.replicas, args.seconds)
-        for trace, rates in RATES_PER_S.items()
-        for rate in rates
+        (trace, routing, float(rate), args.replicas, args.seconds)
+        for trace, rate in (case.split(":") for case in args.cases)
         for routing in ROUTINGS
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = print_runs(pool.map(measure, *zip(*cases, strict=True)))
-    result = {
-        "device": DEVICE,
-        "policy": POLICY,
-        "replicas": args.replicas,
-        "virtual_seconds": args.seconds,
-        "lookup": measure_lookup(args.replicas),
-        "runs": runs,
-    }
+    settings = {"device": DEVICE, "policy": POLICY, "replicas": args.replicas, "virtual_seconds": args.seconds}
+    runs = [run | {"date": date.today().isoformat()} for run in runs]
+    if args.out is not None and args.out.exists():
+        runs = merge_runs(json.loads(args.out.read_text()), settings, runs)
+    result = settings | {"lookup": measure_lookup(args.replicas), "runs": runs}
     write_simulation(result, args.out)
 
 

@@ -1,6 +1,8 @@
 """Expert rebalancing between ranks during serving: whether answers stay the same, its delays, and the gain.
 
-    python benchmarks/rebalancing.py [--rebalances 50] [--intervals 200] [--rounds 3]
+    python benchmarks/rebalancing.py [--parts answers delays drifting] [--rebalances 50] [--intervals 200] [--rounds 3]
+
+Parts that are left out keep their figures in the result file, with the date, the command and the load of their run.
 
 The first part runs the engine on real ranks over gloo, on random checkpoints in the shapes of Qwen3-MoE and
 DeepSeek-V3, in float32. Greedy and seeded requests arrive all the time, while experts move from one random placement to
@@ -22,17 +24,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import date
+from collections.abc import Iterator
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from on_checkpoint import command_and_date, write_report
 from placement import drift, plan_by_us
 
 from moiety_engine.config import EngineConfig
@@ -74,7 +78,7 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 )
 DELAY_SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_hidden_layers": 2}  # 12.6 MB an expert
 DELAY_LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2})
-DELAY_REBALANCES = 5
+DELAY_REBALANCES, DELAY_WAVES = 5, 2
 NEAR = 1e-4
 WAVES, NUM_REQUESTS, OUTPUT_TOKENS = 8, 24, 24
 DRIFTS = ((32, 0.8, 1000), (32, 0.8, 300), (144, 0.2, 1000))  # ranks, Zipf's exponent, intervals to forget
@@ -88,39 +92,36 @@ def main() -> None:
     parser.add_argument("--intervals", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="Rounds of the delays.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "rebalancing.json")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    report: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": "python benchmarks/rebalancing.py",
-        "settings": {"rebalances": options.rebalances, "intervals": options.intervals, "rounds": options.rounds},
-        "environment": describe_environment("numpy", "torch"),
-        "answers": [],
-        "delays": {"layouts": []},
-        "drifting": [],
-    }
-    with tempfile.TemporaryDirectory() as work:
-        for family in FAMILIES:
-            folder = make_checkpoint(Path(work) / family, family)
-            alone = answers(settings_of(folder), 0)["answers"]
-            for layout in LAYOUTS:
-                config = settings_of(folder, **layout, redundant_experts=4, rebalance_every_s=1e9)
-                still, found = answers(config, 0)["answers"], answers(config, options.rebalances)
-                compared = {"at_rest": compare(still, found), "one_rank": compare(alone, found)}
-                tell(report["answers"], {"family": family} | layout | found["told"] | compared)
-        folder = make_checkpoint(Path(work) / "delays", "qwen3_moe", DELAY_SHAPE)
-        for layout in DELAY_LAYOUTS:
-            tell(report["delays"]["layouts"], layout | compare_modes(folder, layout, options.rounds))
-    for ranks, exponent, forget in DRIFTS:
-        tell(report["drifting"], follow(ranks, exponent, forget, options.intervals))
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def tell(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    rows.append(row)
-    print(json.dumps(row), file=sys.stderr)
+    report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
+    for part in options.parts:
+        rows = []
+        with tempfile.TemporaryDirectory() as work:
+            for row in PARTS[part](Path(work), options):
+                print(json.dumps(row), file=sys.stderr)
+                rows.append(row)
+        report[part] = command_and_date() | {
+            "environment": describe_environment("numpy", "torch"),
+            "load_average": round(os.getloadavg()[0], 1),
+            "rows": rows,
+        }
+        write_report(report, options.output)
 
 
 # ── answers ──
+
+
+def compare_answers(work: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the comparison of each family and layout."""
+    for family in FAMILIES:
+        folder = make_checkpoint(work / family, family)
+        alone = answers(settings_of(folder), 0)["answers"]
+        for layout in LAYOUTS:
+            config = settings_of(folder, **layout, redundant_experts=4, rebalance_every_s=1e9)
+            still, found = answers(config, 0)["answers"], answers(config, options.rebalances)
+            compared = {"at_rest": compare(still, found), "one_rank": compare(alone, found)}
+            yield {"family": family} | layout | found["told"] | compared
 
 
 def make_checkpoint(folder: Path, family: str, more: dict[str, Any] | None = None) -> Path:
@@ -222,16 +223,30 @@ def compare(expected: dict[tuple[int, int], Any], found: dict[str, Any]) -> dict
 # ── delays ──
 
 
+def compare_delays(work: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the delays of each layout."""
+    folder = make_checkpoint(work / "delays", "qwen3_moe", DELAY_SHAPE)
+    for layout in DELAY_LAYOUTS:
+        yield layout | compare_modes(folder, layout, options.rounds)
+
+
 def compare_modes(folder: Path, layout: dict[str, int], num_rounds: int) -> dict[str, Any]:
-    """Return the delays of each mode, and without any moves: medians over the rounds."""
+    """Return the delays of each mode, and without any moves: medians over the rounds.
+
+    The ratios are the medians of asynchronous to blocking mode in the same round.
+    """
     found: dict[str, list[dict[str, float]]] = {"still": [], "blocking": [], "async": []}
     for _ in range(num_rounds):
         for name, rounds in found.items():
             rounds.append(delays(folder, layout, RebalanceMode.ASYNC if name == "still" else RebalanceMode(name), name))
-    return {
+    medians = {
         name: {figure: round(statistics.median(one[figure] for one in rounds), 2) for figure in rounds[0]}
         for name, rounds in found.items()
     }
+    pairs = list(zip(found["async"], found["blocking"], strict=True))
+    figures = [figure for figure in pairs[0][0] if figure.endswith(("_ms", "_p50", "_p99"))]
+    ratios = {one: round(statistics.median(own[one] / other[one] for own, other in pairs), 3) for one in figures}
+    return {**medians, "ratio_async_to_blocking": ratios}
 
 
 def delays(folder: Path, layout: dict[str, int], mode: RebalanceMode, name: str) -> dict[str, float]:
@@ -245,7 +260,7 @@ def delays(folder: Path, layout: dict[str, int], mode: RebalanceMode, name: str)
         assert loop.experts.rebalancing is not None
         skew = Skew(loop.experts.rebalancing.balancer, is_still=is_still)
         token_ms: list[float] = []
-        for wave in range(WAVES) if is_still else cycle(range(WAVES)):
+        for wave in range(DELAY_WAVES) if is_still else cycle(range(WAVES)):
             skew.begin()
             for result in run_all(loop, requests(wave), on_step=skew).values():
                 token_ms += [
@@ -297,6 +312,12 @@ class Skew:
 
 
 # ── drifting loads ──
+
+
+def follow_drifts(_: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the balancedness and the moves with each drifting load."""
+    for ranks, exponent, forget in DRIFTS:
+        yield follow(ranks, exponent, forget, options.intervals)
 
 
 def follow(ranks: int, exponent: float, forget: float, num_intervals: int) -> dict[str, Any]:
@@ -353,6 +374,8 @@ def carry_out(online: Balancer, load_LE: Ints) -> tuple[float, int, int]:
     moving = min(1.0, steps * STEP_S / EVERY_S)
     return (before + after) / 2 * moving + after * (1 - moving), steps, writes
 
+
+PARTS = {"answers": compare_answers, "delays": compare_delays, "drifting": follow_drifts}
 
 if __name__ == "__main__":
     main()
