@@ -346,13 +346,10 @@ class Scheduler:
         """Add decodes, then as much prefill as fits."""
         decoding = self._preemptor.secure_decodes(now_ns)
         division = self._division
-        due_s, context = self.queues.sums_of(decoding)
         if not self._strategy.padded:  # the rows of a padded batch run together
-            chosen = self.policy.decodes_of_step(decoding, context, now_ns / 1e9)
-            chosen = division.decodes_of_step(chosen) if division.is_active else chosen
-            if chosen is not decoding:
-                due_s, context = self.queues.sums_of(chosen)
-                decoding = chosen
+            decoding = self.policy.decodes_of_step(decoding, self.queues.sums_of(decoding)[1], now_ns / 1e9)
+            decoding = division.decodes_of_step(decoding) if division.is_active else decoding
+        due_s, context = self.queues.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if division.is_active:
             due_s = division.earliest_due_s(due_s)
