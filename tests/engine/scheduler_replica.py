@@ -363,6 +363,8 @@ class Replica:
         assert set(places.prefilling) == set(running) - set(places.decoding) - set(places.verifying)
         assert set(places.verifying) <= {s for s in running if s.pending}
         assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
+        for rank in {s.service.rank for s in sequences}:
+            assert places.num_running_of(rank) == Counter(s.request.tenant for s in running if s.service.rank == rank)
         self._check_sums(running)
         self._check_tally(sequences)
 

@@ -81,8 +81,7 @@ class Scheduler:
         self._strategy = strategy
         self.step_time = step_time or StepTimeModel()
         self.lengths = lengths or OutputPredictor()
-        self.tally = ClassCounters()
-        self.queues = RequestQueues()
+        self.tally, self.queues = ClassCounters(), RequestQueues()
         self.policy: Policy = make_policy(
             policy_name,
             PolicyContext(
@@ -95,6 +94,7 @@ class Scheduler:
                 num_blocks=kv.pool.num_blocks,
                 layout=kv.layout,
                 cached_tokens=groups.num_cached,
+                num_running_of=self.queues.num_running_of,
                 batches_experts=limits.batches_experts,
             ),
         )

@@ -8,7 +8,7 @@ an output in advance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
@@ -112,6 +112,7 @@ class PolicyContext:
     num_blocks: int  # of each rank group
     layout: TableLayout  # block tables of a sequence
     cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
+    num_running_of: Callable[[int], Mapping[str, int]]  # returns the running sequences of a rank by tenant
     batches_experts: bool = (
         False  # decodes whose order is open are chosen by the experts that they are predicted to use
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
+from collections.abc import Mapping
 from itertools import islice
 from operator import attrgetter
 
@@ -36,6 +37,7 @@ class RequestQueues:
         self.prefilling: dict[Sequence, None] = {}  # all other running sequences
         self.filled: dict[Sequence, None] = {}  # includes all decodes that need another block
         self._ranks: Counter[int] = Counter()  # of the running sequences
+        self._running_of: dict[int, dict[str, int]] = {}  # their numbers, by rank and tenant
         self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
         self._predicted_output: float | None = None
         self.paused: list[Sequence] = []
@@ -73,6 +75,10 @@ class RequestQueues:
         """Worst rank of the running sequences; -1 if none runs."""
         return max(self._ranks, default=-1)
 
+    def num_running_of(self, rank: int) -> Mapping[str, int]:
+        """Return the number of running sequences of this rank by tenant, without tenants that have none."""
+        return self._running_of.get(rank, {})
+
     def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
         """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
         if len(decoding) == len(self.decoding):
@@ -105,7 +111,10 @@ class RequestQueues:
         insort(self.running, sequence, key=by_arrival)
         sequence.state = SequenceState.RUNNING
         self._predicted_output = None
-        self._ranks[sequence.service.rank] += 1
+        rank, tenant = sequence.service.rank, sequence.request.tenant
+        self._ranks[rank] += 1
+        of_rank = self._running_of.setdefault(rank, {})
+        of_rank[tenant] = of_rank.get(tenant, 0) + 1
         self.prefilling[sequence] = None
         self.computed(sequence)
 
@@ -214,6 +223,10 @@ class RequestQueues:
         self._ranks[rank] -= 1
         if not self._ranks[rank]:
             del self._ranks[rank]
+        of_rank, tenant = self._running_of[rank], sequence.request.tenant
+        of_rank[tenant] -= 1
+        if not of_rank[tenant]:
+            del of_rank[tenant]
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]

@@ -47,6 +47,11 @@ class DecodePacing:
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
+        step_s = self._step_time.predict_s(StepShape(len(decoding), 0, num_context))
+        if best_waits and step_s <= (limit_s := self._longest_decode_s(best_is_there=True)):
+            self._take_turn_of_floor()
+            self.limit_s = limit_s  # no deadline bounds the step
+            return decoding
         best = [chunk for chunk in decoding if chunk.sequence.service.rank <= best_rank]
         limit_s = self._longest_decode_s(best_is_there=best_waits or bool(best))
         if best_waits or best:
@@ -54,9 +59,7 @@ class DecodePacing:
         is_late = any(chunk.sequence.deadlines.next_due_s == math.inf for chunk in best)
         if best_waits or is_late:  # no deadline bounds the step
             self.limit_s = limit_s
-        if len(best) == len(decoding):
-            return decoding
-        if self._step_time.predict_s(StepShape(len(decoding), 0, num_context)) <= limit_s:
+        if len(best) == len(decoding) or step_s <= limit_s:
             return decoding
         worse = [chunk for chunk in decoding if chunk.sequence.service.rank > best_rank]
         worse.sort(key=self._wanted_at_s)

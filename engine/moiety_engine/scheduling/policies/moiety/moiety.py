@@ -265,7 +265,7 @@ class Moiety(Policy):
             return True
         if not self.tuning.fairness or not self._accounts[rank].others_wait(record.tenant):
             return False
-        if not self._kv_admission.victims.some_tenant_exceeds_slots(rank, running):
+        if not self._kv_admission.victims.some_tenant_exceeds_slots(rank):
             return False
         self._queue.hold(record.tenant, rank)
         return True

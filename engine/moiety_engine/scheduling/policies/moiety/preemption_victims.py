@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter, TenantCounters
@@ -19,7 +18,7 @@ from moiety_engine.sequence import Sequence
 class _BatchSlots:
     """Batch slots that a rank's requests hold."""
 
-    held: Counter[TenantCounter]
+    held: Mapping[str, int]  # by tenant
     of_weight: float  # slots per unit of weight
     over: set[TenantCounter]  # tenants that hold at least their share of slots even with one slot less
 
@@ -56,9 +55,9 @@ class PreemptionVictims:
         """Discard the slot counts: a step begins, or a sequence joined or left the batch."""
         self._slots.clear()
 
-    def some_tenant_exceeds_slots(self, rank: int, running: Iterable[Sequence]) -> bool:
+    def some_tenant_exceeds_slots(self, rank: int) -> bool:
         """Return whether a tenant of the rank holds more than its share of batch slots."""
-        return bool(self._slots_of(rank, running).over)
+        return bool(self._slots_of(rank).over)
 
     def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
         """Return whether sequences of its rank would be preempted for it.
@@ -104,22 +103,25 @@ class PreemptionVictims:
         """
         if not self._tuning.fairness or self.share(beneficiary) == 1.0:
             return []
-        slots = self._slots_of(beneficiary.service.rank, running)
+        slots = self._slots_of(beneficiary.service.rank)
         own = self._records[beneficiary].tenant
-        if not slots.over or slots.held[own] + 1 > max(1.0, slots.of_weight * own.weight):
+        if not slots.over or slots.held.get(own.tenant, 0) + 1 > max(1.0, slots.of_weight * own.weight):
             return []
         records, over, is_guaranteed = self._records, slots.over, self._reservations.is_guaranteed
         may_pause = [s for s in running if records[s].tenant in over and not is_guaranteed(s)]
         return sorted(may_pause, key=lambda s: (s.timeline.num_pauses, -s.request.order))
 
-    def _slots_of(self, rank: int, running: Iterable[Sequence]) -> _BatchSlots:
-        """Count the rank's slots, once per step or until one changes its owner."""
+    def _slots_of(self, rank: int) -> _BatchSlots:
+        """Compare the rank's slots with the shares, once per step or until one changes its owner.
+
+        Only used with fairness between tenants, so that each has an account.
+        """
         slots = self._slots.get(rank)
         if slots is None:
-            records = self._records
-            held = Counter([records[s].tenant for s in running if s.service.rank == rank])
-            of_weight = held.total() / max(1e-9, self._accounts[rank].total_weight)
-            over = {account for account, count in held.items() if count > 1 and count - 1 >= of_weight * account.weight}
+            held, accounts = self._context.num_running_of(rank), self._accounts[rank]
+            of_weight = sum(held.values()) / max(1e-9, accounts.total_weight)
+            several = [(accounts.get(tenant), count) for tenant, count in held.items() if count > 1]
+            over = {one for one, count in several if one is not None and count - 1 >= of_weight * one.weight}
             slots = self._slots[rank] = _BatchSlots(held, of_weight, over)
         return slots
 
