@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.conftest import examples
@@ -100,3 +100,33 @@ def test_blank_blocks_are_taken_before_cached_ones_and_the_least_recently_used_o
     assert pool.allocate(1) == [first]
     assert pool.find(b"a") is None
     assert pool.find(b"b") == second
+
+
+@given(ops=st.lists(st.one_of(st.integers(0, 30), st.just("allocate"), st.just("free")), max_size=120))
+def test_new_contents_of_a_free_block_equal_allocating_sealing_and_freeing_it(ops: list[int | str]) -> None:
+    pools, held = [BlockPool(6), BlockPool(6)], list[int]()
+    for op in ops:
+        if op == "allocate":
+            if pools[0].num_free:
+                (block,), (other,) = (pool.allocate(1) for pool in pools)
+                assert block == other
+                held.append(block)
+        elif op == "free":
+            for pool in pools if held else ():
+                pool.free([held[0]])
+            held = held[1:]
+        else:
+            block_hash = str(op).encode()
+            assert pools[0].find(block_hash) == pools[1].find(block_hash)
+            if pools[0].find(block_hash) is not None:
+                continue
+            if not pools[0].num_free:
+                with pytest.raises(NoFreeBlocks):
+                    pools[0].cache_new(block_hash)
+                continue
+            (block,) = pools[1].allocate(1)
+            pools[1].seal(block, block_hash)
+            pools[1].free([block])
+            assert pools[0].cache_new(block_hash) == block
+        assert [pool.num_free for pool in pools] == [6 - len(held)] * 2
+        assert pools[0].num_cached == pools[1].num_cached

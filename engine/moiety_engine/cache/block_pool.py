@@ -67,6 +67,25 @@ class BlockPool:
             references[block] = 1
         return taken
 
+    def cache_new(self, block_hash: bytes) -> int:
+        """Give a free block contents with this hash, which no block may have, and return the block, which stays free.
+
+        The same as allocating, sealing and freeing it. Raises NoFreeBlocks.
+        """
+        if not self.num_free:
+            raise NoFreeBlocks(f"a block requested, but none of {self.num_blocks} is free")
+        assert block_hash not in self._block_of, "a hash is cached twice"
+        (block,) = (self._blank.pop(),) if self._blank else self._evict(1)
+        self._hash_of[block], self._block_of[block_hash] = block_hash, block
+        if self.changes is not None:
+            self.changes.store(block_hash)
+        self.num_cached += 1
+        self._entries[block] += 1
+        self._cached.append(block)
+        if len(self._cached) > 2 * self.num_blocks:
+            self._drop_invalid()
+        return block
+
     def share(self, block: int) -> None:
         """Add one reference to a used or cached block."""
         if self._references[block] == 0:

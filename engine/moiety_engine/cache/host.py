@@ -71,7 +71,8 @@ class HostTier:
     def keep(self, device_block: int, block_hash: bytes) -> None:
         """Keep the contents of a prefix block that the pool evicts, if a host block is free."""
         if self.pool.find(block_hash) is None and self.pool.num_free > 0:
-            self.pool.free([self.take(device_block, block_hash)])
+            assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
+            self._out_to[self.pool.cache_new(block_hash)] = device_block
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""
