@@ -180,6 +180,33 @@ def test_a_guardrail_changes_its_check_and_leaves_with_the_file(
     assert not json.loads(moiety("guardrail", "list", "--json").stdout)["data"]
 
 
+def test_an_issuer_of_jwts_is_declared_with_its_project_changed_and_removed(
+    apply: Callable[..., dict[str, Any]], moiety: Moiety
+) -> None:
+    file = """
+tenants: [{name: trusted, projects: [{name: web}, {name: night}]}]
+issuers:
+  - {name: ci, url: "https://ci.example.com", audience: moiety, claim: org, required_claims: {env: prod},
+     grants: [{claim_value: a, project: trusted/web}, {claim_value: b, project: trusted/night}]}
+"""
+    apply(file, "--source=issuers")
+    shown = json.loads(moiety("issuer", "show", "ci", "--json").stdout)
+    assert [grant["project"] for grant in shown["grants"]] == ["trusted/web", "trusted/night"]
+    assert apply(file, "--source=issuers")["to_do"] == 0
+    changed = file.replace("project: trusted/night", "project: trusted/web")
+    apply(changed, "--source=issuers")
+    assert apply(changed, "--source=issuers")["to_do"] == 0
+    again = json.loads(moiety("issuer", "show", "ci", "--json").stdout)
+    assert (again["key_ids"][0], again["required_claims"]) == (shown["key_ids"][0], {"env": "prod"})
+    apply("tenants: [{name: trusted, projects: [{name: web}, {name: night}]}]\n", "--source=issuers", "--prune")
+    assert not json.loads(moiety("issuer", "list", "--json").stdout)["data"]
+    grants = ("--grant", "a=trusted/web,b=trusted/night", "--claim", "org", "--require", "env=prod")
+    moiety("issuer", "set", "ci", "--issuer-url", "https://ci.example.com", "--audience", "moiety", *grants)
+    listed = moiety("issuer", "list").stdout
+    assert "a=trusted/web" in listed and "env=prod" in listed
+    moiety("issuer", "delete", "ci")
+
+
 def test_a_key_whose_secret_was_lost_is_made_anew_and_the_lost_one_revoked(
     apply: Callable[..., dict[str, Any]], cluster: FakeSecretsApi, serve: Any
 ) -> None:

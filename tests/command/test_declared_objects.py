@@ -33,6 +33,9 @@ routes:
 guardrails:
   - {name: secrets, stage: input, detectors: [secrets]}
   - {name: policy, stage: output, tenant: acme, entry_point: policy, memory_mb: 64}
+issuers:
+  - {name: ci, url: "https://ci.example.com", audience: moiety, claim: org, models: [b, a],
+     grants: [{claim_value: acme, project: acme/web}]}
 classes:
   - {name: gold, rank: 0}
   - {name: silver, rank: 1}
@@ -58,6 +61,13 @@ def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_p
     assert found["route", "best"].fields == {"targets": targets, "fallbacks": ["o"]}
     assert found["guardrail", "secrets"].fields == {"stage": "input", "detectors": ["secrets"]}
     assert found["guardrail", "acme/policy"].parent == ("tenant", "acme")
+    assert found["issuer", "ci"].fields == {
+        "url": "https://ci.example.com",
+        "audience": "moiety",
+        "claim": "org",
+        "models": ["a", "b"],
+        "grants": [{"claim_value": "acme", "project": "acme/web", "models": None}],
+    }
     assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
 
 

@@ -41,7 +41,7 @@ TERMS: dict[str, Any] = {
 def test_the_filter_of_the_audit_log_names_only_kinds_that_the_gateway_logs() -> None:
     load_tables()
     assert set(KINDS) - set(Base.metadata.tables) == {"engines"}
-    assert {"tenants", "adapters", "routes", "guardrails", "declarations"} <= set(KINDS)
+    assert {"tenants", "adapters", "routes", "guardrails", "jwt_issuers", "declarations"} <= set(KINDS)
 
 
 def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing() -> None:

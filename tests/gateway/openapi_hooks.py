@@ -99,6 +99,8 @@ def before_call(_context: Any, case: Any, kwargs: Any) -> None:
         case.query.pop("service_class", None)
     if not is_bad(case, ParameterLocation.PATH) and "/guardrails/{name}" in case.operation.path:
         case.path_parameters["name"] = WORLD.guardrail()
+    if not is_bad(case, ParameterLocation.PATH) and "/issuers/{name}" in case.operation.path:
+        case.path_parameters["name"] = WORLD.issuer()
     if not is_bad(case, ParameterLocation.QUERY) and case.operation.label == "DELETE /admin/v1/declarations":
         declared = WORLD.declaration()
         case.query |= {name: declared[name] for name in ("kind", "name")}
@@ -149,6 +151,13 @@ def named(body: dict[str, Any]) -> Any:
         body["scope_id"] = WORLD.known(f"{body['level']}_id")
     if isinstance(body.get("url"), str):  # where webhooks may go to depends on the settings
         body["url"] = "https://example.com/hook"
+    if isinstance(body.get("grants"), list):  # of an issuer of JWTs, whose keys must be real ones
+        body["grants"] = body["grants"] if body.get("claim") else body["grants"][:1]
+        for number, grant in enumerate(body["grants"]):
+            grant |= {"project": WORLD.known("project_id"), "claim_value": f"{number}" if body.get("claim") else None}
+        body |= {"required_claims": {"a": "b"}, "jwks": None}
+        if body.get("jwks_url") is not None:
+            body["jwks_url"] = "https://example.com/keys"
     if body.get("service_class") is not None:
         body["service_class"] = "standard"
     if body.get("downgrade_to") is not None:

@@ -93,6 +93,12 @@ class World:
         guardrail = {"name": "one", "stage": "output", "action": "observe", "detectors": ["secrets"]}
         return self.make("/admin/v1/guardrails", guardrail, method="PUT")["name"]
 
+    def issuer(self) -> Any:
+        """Create an issuer of JWTs; return its name."""
+        grants = [{"project": self.known("project_id")}]
+        issuer = {"name": "one", "url": "https://issuer.example", "audience": "one", "grants": grants}
+        return self.make("/admin/v1/issuers", issuer, method="PUT")["name"]
+
     def chat(self, **headers: str) -> Any:
         """Send a chat, which no guardrail checks; return its id."""
         for one in self.ask("GET", "/admin/v1/guardrails").json()["data"]:

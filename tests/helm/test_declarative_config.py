@@ -31,7 +31,7 @@ def test_the_job_applies_what_the_values_declare(chart: helm_python.Chart, tmp_p
         ("class", "gold"), ("price", "moiety-demo"), ("route", "best"), ("tenant", "acme"),
         ("project", "acme/web"),
         ("key", "acme/web/ci"), ("limit", "acme: tokens_per_day"), ("limit", "acme: money_per_month"),
-        ("guardrail", "no-secrets"), ("guardrail", "acme/acme-answers"),
+        ("guardrail", "no-secrets"), ("guardrail", "acme/acme-answers"), ("issuer", "ci"),
     }  # fmt: skip
     assert {"--source=helm", "--prune"} <= {*found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]}
     assert found["Role"]["rules"][1]["resourceNames"] == ["acme-ci"]

@@ -173,6 +173,11 @@ ASKS = [
     Ask("PUT /guardrails", OPERATORS, body={"name": "g", "stage": "input", "detectors": ["secrets"]}),
     Ask("GET /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
     Ask("DELETE /guardrails/{name}", OPERATORS, path={"name": "{priced_model}"}),
+    Ask("GET /issuers", OPERATORS),
+    Ask("PUT /issuers", OPERATORS,
+        body={"name": "i", "url": "https://i.example", "audience": "a", "grants": [{"project": "{project_id}"}]}),
+    Ask("GET /issuers/{name}", OPERATORS, path={"name": "{priced_model}"}),
+    Ask("DELETE /issuers/{name}", OPERATORS, path={"name": "{priced_model}"}),
     Ask("GET /runs", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /runs/{run_id}", OWN_ONLY),
     Ask("GET /runs/{run_id}/trace", OWN_ONLY),
@@ -264,6 +269,7 @@ class World:
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
             guardrail = {"name": new, "stage": "input", "detectors": ["secrets"]}
             await owner.call("PUT", "guardrails", 200, json=guardrail)
+            await owner.call("PUT", "issuers", 200, json=issuer_of(new, side.project_id))
             await owner.call("PUT", "routes", 200, json={"name": new, "targets": [{"model": "m"}]})
             if side.webhook_id:  # their number is limited
                 await owner.http.delete(f"webhooks/{side.webhook_id}")
@@ -283,6 +289,11 @@ class World:
             spare_tenant_id=spare.id,
             secrets=secrets,
         )
+
+
+def issuer_of(name: str, project_id: str) -> dict[str, Any]:
+    """Return an issuer of JWTs for the project."""
+    return {"name": name, "url": f"https://{name}.example", "audience": "a", "grants": [{"project": project_id}]}
 
 
 @asynccontextmanager

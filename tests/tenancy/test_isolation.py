@@ -128,6 +128,7 @@ OF_ALL = (
     "/declarations",
     "/settings",
     "/guardrails",
+    "/issuers",
 )  # objects that belong to no tenant
 
 

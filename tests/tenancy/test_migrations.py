@@ -63,6 +63,8 @@ KEPT = {
     *TRACES,
     "agent_runs",
     "agent_run_requests",
+    "jwt_issuers",
+    "jwt_grants",
 }
 LATER = {"service_classes", "responses", *CONVERSATIONS, *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}

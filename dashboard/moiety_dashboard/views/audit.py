@@ -21,6 +21,7 @@ BEFORE = "audit before"
 KINDS = {
     "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
     "prices": "prices", "routes": "routes", "guardrails": "guardrails",
+    "jwt_issuers": "issuers of JWTs", "jwt_grants": "grants of JWTs",
     "content_logging": "content logging", "request_contents": "contents of requests",
     "engines": "engines", "webhooks": "webhooks", "adapters": "adapters",
     "declarations": "declarations", "idempotent_requests": "stored answers", "audit_log": "audit log",

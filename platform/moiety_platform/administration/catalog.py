@@ -10,6 +10,7 @@ from moiety_platform.auth.admin_resource import KEYS
 from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.declarative_config.admin_resource import DECLARATIONS
 from moiety_platform.guardrails.admin_resource import GUARDRAILS
+from moiety_platform.jwt_issuers.admin_resource import ISSUERS
 from moiety_platform.model_routes.admin_resource import ROUTES
 from moiety_platform.prices.admin_resource import PRICES
 from moiety_platform.quota.admin_resource import QUOTAS
@@ -24,6 +25,7 @@ RESOURCES: tuple[Resource, ...] = (  # dependencies come first: `moiety apply` c
     TENANTS,
     PROJECTS,
     KEYS,
+    ISSUERS,
     QUOTAS,
     WEBHOOKS,
     ADAPTERS,

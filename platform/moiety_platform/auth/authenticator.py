@@ -4,7 +4,7 @@ A small cache of keys saves a statement per request: an entry is trusted for `tt
 key or a suspended tenant still passes. One statement reads the keys in use again before that. When the database is
 down, or does not answer within `CONFIRM_TIMEOUT_S`, unknown keys fail closed (503, never 401) and known keys are served
 for `grace_s`. Ids that may not exist are looked up in a separate queue, whose failures say nothing about the store.
-Depends on HTTP only for the form of the header.
+Depends on HTTP only for the form of the header. A bearer token that is a JWT goes to `jwts`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import structlog
 from sqlalchemy import exc as sa
 
-from moiety_platform.auth.keys import HOW_TO, KeyText, derive_cache_salt, hash_key, hashes_match, mark_of, read_key
+from moiety_platform.auth.keys import (
+    HOW_TO,
+    KeyText,
+    derive_cache_salt,
+    hash_key,
+    hashes_match,
+    mark_of,
+    read_jwt,
+    read_key,
+)
 from moiety_platform.auth.known_ids import KnownKeyIds
 from moiety_platform.auth.lookups import LookupQueue, StoreHealth, cannot_check
 from moiety_platform.auth.pepper import PepperRotation
@@ -59,6 +68,18 @@ def _reason(error: Unavailable) -> str:
     return str(cause or "") or "the database does not answer in time"
 
 
+class AuthenticatesJwts(Protocol):
+    """Interface of the authentication of JWTs."""
+
+    async def authenticate(self, token: str) -> Principal:
+        """Return the caller. Raises Unauthenticated, Forbidden or Unavailable."""
+        ...
+
+    def forget(self) -> None:
+        """Read the issuers again before the next token is accepted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """The database's answer for a key id, and its time. `stored` None: there is no such key."""
@@ -87,6 +108,7 @@ class Authenticator:
         self._mark = mark_of(pepper)
         self._turn = turn
         self.rehashing = Rehashing(database, pepper, self.forget)
+        self.jwts: AuthenticatesJwts | None = None  # set by the entry point; None: only keys are accepted
         self._clock = clock
         self._ttl_s = ttl_s
         self._grace_s = grace_s
@@ -126,7 +148,12 @@ class Authenticator:
         Raises Unauthenticated (key missing, wrong, revoked or expired), Forbidden (its tenant is suspended), or
         Unavailable (the database is down and this key was not seen recently).
         """
-        key = read_key(authorization)
+        try:
+            key = read_key(authorization)
+        except Unauthenticated:
+            if self.jwts is None or (token := read_jwt(authorization)) is None:
+                raise
+            return await self.jwts.authenticate(token)
         offered_hash = hash_key(key, self._pepper)
         entry = await self._find(key.key_id)
         stored = entry.stored
@@ -189,6 +216,13 @@ class Authenticator:
         self._edits.note(key_id)
         self._known_lookups.forget(key_id)
         self._unknown_lookups.forget(key_id)
+
+    def forget_issuers(self, key_ids: Sequence[str]) -> None:
+        """Make a change of issuers of JWTs, and of the keys of their grants, take effect here at once."""
+        for key_id in key_ids:
+            self.forget(key_id)
+        if self.jwts is not None:
+            self.jwts.forget()
 
     async def read_key_ids(self) -> None:
         """Read the ids of keys that other processes made, so that their first use skips the queue of unknown ids.
@@ -374,4 +408,4 @@ class Authenticator:
         if stored is None:
             return None
         cache_salt = derive_cache_salt(stored.tenant_id, self._pepper)
-        return copy_fields(stored, Principal, root_key_id=stored.root_id, cache_salt=cache_salt)
+        return copy_fields(stored, Principal, root_key_id=stored.root_id, cache_salt=cache_salt, end_user=None)

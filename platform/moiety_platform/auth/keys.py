@@ -17,6 +17,7 @@ ID_LENGTH = 16  # 95 bits: no collisions
 SECRET_LENGTH = 32  # base62 characters: 190 bits
 HINT_LENGTH = 4
 MIN_PEPPER_BYTES = 16
+JWT_DOTS = 2
 MARK_LENGTH = 16  # hexadecimal digits; length of the column
 
 HOW_TO = "Send your key as 'Authorization: Bearer mty_…', or to /v1/messages as 'x-api-key: mty_…'."
@@ -89,6 +90,14 @@ def derive_cache_salt(tenant_id: str, pepper: bytes) -> bytes:
 def random_base62(length: int) -> str:
     """Return random letters and digits from the system's source of randomness."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def read_jwt(authorization: str | None) -> str | None:
+    """Return the bearer credential that has the form of a JWT, three parts separated by dots; None if it has not."""
+    scheme, _, credential = (authorization or "").partition(" ")
+    credential = credential.strip()
+    is_jwt = scheme.lower() == "bearer" and credential.count(".") == JWT_DOTS and not credential.startswith(PREFIX)
+    return credential if is_jwt else None
 
 
 def read_key(authorization: str | None) -> KeyText:

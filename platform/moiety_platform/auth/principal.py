@@ -15,7 +15,7 @@ class Principal:
 
     `cache_salt` is derived on the server from the tenant and starts its prefix-cache chain; `allowed_models` None means
     every served model; `scopes` are e.g. `inference`, `admin`. `role` is an administrator's, None for a client's key;
-    an administrator of all tenants has an empty `tenant_id`.
+    an administrator of all tenants has an empty `tenant_id`. `end_user` is that of a JWT, None for a key itself.
     """
 
     key_id: str
@@ -30,6 +30,7 @@ class Principal:
     role: Role | None = None
     allowed_models: frozenset[str] | None = None
     speculative_prefill: SpeculativePrefillMode = SpeculativePrefillMode.OFF
+    end_user: str | None = None
 
 
 ADMIN_SCOPE = "admin"

@@ -22,6 +22,7 @@ from moiety_platform.auth.schemas import (
 )
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest, Conflict
+from moiety_platform.jwt_issuers.models import JwtGrantRecord
 from moiety_platform.tenants.checks import check_moment, check_name
 from moiety_platform.tenants.models import ApiKey, Project
 from moiety_platform.tenants.rows import require_row
@@ -49,7 +50,7 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
         tenant_id=tenant_id,
         name=check_name(new.name),
         scopes=_check_scopes(new.scopes, new.role),
-        allowed_models=_check_models(new.allowed_models),
+        allowed_models=check_models(new.allowed_models, "allowed_models"),
         created_at=now,
         expires_at=expires_at,
     )
@@ -107,13 +108,16 @@ async def rotate_key(
 ) -> tuple[ApiKey, KeyText]:
     """Create a successor with the same rights; the old key expires after `grace_s`.
 
-    Raises NotFound, BadRequest, or Conflict if the key no longer works or has a successor.
+    Raises NotFound, BadRequest, or Conflict if the key no longer works, has a successor, or is an issuer's.
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise BadRequest(f"'grace_s' must be between 0 and {MAX_GRACE_S} seconds.", param="grace_s")
     old = await get_key(session, key_id)
     if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
         raise Conflict("This key is revoked or expired; create a new one instead.", code="key_not_active")
+    if await session.scalar(select(JwtGrantRecord.issuer_name).where(JwtGrantRecord.key_id == old.id)) is not None:
+        message = "This key is for the JWTs of an issuer and has no text; the issuer rotates its own keys."
+        raise Conflict(message, code="key_of_issuer")
     if old.replaced_by is not None:
         raise Conflict(f"This key was rotated already; rotate its successor {old.replaced_by}.", code="key_rotated")
     successor = ApiKey(
@@ -193,18 +197,15 @@ def _check_scopes(scopes: list[str] | None, role: Role | None) -> list[str]:
     return [allowed]
 
 
-def _check_models(models: list[str] | None) -> list[str] | None:
+def check_models(models: list[str] | None, param: str) -> list[str] | None:
+    """Return the sorted names of models that a key may use; None: all. Raises BadRequest, which names `param`."""
     if models is None:
         return None
     if not 1 <= len(models) <= MAX_ALLOWED_MODELS:
-        raise BadRequest(
-            f"'allowed_models' must name 1 to {MAX_ALLOWED_MODELS} models, or be null for every model.",
-            param="allowed_models",
-        )
+        message = f"'{param}' must name 1 to {MAX_ALLOWED_MODELS} models, or be null for every model."
+        raise BadRequest(message, param=param)
     for model in models:
         if not 1 <= len(model) <= MAX_MODEL_LENGTH or not model.isprintable():
-            raise BadRequest(
-                f"A model's name in 'allowed_models' must have 1 to {MAX_MODEL_LENGTH} printable characters.",
-                param="allowed_models",
-            )
+            message = f"A model's name in '{param}' must have 1 to {MAX_MODEL_LENGTH} printable characters."
+            raise BadRequest(message, param=param)
     return sorted(set(models))

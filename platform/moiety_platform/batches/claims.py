@@ -39,6 +39,7 @@ class OpenBatch:
     is_due: bool  # its completion window is over
     is_free: bool
     is_checked: bool = False
+    end_user: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
             is_free=batch.available_ms <= moment,
             # of others, the total is that of the ended lines until all are stored
             is_checked=batch.in_progress_ms is None and batch.completed + batch.failed < batch.total,
+            end_user=batch.end_user,
         )
         for batch, moment in rows
     ]

@@ -8,7 +8,7 @@ killed, leaves no row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -104,6 +104,8 @@ class LineRunner:
             try:
                 principal = await self.authenticator.principal_of(line.batch.key_id)
                 require_scope(principal, INFERENCE_SCOPE)
+                if line.batch.end_user is not None:
+                    principal = replace(principal, end_user=line.batch.end_user)
             except Unauthenticated as exc:
                 return KeyLost(line, exc)
             except Forbidden as exc:  # the tenant is suspended, which may end

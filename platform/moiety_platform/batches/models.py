@@ -14,6 +14,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base
 from moiety_platform.tenants.models import ID_LENGTH
+from moiety_platform.usage.attribution import MAX_END_USER_CHARS
 
 WORKER_ID_LENGTH = 64
 MAX_CUSTOM_ID_LENGTH = 256
@@ -60,6 +61,7 @@ class Batch(Base):
     tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     key_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    end_user: Mapped[str | None] = mapped_column(String(MAX_END_USER_CHARS))  # that the creator's token has verified
     endpoint: Mapped[str] = mapped_column(String(MAX_ENDPOINT_LENGTH))
     input_file_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     note: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))  # the client's `metadata`

@@ -55,6 +55,7 @@ async def create_batch(
         tenant_id=owner.tenant_id,
         project_id=owner.project_id,
         key_id=owner.key_id,
+        end_user=owner.end_user,
         endpoint=new.endpoint,
         input_file_id=file.id,
         note=new.metadata,

@@ -21,6 +21,7 @@ from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.experts.service import ExpertService
 from moiety_platform.guardrails.controller import GuardrailController
+from moiety_platform.jwt_issuers.controller import JwtIssuerController
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.reloading.controller import SettingController
@@ -102,6 +103,7 @@ class Administration:
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
             with_services(WebhookController, reach=self.reach),
             with_services(GuardrailController, reach=self.reach),
+            with_services(JwtIssuerController, reach=self.reach),
             with_services(RequestContentController, content_cipher=ContentCipher(*self.peppers)),
             with_services(RunController),
             with_services(

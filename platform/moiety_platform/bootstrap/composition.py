@@ -48,6 +48,7 @@ from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
 from moiety_platform.inference.shadow_traffic import ShadowTraffic
+from moiety_platform.jwt_issuers.jwt_authenticator import JwtAuthenticator
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import set_log_level
 from moiety_platform.machine_limits import MachineCollector, MachineLimits
@@ -207,6 +208,8 @@ async def _open_services(
         settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas, texts
     )
     await stack.enter_async_context(administration)
+    jwts = JwtAuthenticator(keys, clock, authenticator, administration.reach)
+    authenticator.jwts = await stack.enter_async_context(jwts)
     telemetry.send_metrics(settings)
     admin = admin_router(
         report_database, authenticator, classes, rules, quotas, pepper, clock,

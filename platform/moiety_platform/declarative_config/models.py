@@ -26,6 +26,7 @@ class DeclaredKind(StrEnum):
     LIMIT = "limit"
     WEBHOOK = "webhook"
     GUARDRAIL = "guardrail"
+    ISSUER = "issuer"
 
 
 class Declaration(Base):

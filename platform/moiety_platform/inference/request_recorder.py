@@ -249,7 +249,7 @@ class RequestRecorder:
             num_choices=record.num_sequences,
             prompt_tokens=num_prompt_tokens,
             cost_nanodollars=cost,
-            end_user=record.attribution.end_user,
+            end_user=record.principal.end_user or record.attribution.end_user,  # a token's is verified
             tags=record.attribution.tags,
             route=record.route,
             trace_id=record.trace.trace_id if record.trace.is_recorded else None,
@@ -292,7 +292,7 @@ class RequestRecorder:
             speculative_used_tokens=record.num_speculative_tokens,
             expert_read_bytes=record.expert_read_bytes,
             expert_moved_bytes=record.expert_moved_bytes,
-            end_user=record.attribution.end_user,
+            end_user=record.principal.end_user or record.attribution.end_user,  # a token's is verified
             tags=record.attribution.tags,
             route=record.route,
             trace_id=record.trace.trace_id if record.trace.is_recorded else None,

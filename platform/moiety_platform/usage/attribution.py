@@ -53,7 +53,7 @@ def attribution_of(end_user: str | None, metadata: Mapping[str, str], header: by
     for name, value in metadata.items():
         if len(tags) < MAX_TAGS and name not in tags and _is_tag(name, value):
             tags[name] = value
-    return Attribution(_stored(end_user) if end_user else None, _encode_tags(tags) if tags else None)
+    return Attribution(stored_end_user(end_user) if end_user else None, _encode_tags(tags) if tags else None)
 
 
 def tagged_attribution(attribution: Attribution, name: str, value: str) -> Attribution:
@@ -117,7 +117,8 @@ def _encode_tags(tags: dict[str, str]) -> str:
     return msgspec.json.encode(dict(sorted(tags.items()))).decode()
 
 
-def _stored(end_user: str) -> str:
+def stored_end_user(end_user: str) -> str:
+    """Return an end user as usage rows store it: printable, and hashed if it is too long."""
     if len(end_user) <= MAX_END_USER_CHARS:
         return end_user if end_user.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in end_user)
     return f"sha256:{hashlib.sha256(end_user.encode('utf-8', 'replace')).hexdigest()}"

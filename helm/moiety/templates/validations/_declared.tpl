@@ -8,12 +8,13 @@
 {{- range $declared.classes }}{{ if .downgrade_to }}{{ $_ := set $used (printf "declared.classes (%s).downgrade_to" .name) .downgrade_to }}{{ end }}{{ end -}}
 {{- range $declared.tenants }}{{ if .service_class }}{{ $_ := set $used (printf "declared.tenants (%s).service_class" .name) .service_class }}{{ end }}{{ end -}}
 {{- range $declared.prices }}{{ if .service_class }}{{ $_ := set $used (printf "declared.prices (%s).service_class" .model) .service_class }}{{ end }}{{ end -}}
+{{- range $declared.issuers }}{{ if .service_class }}{{ $_ := set $used (printf "declared.issuers (%s).service_class" .name) .service_class }}{{ end }}{{ end -}}
 {{- range $path, $class := $used -}}
 {{- if not (has $class $classes) -}}
 {{- fail (printf "%s is %s, and there is no such class: use one of %s, declare it in declared.classes, or name it in declared.existingClasses if it exists" $path $class (join ", " $classes)) -}}
 {{- end -}}
 {{- end -}}
-{{- range $kind := list "classes" "tenants" "routes" "guardrails" "webhooks" -}}
+{{- range $kind := list "classes" "tenants" "routes" "guardrails" "issuers" "webhooks" -}}
 {{- $names := list -}}
 {{- range get $declared $kind -}}
 {{- if has .name $names -}}

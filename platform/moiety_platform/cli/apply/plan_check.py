@@ -1,8 +1,8 @@
 """Check of a plan by the gateway before anything is done: each new or changed object is sent as a dry run.
 
 A dry run is the request itself, which the gateway validates in a transaction that it then rolls back. An object that
-refers to a class of the same plan is not checked, since the gateway does not know the class yet. A limit or a key of a
-new object is checked as if it were one of an existing object of that kind.
+refers to a class or project of the same plan is not checked, since the gateway does not know it yet. A limit or a key
+of a new object is checked as if it were one of an existing object of that kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _CLASS_FIELDS = ("service_class", "downgrade_to")
 def check_plan(client: AdminClient, steps: list[PlanStep], current: Current) -> dict[ObjectPlace, str]:
     """Return for each object that the gateway would refuse the reason. Raises NotReachable or NotAllowed."""
     refused: dict[ObjectPlace, str] = {}
-    new_classes = {step.name for step in steps if step.kind == "class" and step.action is PlanAction.CREATE}
+    created = [step for step in steps if step.action is PlanAction.CREATE]
+    new_classes, new_projects = ({step.name for step in created if step.kind == kind} for kind in ("class", "project"))
     is_known = False
     for step in steps:
         request = _request_of(step, current)
@@ -32,7 +33,7 @@ def check_plan(client: AdminClient, steps: list[PlanStep], current: Current) -> 
                 raise CommandError(
                     "the gateway is of an earlier release without dry runs; upgrade it, then apply again"
                 )
-        if request is None or _named_classes(step) & new_classes:
+        if request is None or _named_classes(step) & new_classes or _named_projects(step) & new_projects:
             continue
         try:
             client.dry_run(request.method, request.path, request.body, DRY_RUN, **request.query)
@@ -74,3 +75,8 @@ def _named_classes(step: PlanStep) -> set[str]:
         return set()
     fields = declared.fields | declared.identity
     return {str(fields[name]) for name in _CLASS_FIELDS if fields.get(name) is not None}
+
+
+def _named_projects(step: PlanStep) -> set[str]:
+    grants = [] if step.declared is None else step.declared.fields.get("grants", [])
+    return {grant["project"] for grant in grants}

@@ -20,6 +20,7 @@ from moiety_platform.auth.pepper import (
 )
 from moiety_platform.cli.doctor.finding import Finding, fail, ok, warn
 from moiety_platform.clock import Clock
+from moiety_platform.jwt_issuers.models import JwtGrantRecord
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 
@@ -34,7 +35,8 @@ async def check_pepper(
 
     Of older keys without marks, only the administrator's is checked.
     """
-    working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now())
+    has_text = ApiKey.id.not_in(select(JwtGrantRecord.key_id))
+    working = ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > clock.now()), has_text
     keys = (await session.scalars(select(ApiKey).where(*working).order_by(ApiKey.created_at, ApiKey.name))).all()
     file = settings.data_dir / FILE_NAME
     if settings.key_pepper is None and not file.exists():

@@ -1,0 +1,81 @@
+"""An issuer of JWTs that publishes its keys on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+AUDIENCE = "moiety"
+RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+OTHER_RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+EC = ec.generate_private_key(ec.SECP256R1())
+ED = ed25519.Ed25519PrivateKey.generate()
+
+
+class TokenIssuer:
+    """Publishes its keys over HTTP, and counts how often it is asked for them. `away` drops every connection."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.away = False
+        self.num_fetches = 0
+        self.num_waiting = 0
+        self.paths: list[str] = []
+        self.held: asyncio.Event | None = None  # that answers wait for
+        self.calls_itself: str | None = None
+        self.keys: list[dict[str, Any]] = [
+            {**jwt.algorithms.RSAAlgorithm.to_jwk(RSA.public_key(), as_dict=True), "kid": "rsa", "alg": "RS256"},
+            {**jwt.algorithms.ECAlgorithm.to_jwk(EC.public_key(), as_dict=True), "kid": "ec"},
+            {**jwt.algorithms.OKPAlgorithm.to_jwk(ED.public_key(), as_dict=True), "kid": "ed"},
+            {"kty": "oct", "kid": "shared", "k": base64.urlsafe_b64encode(b"s" * 32).decode()},
+            {"kty": "strange", "kid": "strange"},
+        ]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+        if self.held is not None:
+            self.num_waiting += 1
+            await self.held.wait()
+        if not self.away:
+            if path == b"/keys":
+                self.num_fetches += 1
+            self.paths.append(path.decode())
+            found: dict[str, Any] = {"issuer": self.calls_itself or self.url, "jwks_uri": f"{self.url}/keys"}
+            body = json.dumps({"keys": self.keys} if path == b"/keys" else found).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
+            await writer.drain()
+        writer.close()
+
+    def claims(self, **claims: Any) -> dict[str, Any]:
+        """Return the usual claims, with these in their place; None leaves one out."""
+        now = int(time.time())  # of the library's own clock
+        usual: dict[str, Any] = {
+            "iss": self.url,
+            "aud": AUDIENCE,
+            "sub": "ada",
+            "exp": now + 300,
+            "moiety_roles": ["viewer"],
+        }
+        return {name: value for name, value in {**usual, **claims}.items() if value is not None}
+
+    def token(self, key: Any = RSA, algorithm: str = "RS256", key_id: str | None = "rsa", **claims: Any) -> str:
+        headers = {} if key_id is None else {"kid": key_id}
+        return jwt.encode(self.claims(**claims), key, algorithm, headers=headers)
+
+
+@asynccontextmanager
+async def started_issuer() -> AsyncIterator[TokenIssuer]:
+    """Start an issuer on a free port of the loopback."""
+    issuer = TokenIssuer()
+    server = await asyncio.start_server(issuer.serve, "127.0.0.1", 0)
+    async with server:
+        issuer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield issuer
