@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from external.processes import MOIETY, process, wait
 from on_checkpoint import HERE, write_report
 
-from moiety_platform.auth.oidc import LEEWAY_S, REFETCH_S
+from moiety_platform.auth.jwt_verification import LEEWAY_S, REFETCH_S
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.supervisor.ports import claim_port
 

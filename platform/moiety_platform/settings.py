@@ -8,7 +8,6 @@ from __future__ import annotations
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, SecretStr, field_validator, model_validator
 from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
@@ -19,6 +18,7 @@ from moiety_platform.engine_addresses import identity
 from moiety_platform.export_settings import ExportSettings
 from moiety_platform.log_settings import LogSettings
 from moiety_platform.object_store_url import check_url
+from moiety_platform.oidc_settings import OidcSettings
 from moiety_platform.origins import check_origin
 from moiety_platform.quote_settings import QuoteSettings
 from moiety_platform.reloadable import fixed, live
@@ -30,7 +30,6 @@ from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 SECTION = "gateway"
 NETWORKS = ("webhook_networks", "image_link_networks", "document_link_networks")  # settings
 MIN_DAYS_OF_USAGE = 62  # so that late usage of the previous month still finds its requests
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def is_loopback(host: str) -> bool:
@@ -47,7 +46,13 @@ def _also(name: str, variable: str) -> AliasChoices:
 
 
 class GatewaySettings(
-    LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings, ExportSettings
+    LogSettings,
+    DocumentSettings,
+    QuoteSettings,
+    TokenCountSettings,
+    RoutingSettings,
+    ExportSettings,
+    OidcSettings,
 ):
     """All settings of one gateway process."""
 
@@ -95,20 +100,10 @@ class GatewaySettings(
     curve_public_key: str | None = fixed(None, "Public CURVE key of this gateway.")
     curve_secret_key: SecretStr | None = fixed(None, "Secret CURVE key of this gateway.")
 
-    oidc_issuer: str | None = live(
-        None, "OIDC issuer whose tokens the admin API accepts in addition to keys. It requires oidc_audience."
-    )
-    oidc_audience: str | None = live(None, "Audience that OIDC tokens must have.")
-    oidc_roles_claim: str = live(
-        "moiety_roles",
-        "Claim with the administrator's role or a list of roles. Dots select a claim inside another one.",
-    )
-    oidc_tenant_claim: str = live(
-        "moiety_tenant", "Claim with the id of the tenant that the token is restricted to. Optional in a token."
-    )
-
     webhook_networks: Annotated[tuple[str, ...], NoDecode] = live(
-        (), "Private networks in which webhooks may have addresses, in addition to the public internet."
+        (),
+        "Private networks in which webhooks, endpoints of guardrails and issuers of JWTs may have addresses, in "
+        "addition to the public internet.",
     )
     image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
         (), "Private networks to which links to images may lead, in addition to the public internet."
@@ -359,15 +354,6 @@ class GatewaySettings(
     def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_origin, value))
 
-    @field_validator("oidc_issuer")
-    @classmethod
-    def _check_issuer(cls, value: str | None) -> str | None:
-        if value is not None:
-            url = urlsplit(value)
-            if not url.hostname or (url.scheme != "https" and not (url.scheme == "http" and url.hostname in LOOPBACK)):
-                raise ValueError(f"the issuer {value!r} must be an https:// address, or http:// on this machine")
-        return value
-
     @field_validator("object_store_url")
     @classmethod
     def _check_object_store(cls, value: str | None) -> str | None:
@@ -379,12 +365,6 @@ class GatewaySettings(
         if 0 < value < MIN_DAYS_OF_USAGE:
             raise ValueError(f"set 0 (unlimited), or at least {MIN_DAYS_OF_USAGE} days")
         return value
-
-    @model_validator(mode="after")
-    def _check_oidc(self) -> Self:
-        if (self.oidc_issuer is None) != (self.oidc_audience is None):
-            raise ValueError("set oidc_issuer and oidc_audience together, or neither of them")
-        return self
 
     @model_validator(mode="after")
     def _check_traces(self) -> Self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,11 +11,15 @@ from typing import Any
 import httpx
 import jwt
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.token_issuer import AUDIENCE, EC, OTHER_RSA, RSA, TokenIssuer
 
-from moiety_platform.access.roles import Role
-from moiety_platform.auth.oidc import MAX_AGE_S, REFETCH_S, OidcTerms, OidcVerifier
+from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles, parse_group_roles
+from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.auth.jwt_verification import MAX_AGE_S, REFETCH_S
+from moiety_platform.auth.oidc import OidcTerms, OidcVerifier
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
@@ -28,55 +31,12 @@ from moiety_platform.tenants.service import change_tenant, create_tenant
 
 from .conftest import Demo, admin_app, listening
 
-AUDIENCE = "moiety"
-RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-OTHER_RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-EC = ec.generate_private_key(ec.SECP256R1())
-
-
-class Issuer:
-    """Publishes its keys over HTTP, and counts how often it is asked for them. `away` drops every connection."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.away = False
-        self.num_fetches = 0
-        self.calls_itself: str | None = None
-        self.keys: list[dict[str, Any]] = [
-            {**jwt.algorithms.RSAAlgorithm.to_jwk(RSA.public_key(), as_dict=True), "kid": "rsa", "alg": "RS256"},
-            {**jwt.algorithms.ECAlgorithm.to_jwk(EC.public_key(), as_dict=True), "kid": "ec"},
-            {"kty": "oct", "kid": "shared", "k": base64.urlsafe_b64encode(b"s" * 32).decode()},
-            {"kty": "strange", "kid": "strange"},
-        ]
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
-        if not self.away:
-            if path == b"/keys":
-                self.num_fetches += 1
-            found: dict[str, Any] = {"issuer": self.calls_itself or self.url, "jwks_uri": f"{self.url}/keys"}
-            body = json.dumps({"keys": self.keys} if path == b"/keys" else found).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
-            await writer.drain()
-        writer.close()
-
-    def token(self, key: Any = RSA, algorithm: str = "RS256", key_id: str | None = "rsa", **claims: Any) -> str:
-        now = int(time.time())  # of the library's own clock
-        usual: dict[str, Any] = {
-            "iss": self.url,
-            "aud": AUDIENCE,
-            "sub": "ada",
-            "exp": now + 300,
-            "moiety_roles": ["viewer"],
-        }
-        whole = {name: value for name, value in {**usual, **claims}.items() if value is not None}
-        headers = {} if key_id is None else {"kid": key_id}
-        return jwt.encode(whole, key, algorithm, headers=headers)
+OIDC: dict[str, Any] = {"oidc_issuer": "https://idp.example", "oidc_audience": AUDIENCE}
 
 
 @pytest.fixture
-async def issuer() -> AsyncIterator[Issuer]:
-    started = Issuer()
+async def issuer() -> AsyncIterator[TokenIssuer]:
+    started = TokenIssuer()
     async with listening(started.serve) as started.url:
         yield started
 
@@ -87,7 +47,7 @@ def dialect() -> str:
 
 
 @pytest.fixture
-async def gateway(issuer: Issuer, database: Database, clock: ManualClock) -> AsyncIterator[Any]:
+async def gateway(issuer: TokenIssuer, database: Database, clock: ManualClock) -> AsyncIterator[Any]:
     """`await gateway(token, path)`: what the admin API answers."""
     async with httpx.AsyncClient() as http:
         oidc = OidcVerifier(OidcTerms(issuer.url, AUDIENCE, "moiety_roles", "moiety_tenant"), database, http, clock)
@@ -105,7 +65,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_token_gets_in_with_its_role_and_the_log_names_its_subject(issuer: Issuer, gateway: Any) -> None:
+async def test_a_token_gets_in_with_its_role_and_the_log_names_its_subject(issuer: TokenIssuer, gateway: Any) -> None:
     for signed in ({}, {"key": EC, "algorithm": "ES256", "key_id": "ec"}):
         assert (await gateway(issuer.token(**signed))).status_code == 200
         assert code(await gateway(issuer.token(**signed), name="new")) == (403, "missing_role")
@@ -117,7 +77,7 @@ async def test_a_token_gets_in_with_its_role_and_the_log_names_its_subject(issue
 
 
 async def test_a_token_for_one_tenant_reaches_that_tenant(
-    issuer: Issuer, gateway: Any, database: Database, clock: ManualClock
+    issuer: TokenIssuer, gateway: Any, database: Database, clock: ManualClock
 ) -> None:
     async with database.write() as session:
         a, b = [await create_tenant(session, NewTenant(name=name), clock.now()) for name in "ab"]
@@ -141,7 +101,7 @@ async def test_a_token_for_one_tenant_reaches_that_tenant(
         assert code(refused) == (403, expected), (roles, tenant)
 
 
-async def test_invalid_tokens_are_refused(issuer: Issuer, gateway: Any, demo: Demo) -> None:
+async def test_invalid_tokens_are_refused(issuer: TokenIssuer, gateway: Any, demo: Demo) -> None:
     now = int(time.time())
     good = issuer.token()
     head, claims, signature = good.split(".")
@@ -175,7 +135,7 @@ async def test_invalid_tokens_are_refused(issuer: Issuer, gateway: Any, demo: De
 
 
 async def test_unknown_keys_are_asked_for_at_a_bounded_rate_and_withdrawn_ones_stop_to_count(
-    issuer: Issuer, gateway: Any, clock: ManualClock
+    issuer: TokenIssuer, gateway: Any, clock: ManualClock
 ) -> None:
     new: dict[str, Any] = {**jwt.algorithms.RSAAlgorithm.to_jwk(OTHER_RSA.public_key(), as_dict=True), "kid": "new"}
     for number in range(20):
@@ -193,7 +153,7 @@ async def test_unknown_keys_are_asked_for_at_a_bounded_rate_and_withdrawn_ones_s
 
 
 async def test_while_the_issuer_is_away_known_keys_count_and_others_get_503(
-    issuer: Issuer, gateway: Any, clock: ManualClock
+    issuer: TokenIssuer, gateway: Any, clock: ManualClock
 ) -> None:
     issuer.away = True
     refused = await gateway(issuer.token())
@@ -212,39 +172,125 @@ async def test_while_the_issuer_is_away_known_keys_count_and_others_get_503(
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("wrong", "complaint"),
     [
-        {"oidc_issuer": "http://idp.example", "oidc_audience": "a"},
-        {"oidc_issuer": "https://idp.example"},
-        {"oidc_audience": "a"},
+        ({"oidc_issuer": "http://idp.example", "oidc_audience": "a"}, "issuer"),
+        ({"oidc_issuer": "https://idp.example"}, "issuer"),
+        ({"oidc_audience": "a"}, "issuer"),
+        ({"oidc_group_roles": "a=owner"}, "oidc_group_roles needs oidc_issuer"),
+        (OIDC | {"oidc_group_roles": "a=king"}, "must have one of the roles owner"),
+        (OIDC | {"oidc_group_roles": "a"}, "must have one of the roles owner"),
+        (OIDC | {"oidc_group_roles": "a=viewer:"}, "names no tenant"),
+        (OIDC | {"oidc_group_roles": "a=tenant-admin"}, "for one tenant"),
+        (OIDC | {"oidc_group_roles": "a=operator:acme"}, "for all tenants"),
+        (OIDC | {"oidc_group_roles": '{"a": '}, "JSON"),
     ],
-    ids=["not https", "no audience", "no issuer"],
 )
-def test_settings_that_cannot_be_right_are_refused(given: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="issuer"):
-        GatewaySettings(**given)
+def test_settings_that_cannot_be_right_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        GatewaySettings(**wrong)
 
 
-async def test_reload_applies_oidc_settings(issuer: Issuer, database: Database, clock: ManualClock) -> None:
+def test_roles_of_groups_are_written_in_one_line_or_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, group, role in (
+        ('{"cn=a,dc=b": "viewer:x: y", "ops": "operator"}', "cn=a,dc=b", GroupRole(Role.VIEWER, "x: y")),
+        ("ops=operator, leads = tenant-admin:acme", "leads", GroupRole(Role.TENANT_ADMIN, "acme")),
+    ):
+        monkeypatch.setenv("MOIETY_OIDC_GROUP_ROLES", text)
+        parsed = parse_group_roles(GatewaySettings.load(**OIDC).oidc_group_roles)
+        assert parsed == {"ops": GroupRole(Role.OPERATOR), group: role}
+
+
+async def test_groups_give_roles_of_the_deployment_or_of_a_tenant(
+    issuer: TokenIssuer, database: Database, clock: ManualClock
+) -> None:
+    async with database.write() as session:
+        a, b = [await create_tenant(session, NewTenant(name=name), clock.now()) for name in ("acme", "globex: eu")]
+    settings: dict[str, Any] = OIDC | {
+        "oidc_issuer": issuer.url,
+        "oidc_groups_claim": "realm_access.groups",
+        "oidc_group_roles": {
+            "ops": "operator", "readers": "viewer", "acme-leads": "tenant-admin:ACME", "acme-all": f"viewer:{a.id}",
+            "globex-all": "viewer:globex: eu", "gone": "tenant-admin:initech",
+        },
+    }  # fmt: skip
+    async with OidcAuthentication(GatewaySettings(**settings), database, clock) as authentication:
+        verifier = authentication.find()
+        assert verifier is not None
+
+        async def held(*groups: str, **claims: Any) -> tuple[str, str | None]:
+            assert verifier is not None
+            token = issuer.token(**{"moiety_roles": None, "realm_access": {"groups": list(groups)}, **claims})
+            caller = await verifier.authenticate(token)
+            assert caller.actor == "oidc:ada"
+            return caller.role.value, caller.tenant_id
+
+        assert await held("x", "ops") == ("operator", None)
+        assert await held("acme-leads", "x") == ("tenant-admin", a.id)
+        assert await held("acme-leads", "acme-all", "gone") == ("tenant-admin", a.id)
+        assert await held("acme-all", "readers") == ("viewer", None), "the role of all tenants includes the other"
+        assert await held("acme-all", "ops", "acme-leads") == ("operator", None)
+        assert await held("acme-all", "globex-all", moiety_tenant=b.id) == ("viewer", b.id)
+        assert await held("readers", moiety_tenant=b.id) == ("viewer", b.id), "a token may restrict itself"
+        assert await held("acme-all", moiety_roles=["operator"]) == ("operator", None), "a role in the token counts too"
+        assert await held("acme-leads", moiety_roles=["tenant-admin"]) == ("tenant-admin", a.id)
+        refused: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+            ((), {}, "missing_role"),
+            (("gone",), {}, "missing_role"),
+            (("acme-all",), {"moiety_tenant": b.id}, "missing_role"),
+            (("ops",), {"moiety_tenant": b.id}, "missing_role"),
+            (("acme-all", "globex-all"), {}, "several_tenants"),
+            (("acme-leads",), {"realm_access": None, "groups": ["acme-leads"]}, "missing_role"),
+        ]
+        for groups, claims, expected in refused:
+            with pytest.raises(Forbidden) as refusal:
+                await held(*groups, **claims)
+            assert refusal.value.code == expected, groups
+        assert await held("acme-leads") == ("tenant-admin", a.id)
+        with pytest.raises(Forbidden):
+            await held()  # the next token, after the provider has removed the group
+
+
+@given(
+    st.lists(
+        st.builds(HeldRole, st.sampled_from(Role), st.sampled_from([None, "ten_a", "ten_b"])).filter(
+            lambda one: tenant_complaint(one.role, one.tenant_id) is None
+        )
+    ),
+    st.sampled_from([None, "ten_a"]),
+)
+def test_the_chosen_role_is_one_that_the_groups_give_and_none_has_more_rights(
+    held: list[HeldRole], tenant_id: str | None
+) -> None:
+    chosen = best_roles(held, tenant_id)
+    usable = [one for one in held if tenant_id is None or one.tenant_id in (None, tenant_id)]
+    assert bool(chosen) == bool(usable)
+    for one in chosen:
+        assert one in held or (HeldRole(one.role) in held and one.tenant_id == tenant_id)
+        assert tenant_id is None or one.tenant_id == tenant_id
+        assert all(list(Role).index(other.role) >= list(Role).index(one.role) for other in usable)
+
+
+async def test_reload_applies_oidc_settings(issuer: TokenIssuer, database: Database, clock: ManualClock) -> None:
     live = LiveSettings(GatewaySettings())
     async with OidcAuthentication(live.now, database, clock) as authentication:
         authentication.followed_by(live)
         assert authentication.find() is None
-        given: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
+        settings: dict[str, Any] = {"oidc_issuer": issuer.url, "oidc_audience": AUDIENCE}
         others: dict[str, Any] = {"aud": "others", "roles": ["owner"], "tenant": "ten_a"}
-        await live.change(GatewaySettings(**given))
+        await live.change(GatewaySettings(**settings))
         first = authentication.find()
         assert first is not None
         assert (await first.authenticate(issuer.token())).role is Role.VIEWER
         with pytest.raises(Unauthenticated):
             await first.authenticate(issuer.token(**others))
-        await live.change(GatewaySettings(**given | {"oidc_audience": "others", "oidc_roles_claim": "roles"}))
+        await live.change(GatewaySettings(**settings | {"oidc_audience": "others", "oidc_roles_claim": "roles"}))
         second = authentication.find()
         assert second is not None
         assert (await second.authenticate(issuer.token(**others))).role is Role.OWNER
         assert (await first.authenticate(issuer.token())).role is Role.VIEWER, "what has begun goes on"
         claims: dict[str, Any] = {"oidc_roles_claim": "moiety_roles", "oidc_tenant_claim": "tenant"}
-        await live.change(GatewaySettings(**given | claims))
+        await live.change(GatewaySettings(**settings | claims))
         third = authentication.find()
         assert third is not None
         with pytest.raises(Forbidden):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from moiety_platform.access.group_roles import parse_group_roles
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.live_settings import LiveSettings
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
     from moiety_platform.auth.oidc import OidcVerifier
 
-NAMES = ("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim")
+NAMES = (
+    *("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim"),
+    *("oidc_groups_claim", "oidc_group_roles"),
+)
 
 
 class OidcAuthentication:
@@ -36,6 +40,8 @@ class OidcAuthentication:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._verifier is not None:
+            await self._verifier.close()
         if self._http is not None:
             await self._http.aclose()
 
@@ -54,11 +60,17 @@ class OidcAuthentication:
             return None
         import httpx  # noqa: PLC0415  slow to import, and few gateways have an issuer
 
-        from moiety_platform.auth.oidc import FETCH_TIMEOUT_S, OidcTerms, OidcVerifier  # noqa: PLC0415  likewise
+        from moiety_platform.auth.jwt_verification import FETCH_TIMEOUT_S  # noqa: PLC0415  likewise
+        from moiety_platform.auth.oidc import OidcTerms, OidcVerifier  # noqa: PLC0415  likewise
 
         if self._http is None:
             self._http = httpx.AsyncClient(timeout=FETCH_TIMEOUT_S)
         terms = OidcTerms(
-            settings.oidc_issuer, settings.oidc_audience, settings.oidc_roles_claim, settings.oidc_tenant_claim
+            settings.oidc_issuer,
+            settings.oidc_audience,
+            settings.oidc_roles_claim,
+            settings.oidc_tenant_claim,
+            settings.oidc_groups_claim,
+            parse_group_roles(settings.oidc_group_roles),
         )
         return OidcVerifier(terms, self._database, self._http, self._clock)
