@@ -119,13 +119,14 @@ async def test_a_claim_selects_the_project_and_others_are_required(
     listed = await gateway.principal(team={"names": ["x", "globex"]}, env=["dev", "prod"], mail="x" * 300)
     assert (listed.tenant_id, listed.project_id, listed.allowed_models) == (globex.id, other.id, {"large"})
     assert listed.end_user is not None and listed.end_user.startswith("sha256:")
-    for claims, code in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"team": {"names": "initech"}, "env": "prod", "mail": "m"}, "no_matching_grant"),
         ({"team": "acme", "env": "prod", "mail": "m"}, "no_matching_grant"),
         ({"team": {"names": "acme"}, "env": "dev", "mail": "m"}, "no_matching_grant"),
         ({"team": {"names": "acme"}, "mail": "m"}, "no_matching_grant"),
         ({"team": {"names": "acme"}, "env": "prod"}, "invalid_token"),
-    ):
+    ]
+    for claims, code in cases:
         refused = await gateway.refusal(gateway.issuer.token(**claims))
         assert (refused.status, refused.code) == (401, code), claims
         assert "operator" in str(refused)

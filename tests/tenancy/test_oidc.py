@@ -220,8 +220,8 @@ async def test_groups_give_roles_of_the_deployment_or_of_a_tenant(
 
         async def held(*groups: str, **claims: Any) -> tuple[str, str | None]:
             assert verifier is not None
-            token = issuer.token(**{"moiety_roles": None, "realm_access": {"groups": list(groups)}, **claims})
-            caller = await verifier.authenticate(token)
+            named: dict[str, Any] = {"moiety_roles": None, "realm_access": {"groups": list(groups)}, **claims}
+            caller = await verifier.authenticate(issuer.token(**named))
             assert caller.actor == "oidc:ada"
             return caller.role.value, caller.tenant_id
 
