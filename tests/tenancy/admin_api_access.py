@@ -32,6 +32,8 @@ from moiety_platform.auth.service import create_key
 from moiety_platform.bootstrap.composition import Overrides, assembled
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
+from moiety_platform.jwt_issuers.schemas import NewJwtGrant, NewJwtIssuer
+from moiety_platform.jwt_issuers.service import set_issuer
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
@@ -41,6 +43,7 @@ from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.usage.store import insert_rows
+from moiety_platform.webhooks.addresses import AddressPolicy
 
 from .conftest import PEPPER, Admin
 
@@ -259,6 +262,8 @@ class World:
             scopes = {LimitLevel.TENANT: side.tenant_id, LimitLevel.PROJECT: side.project_id, LimitLevel.KEY: key.id}
             spare = await create_tenant(session, NewTenant(name=new), now)
             adapter = await create_adapter(session, NewAdapter(side.tenant_id, "m", new, LORA.format()))
+            issuer = NewJwtIssuer(new, f"https://{new}.example", "a", [NewJwtGrant(side.project_id)])
+            await set_issuer(session, issuer, AddressPolicy(), now)
             quotas = [
                 (await set_quota(session, NewQuota(level, scope_id, LimitKind.REQUESTS_PER_MINUTE, 5), now)).id
                 for level, scope_id in scopes.items()
@@ -269,7 +274,6 @@ class World:
             await owner.call("PUT", "prices", 200, json={"model": new, "input": "1", "output": "1"})
             guardrail = {"name": new, "stage": "input", "detectors": ["secrets"]}
             await owner.call("PUT", "guardrails", 200, json=guardrail)
-            await owner.call("PUT", "issuers", 200, json=issuer_of(new, side.project_id))
             await owner.call("PUT", "routes", 200, json={"name": new, "targets": [{"model": "m"}]})
             if side.webhook_id:  # their number is limited
                 await owner.http.delete(f"webhooks/{side.webhook_id}")
@@ -289,11 +293,6 @@ class World:
             spare_tenant_id=spare.id,
             secrets=secrets,
         )
-
-
-def issuer_of(name: str, project_id: str) -> dict[str, Any]:
-    """Return an issuer of JWTs for the project."""
-    return {"name": name, "url": f"https://{name}.example", "audience": "a", "grants": [{"project": project_id}]}
 
 
 @asynccontextmanager
@@ -397,4 +396,8 @@ async def call(world: World) -> AsyncIterator[Any]:
 
 
 def fill(value: Any, values: dict[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [fill(one, values) for one in value]
+    if isinstance(value, dict):
+        return {name: fill(one, values) for name, one in value.items()}
     return value.format(**values) if isinstance(value, str) else value
