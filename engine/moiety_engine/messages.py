@@ -242,6 +242,10 @@ class CoreHello(msgspec.Struct, frozen=True, tag="hello"):
     exchanges_service: bool = False
     publishes_prefixes: bool = False  # the core sends `PrefixChanges`
     images: ImageRules | None = None  # None: this model takes no images
+    serves_spot: bool = False
+    model_digest: str = ""  # fingerprint of the checkpoint
+    layout: str = ""
+    batch_invariant: bool = False
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,7 @@ class ServiceClass(msgspec.Struct, frozen=True, omit_defaults=True):
     max_queue_s: float = 600.0  # longest wait before it is boosted over other classes
     preemptible: bool = True  # whether a running request may be preempted
     on_overload: OverloadAction = OverloadAction.REJECT
+    spot: bool = False  # served with idle capacity only: gives way at once to requests of every other class
 
     def complaint(self) -> str:
         """Return why this class is invalid; "" if it is valid."""
@@ -57,6 +58,8 @@ class ServiceClass(msgspec.Struct, frozen=True, omit_defaults=True):
             return "a class needs ttft_s (TTFT SLO) or completion_s (completion time SLO)"
         if self.tpot_s is not None and self.ttft_s is None:
             return "tpot_s requires ttft_s: token deadlines count from the deadline of the first token"
+        if self.spot and (self.ttft_s is not None or not self.preemptible):
+            return "a spot class needs completion_s without ttft_s, and must be preemptible"
         return ""
 
 

@@ -304,6 +304,10 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     image_allowance: ImageAllowance | None = None  # of an external engine that takes images in conversations
     publishes_prefixes: bool = False  # the engine accepts `PrefixSubscription`
     max_output_tokens: int | None = None  # of a request; None: the rest of the context
+    serves_spot: bool = False  # requests of spot classes give way to those of all others
+    model_digest: str = ""  # fingerprint of the checkpoint's files; "": unknown
+    layout: str = ""  # of the ranks, such as tp=2
+    batch_invariant: bool = False  # a request gets the same bits alone and in any batch
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

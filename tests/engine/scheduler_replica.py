@@ -49,6 +49,7 @@ CLASSES: dict[str, Any] = {
     "standard": msgspec.structs.replace(STANDARD, on_overload=OverloadAction.DOWNGRADE, max_queue_s=2.0),
     "flex": msgspec.structs.replace(FLEX, completion_s=3.0, max_queue_s=5.0),
     "batch": msgspec.structs.replace(BATCH, max_queue_s=20.0),
+    "spot": ServiceClass("spot", 9, completion_s=86_400.0, on_overload=OverloadAction.QUEUE, spot=True),
 }
 
 
@@ -314,7 +315,7 @@ class Replica:
         policy = self.scheduler.policy
         if isinstance(policy, Moiety):
             for s in plan.preempted:
-                assert s.timeline.num_preemptions <= 2
+                assert s.timeline.num_preemptions <= 2 or s.service.spot
                 kept_blocks = bool(s.kv.blocks)  # it returned a slot beyond its tenant's share, and no memory
                 reserved_tokens = policy._kv_admission._guarantees.reserved_tokens(s)
                 assert s.service.preemptible or kept_blocks or len(s.tokens) > reserved_tokens, (

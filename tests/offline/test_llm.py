@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import moiety_demo
 from moiety_engine import LLM, SamplingParams
+from moiety_engine.checkpoint import fingerprint
 from moiety_engine.errors import EngineError, InvalidConfig, InvalidRequest
 from moiety_engine.model.transformer import Transformer
 
@@ -35,6 +36,12 @@ def test_conversations_are_answered_in_their_order_whatever_their_length(llm: LL
     told = llm.chat(asked, [GREEDY, SamplingParams(temperature=0, max_tokens=30)] * 12)
     assert [one.text for one in told] == ["9", "579", "42", "14"] * 6
     assert {one.completions[0].finish_reason for one in told} == {"stop"}
+
+
+def test_the_card_names_the_checkpoint_and_how_it_is_computed(llm: LLM) -> None:
+    card = llm.card
+    assert card.model_digest == fingerprint(moiety_demo.checkpoint_path()) and len(card.model_digest) == 64
+    assert (card.layout, card.batch_invariant, card.serves_spot) == ("tp=1", True, True)
 
 
 def test_the_same_seed_draws_the_same_alone_in_a_batch_and_as_the_first_of_several(llm: LLM) -> None:

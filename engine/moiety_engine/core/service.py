@@ -7,11 +7,14 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import structlog
 
+from moiety_engine.checkpoint import fingerprint
 from moiety_engine.config import EngineConfig
 from moiety_engine.core.encoder_service import serve_encoder
 from moiety_engine.core.link import IDLE_WAIT_MS, ServerLink
+from moiety_engine.distribution.layout import Layout
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.encoder.config import is_encoder
 from moiety_engine.encoder.startup import load_encoder_loop
@@ -37,7 +40,7 @@ from moiety_engine.messages import (
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu.compile_progress import progress as compile_progress
-from moiety_wire.engine_choices import Batching
+from moiety_wire.engine_choices import Batching, LoadFormat
 from moiety_wire.experts import ExpertLoadQuery, ScaleExpertRanks
 
 BATCHING_WAIT_MS = 2  # wait while requests wait for a batch (dynamic batching) or for others' work, such as grammars
@@ -73,7 +76,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     loop.record_prefix_changes()
     loop.warm_up()
     compile_progress.report = None  # what a later request compiles does not delay the start
-    link.send(hello_of(loop))
+    link.send(msgspec.structs.replace(hello_of(loop), model_digest=digest_of_model(config)))
     link.send(CoreStep([], [], loop.load()))
     gc.freeze()  # present objects are permanent: later collections, in the middle of a step, need not scan them
     gc.enable()
@@ -107,8 +110,13 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
         wait_ms = 0 if stepped else BATCHING_WAIT_MS if waits_soon else IDLE_WAIT_MS
 
 
+def digest_of_model(config: EngineConfig) -> str:
+    """Return the fingerprint of the checkpoint for the model card; "" for random weights."""
+    return "" if config.load_format is LoadFormat.DUMMY else fingerprint(Path(config.model))
+
+
 def hello_of(loop: EngineLoop) -> CoreHello:
-    """Return the properties of the model for the engine server's model card."""
+    """Return the properties of the model, except for its digest, for the engine server's model card."""
     return CoreHello(
         state=CoreState.READY,
         family=loop.executor.model.spec.family,
@@ -129,7 +137,18 @@ def hello_of(loop: EngineLoop) -> CoreHello:
         exchanges_service=loop.scheduler.service_exchange is not None,
         publishes_prefixes=loop.prefix_changes is not None,
         images=loop.intake.image_rules,
+        serves_spot=loop.scheduler.policy.serves_spot,
+        layout=_named(loop.executor.model.ranks.rank_position.layout),
+        batch_invariant=loop.executor.model.arithmetic.invariant,
     )
+
+
+def _named(layout: Layout) -> str:
+    """Return the numbers of ranks of a layout that differ from those of one rank, such as `tp=2 ep=2`."""
+    default = Layout()
+    names = ("tp", "dp", "ep", "pp", "dcp", "pcp", "ffn_ranks", "redundant_experts")
+    given = {name: getattr(layout, name) for name in names}
+    return " ".join(f"{name}={value}" for name, value in given.items() if value != getattr(default, name)) or "tp=1"
 
 
 def execute_command(loop: EngineLoop, command: ToCore) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from moiety_engine.config import EngineConfig
-from moiety_engine.core.service import execute_command, hello_of
+from moiety_engine.core.service import digest_of_model, execute_command, hello_of
 from moiety_engine.environment import environment
 from moiety_engine.errors import CheckpointError, EngineError
 from moiety_engine.loop import EngineLoop
@@ -54,7 +54,7 @@ class InProcessReplica:
             config.name,
             ENGINE_ID,
             text,
-            hello_of(loop),
+            msgspec.structs.replace(hello_of(loop), model_digest=digest_of_model(config)),
             adapters=tuple(config.adapters),
             tool_format=tool_format,
             reasoning_format=reasoning_format,

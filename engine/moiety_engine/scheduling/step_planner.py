@@ -175,7 +175,7 @@ class StepPlanner:
             limit = min(limit, prompt_left + max(0, self._answer_rows_left))
         if limit <= 0:
             return 0
-        budget = None if self._budget is None else self._budget.for_rank(sequence.service.rank)
+        budget = None if self._budget is None else self._budget.for_class(sequence.service)
         encodings = self._encodings(sequence, limit)
         if encodings:
             return self._tokens_with_images(sequence, limit, encodings, budget)

@@ -41,10 +41,13 @@ class StepBudget:
     floor_tokens: int
     best_rank: int = 0
     of_worse_ranks: StepBudget | None = None  # for prompts of ranks worse than `best_rank`; None: the same budget
+    of_spot: StepBudget | None = None  # for prompts of spot classes; None: that of their rank
 
-    def for_rank(self, rank: int) -> StepBudget:
-        """Return the budget for prompts of this rank."""
-        return self if self.of_worse_ranks is None or rank <= self.best_rank else self.of_worse_ranks
+    def for_class(self, service: ServiceClass) -> StepBudget:
+        """Return the budget for prompts of this class."""
+        if service.spot and self.of_spot is not None:
+            return self.of_spot
+        return self if self.of_worse_ranks is None or service.rank <= self.best_rank else self.of_worse_ranks
 
 
 class BatchView:
@@ -91,11 +94,15 @@ class BatchView:
         self.blocks_free = blocks_free
 
     def tenant_blocks(self, tenant: str) -> int:
-        """Return the blocks that the tenant's running sequences hold in the group (shared ones count for each)."""
+        """Return the blocks that the tenant's running sequences hold in the group, without those of spot classes.
+
+        Shared blocks count for each sequence.
+        """
         if self.blocks_of_tenant is None:
             held = self.blocks_of_tenant = {}
             for s in self.peers:
-                held[s.request.tenant] = held.get(s.request.tenant, 0) + s.kv.num_held
+                if not s.service.spot:
+                    held[s.request.tenant] = held.get(s.request.tenant, 0) + s.kv.num_held
         return self.blocks_of_tenant.get(tenant, 0)
 
 
@@ -135,6 +142,7 @@ class Policy:
     """Interface of a policy. By default it limits no time, delays no request, and admits all requests."""
 
     sizes_chunks = False  # true if the policy limits the time of a step
+    serves_spot = False  # true if requests of spot classes give way to those of all others
     counts_tenant_service = False  # true if it has counters of tenants, which replicas can exchange
 
     def __init__(self, context: PolicyContext) -> None:
@@ -208,6 +216,10 @@ class Policy:
         `num_context` is the total number of tokens whose KV all of them read.
         """
         return decoding
+
+    def gives_way(self, sequence: Sequence) -> bool:
+        """Return whether the sequence gets nothing of this step, because requests of other classes wait."""
+        return False
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         """Return the time budget of the next step; None if only the number of tokens is limited."""

@@ -94,16 +94,22 @@ class PrefillPlanner:
         self._fill_empty(planner, now_s, must_fill=must_fill)
 
     def _fill_empty(self, planner: StepPlanner, now_s: float, *, must_fill: bool) -> None:
-        """Lift the limit of worse ranks in a step that would be empty.
+        """Lift the limit of worse ranks in a step that would be empty, and decode what gave way to waiting requests.
 
         A prompt of a worse rank then has the place in the batch that the best rank waits for.
         """
         if must_fill and planner.empty and planner.lift_rank_limit():
             self.continue_prefills(planner, now_s)
+        if must_fill and planner.empty:
+            waiting, decoding = self._queues.filled, self._queues.decoding
+            held = [chunk for sequence, chunk in decoding.items() if sequence not in waiting][: planner.rows_left]
+            planner.add_decodes(held, sum(chunk.sequence.kv.num_computed for chunk in held))
 
     def continue_prefills(self, planner: StepPlanner, now_s: float) -> None:
         """Add prefill of sequences that are already in the batch, regardless of the policy's queue before them."""
         going = [s for s in self._queues.prefilling if s.entry & 1 and not planner.prefills(s)]
+        if not planner.empty:
+            going = [s for s in going if not self._policy.gives_way(s)]
         full: set[int] = set()
         for sequence in sorted(going, key=by_arrival):
             if sequence.kv.group in full:

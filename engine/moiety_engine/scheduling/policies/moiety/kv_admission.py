@@ -43,6 +43,8 @@ class KvAdmission:
 
     def preempted(self, sequence: Sequence, beneficiary: Sequence | None, cost_s: float) -> None:
         self.victims.preempted(sequence, beneficiary, cost_s)
+        if sequence.service.spot:
+            return  # as often as others need its blocks; overcommitment, which its cost would reduce, is theirs
         self._preemption_share += cost_s / _MEAN_S
         if sequence.timeline.num_preemptions >= self._tuning.max_preemptions:
             self._guarantees.guarantee(sequence)
@@ -62,9 +64,9 @@ class KvAdmission:
         if not candidate.service.preemptible:
             reserved_tokens = self._guarantees.reserved_tokens(candidate)
             return self._guarantees.can_join(candidate, max(self._predicted_peak(candidate), reserved_tokens))
-        return candidate.timeline.num_preemptions < self._tuning.max_preemptions or self._guarantees.can_join(
-            candidate, 0
-        )
+        if candidate.service.spot or candidate.timeline.num_preemptions < self._tuning.max_preemptions:
+            return True
+        return self._guarantees.can_join(candidate, 0)
 
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         """Return the sequences, of those that need one more block now, that must wait until others have ended."""
@@ -96,7 +98,7 @@ class KvAdmission:
         """Return whether the predicted peak of the batch with the candidate fits its blocks.
 
         When one of the sequences ends, those that last longer have grown as much as it, and those before it are gone
-        (Past-Future, arXiv 2507.10150).
+        (Past-Future, arXiv 2507.10150). Requests of spot classes are preempted for others, so they count as gone.
         """
         layout = self._context.layout
         size, slots_for, each = layout.block_size, layout.slots_for, layout.slots_per_token
@@ -104,7 +106,8 @@ class KvAdmission:
         held = (view.blocks_total - view.blocks_free) * size + slots_for(len(candidate.tokens))
         if held + (view.predicted_output() + candidate.predicted_output) * each <= total:
             return True  # even if all ended together
-        batch = [(s.predicted_output - len(s.tokens) + s.request.num_prompt, len(s.tokens)) for s in view.peers]
+        peers = view.peers if candidate.service.spot else [s for s in view.peers if not s.service.spot]
+        batch = [(s.predicted_output - len(s.tokens) + s.request.num_prompt, len(s.tokens)) for s in peers]
         batch.append((candidate.predicted_output - candidate.num_output, len(candidate.tokens)))
         batch.sort(reverse=True)
         held = 0

@@ -25,6 +25,7 @@ from moiety_engine.scheduling.policies.moiety.decode_pacing import DecodePacing
 from moiety_engine.scheduling.policies.moiety.kv_admission import KvAdmission
 from moiety_engine.scheduling.policies.moiety.request_record import AT_RISK, RequestRecord, RequestRecords
 from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
+from moiety_engine.scheduling.policies.moiety.spot_decodes import SpotDecodes, context_of
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.policies.moiety.urgency_queue import UrgencyQueue
 from moiety_engine.scheduling.policies.policy_interface import (
@@ -46,6 +47,7 @@ class Moiety(Policy):
 
     sizes_chunks = True
     counts_tenant_service = True
+    serves_spot = True
 
     def __init__(self, context: PolicyContext, tuning: Tuning | None = None) -> None:
         super().__init__(context)
@@ -57,6 +59,7 @@ class Moiety(Policy):
         self._slo = SloTracker(self.tuning, self._flow)
         self._queue = UrgencyQueue(self.tuning, self._slo, self._accounts, self._records, context.tally)
         self._kv_admission = KvAdmission(context, self.tuning, self._accounts, self._records)
+        self._spot = SpotDecodes(self.tuning, self._slo, context.step_time)
         self._pacing = DecodePacing(self.tuning, self._slo, context.step_time, batches_experts=context.batches_experts)
 
     def set_expert_batching(self, enabled: bool) -> None:
@@ -86,6 +89,7 @@ class Moiety(Policy):
         account = accounts.add_request(self._name_of(sequence), sequence, now_s)
         self._records[sequence] = RequestRecord(account)
         account.pending_tokens += sequence.kv.num_uncached
+        self._spot.num_open += service.spot
         self._flow.add_request(service.rank, sequence.kv.num_uncached, now_s)
         self._slo.demand.add_tokens(service, sequence.kv.num_uncached, now_s)
         self._slo.record_class(service, now_s)
@@ -145,6 +149,7 @@ class Moiety(Policy):
     def ended(self, sequence: Sequence, now_s: float) -> None:
         record = self._records.pop(sequence)
         account, rank = record.tenant, sequence.service.rank
+        self._spot.num_open -= sequence.service.spot
         if sequence.timeline.scheduled_unix_ns == 0:
             self._stop_waiting(sequence, record)
         else:
@@ -212,6 +217,9 @@ class Moiety(Policy):
     # ── a step ──
 
     def decodes_of_step(self, decoding: list[Chunk], num_context: int, now_s: float) -> list[Chunk]:
+        if self._spot.num_open:
+            decoding = self._spot.select(decoding, others_wait=self._queue.others_wait)
+            num_context = context_of(decoding)
         if not self.tuning.chunk_sizing:
             return decoding
         best = self._accounts.get(self._slo.best_rank)
@@ -220,6 +228,7 @@ class Moiety(Policy):
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
         self._queue.release()
+        self._queue.hold_spot()
         self._kv_admission.victims.slots_changed()
         if not self.tuning.chunk_sizing:
             return None
@@ -228,10 +237,14 @@ class Moiety(Policy):
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._slo.longest_step_s, 2 * alone_s), part * view.slack_s)
         floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
+        of_spot = self._spot.budget(view, seconds, alone_s) if self._spot.num_open else None
         if pacing.limit_s == math.inf and pacing.leaves_floor:
-            return StepBudget(seconds, floor_tokens)
+            return StepBudget(seconds, floor_tokens, of_spot=of_spot)
         of_worse = StepBudget(min(seconds, pacing.limit_s), floor_tokens if pacing.leaves_floor else 0)
-        return StepBudget(seconds, floor_tokens, self._slo.best_rank, of_worse)
+        return StepBudget(seconds, floor_tokens, self._slo.best_rank, of_worse, of_spot)
+
+    def gives_way(self, sequence: Sequence) -> bool:
+        return sequence.service.spot and self._queue.others_wait
 
     def delays(self, sequence: Sequence, view: BatchView, num_blocks: int, now_s: float) -> Reason | None:
         if self._slows_too_much(sequence, view):
@@ -316,7 +329,10 @@ class Moiety(Policy):
 
     def _decode_s(self, view: BatchView, newcomer: Sequence) -> float:
         """Return the predicted duration of a step that decodes all running sequences and the newcomer."""
-        shape = StepShape(len(view.running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
+        running = view.running
+        if self._spot.num_open and not newcomer.service.spot:
+            running = [s for s in running if not s.service.spot]  # they give way
+        shape = StepShape(len(running) + 1, 0, view.shape.decode_context + len(newcomer.tokens), 0)
         return self.context.step_time.predict_s(shape)
 
     def _slots_of_tenant(self, rank: int) -> float:

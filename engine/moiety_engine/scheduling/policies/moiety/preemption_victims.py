@@ -75,7 +75,8 @@ class PreemptionVictims:
         The order is: lowest class, then demoted requests, then the latest deadline, then the fewest preemptions and
         pauses, then the smallest completed part of the predicted work, then the youngest. If only a batch slot is
         needed, the victim keeps its blocks. So a stream need not be at risk to take a slot from a worse rank, and
-        sequences that were preempted as often as allowed may pause as well, after all others.
+        sequences that were preempted as often as allowed may pause as well, after all others. Sequences of spot classes
+        are victims for every better rank.
         """
         if beneficiary is None:
             batch = list(running)
@@ -84,7 +85,7 @@ class PreemptionVictims:
             outranks = self._records[beneficiary].bucket == AT_RISK or (
                 not takes_blocks and beneficiary.service.ttft_s is not None
             )
-            batch = [s for s in running if s.service.rank > rank] if outranks else []
+            batch = [s for s in running if s.service.rank > rank and (outranks or s.service.spot)]
             if takes_blocks:
                 batch += self._over_their_share(running, beneficiary)
         protects, is_guaranteed = self._reservations.protects, self._reservations.is_guaranteed

@@ -50,6 +50,7 @@ class UrgencyQueue:
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of service
+        self._spot_ranks: set[int] = set()
         self._holding: list[FairQueue] = []
         self._moves = EntryHeap()  # by the time of the next change of bucket
         self._waited = EntryHeap()  # by the time at which the wait becomes too long
@@ -58,13 +59,16 @@ class UrgencyQueue:
         self._on_lane: dict[Sequence, int] = {}  # taken by the lane in this step, with the tokens lacking then
         self._ties = 0
         self.num_queued = 0
+        self.num_spot_queued = 0
+        self._holds_spot = False  # spot requests get nothing of the step that is being filled
 
     def push(self, sequence: Sequence, now_s: float) -> None:
         if sequence.enter_queue():
             account = self._records[sequence].tenant
             self.num_queued += 1
+            self.num_spot_queued += sequence.service.spot
             self._accounts[sequence.service.rank].add_waiting(account)
-            if account.num_queued == 1:
+            if account.num_queued == 1 and not sequence.service.spot:
                 self._ties += 1
                 heappush(self._starved, (account.last_served_s + self._tuning.starved_s, self._ties, account))
         self._enqueue(sequence, now_s)
@@ -75,7 +79,9 @@ class UrgencyQueue:
             self._enqueue(sequence, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
-            for _, queue in self._levels:
+            for level, queue in self._levels:
+                if self._holds_spot and level[1] in self._spot_ranks:
+                    continue
                 if queue and (found := queue.pop()) is not None:
                     break
         if found is not None:
@@ -106,6 +112,16 @@ class UrgencyQueue:
             queue.release()
         self._holding.clear()
 
+    @property
+    def others_wait(self) -> bool:
+        """True while requests of other classes than spot classes need prefill."""
+        return self.num_queued > self.num_spot_queued
+
+    def hold_spot(self) -> bool:
+        """Skip spot requests until the next call if others wait, and return whether they are skipped."""
+        self._holds_spot = bool(self._spot_ranks) and self.others_wait
+        return self._holds_spot
+
     def update_boost_lane(self, seconds: float) -> None:
         """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
         unused, lane = 0, self._on_lane
@@ -122,13 +138,16 @@ class UrgencyQueue:
         return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
 
     def _dequeue(self, sequence: Sequence) -> None:
-        self.num_queued -= sequence.leave_queue()
+        num_left = sequence.leave_queue()
+        self.num_queued -= num_left
+        if sequence.service.spot:
+            self.num_spot_queued -= num_left
         self._accounts[sequence.service.rank].remove_waiting(self._records[sequence].tenant)
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
         record = self._records[sequence]
-        bucket, moves_at_s = self._bucket(sequence, now_s)
+        bucket, moves_at_s = (SAFE, math.inf) if sequence.service.spot else self._bucket(sequence, now_s)
         if bucket == DEMOTED and not record.demoted:
             record.demoted = True
             if sequence.timeline.scheduled_unix_ns == 0:
@@ -139,6 +158,8 @@ class UrgencyQueue:
         rank = sequence.service.rank
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
         first = bucket == AT_RISK or self._is_best_stream(sequence)
+        if sequence.service.spot:
+            self._spot_ranks.add(rank)
         level = (AT_RISK if first else SAFE, rank, not self._has_begun(sequence))
         queue = self._queues.get(level)
         if queue is None:
@@ -146,7 +167,9 @@ class UrgencyQueue:
             self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
         queue.push(record.tenant, sequence, self._key(sequence, record))
         has_begun = sequence.timeline.scheduled_unix_ns > 0
-        if not record.boosted:
+        if sequence.service.spot:
+            pass  # it waits as long as others need the engine
+        elif not record.boosted:
             since_s = now_s if has_begun else sequence.request.arrival_s
             self._waited.push(since_s + sequence.service.max_queue_s, sequence)
         elif sequence.state is SequenceState.RUNNING:
