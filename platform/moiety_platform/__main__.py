@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from moiety_platform.auth.pepper import BadPepper
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import AddressUnavailable
+from moiety_platform.receipts.signing import BadReceiptKey
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.settings import SECTION, GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK
@@ -20,7 +21,7 @@ def main() -> int:
     os.umask(PRIVATE_UMASK)
     try:
         run_gateway(SettingsSource.open(None, SECTION, GatewaySettings.load))
-    except (ValidationError, AddressUnavailable, BadPepper) as exc:
+    except (ValidationError, AddressUnavailable, BadPepper, BadReceiptKey) as exc:
         sys.stderr.write(f"{exc}\n")
         return 2
     return 0

@@ -67,6 +67,8 @@ from moiety_platform.openapi.controller import SchemaController, ServedDocuments
 from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.quotes_api.controller import QuoteController, quote_service_of, quote_terms_of
 from moiety_platform.quotes_api.quote_service import QuoteService
+from moiety_platform.receipts.controller import ReceiptController, ReceiptKeyController
+from moiety_platform.receipts.service import Receipts
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
 from moiety_platform.request_rules.cache import RequestRulesCache
@@ -89,6 +91,8 @@ from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.spot.controller import SpotPriceController
+from moiety_platform.spot.service import SpotPrices
 from moiety_platform.traces.tracing import Tracing
 
 BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
@@ -140,6 +144,8 @@ class Services:
     shadow: ShadowTraffic
     guardrails: GuardrailChecks
     runs: AgentRuns
+    spot: SpotPrices
+    receipts: Receipts
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -183,6 +189,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         shadow=services.shadow,
         guardrails=services.guardrails,
         runs=services.runs,
+        spot=services.spot,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
         quotes=services.quotes,
@@ -247,6 +254,11 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
             compaction_route(serve, services.responses, services.cipher),
             with_services(ResponseTokensController, models=models, reader=reader),
             with_services(QuoteController, authenticator=services.authenticator, quotes=quotes),
+            with_services(ReceiptController, owner=owner, receipts=services.receipts),
+            with_services(ReceiptKeyController, receipts=services.receipts),
+            with_services(
+                SpotPriceController, owner=owner, spot=services.spot, spot_rules=rules, spot_classes=services.classes
+            ),
             with_services(ConversationController, owner=owner, conversations=conversations),
             with_services(ResponseController, owner=owner, stored=stored),
             with_services(ModelController, models=models),
@@ -304,6 +316,10 @@ def _follow(
     def count(settings: GatewaySettings) -> None:
         token_counts.max_open_per_tenant = settings.max_token_counts_per_tenant
 
+    def price_spot(settings: GatewaySettings) -> None:
+        services.spot.interval_s = settings.spot_interval_s
+
+    live.follow(["spot_interval_s"], price_spot)
     live.follow(["max_body_bytes"], bound)
     live.follow(["max_token_counts_per_tenant"], count)
     live.follow(["quote_ttl_s", "quote_margin"], quote)

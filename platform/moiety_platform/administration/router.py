@@ -49,6 +49,7 @@ from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.request_log.controller import RequestLogController
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.spend.controller import SpendController
+from moiety_platform.spot.controller import SpotHistoryController
 from moiety_platform.tenants.controller import ProjectController, TenantController
 from moiety_platform.time_span import parse_time_span
 from moiety_platform.trace_store.controller import TraceController
@@ -133,6 +134,7 @@ def admin_router(
         route_handlers=[
             AuditController,
             ClassController,
+            SpotHistoryController,
             TenantController,
             IdempotencyController,
             ProjectController,

@@ -25,7 +25,12 @@ from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 _Tier = Literal["priority", "standard", "batch"]
 
-_TIERS: Mapping[str, _Tier] = {"priority": "priority", "default": "standard", "flex": "batch"}  # by OpenAI's names
+_TIERS: Mapping[str, _Tier] = {
+    "priority": "priority",
+    "default": "standard",
+    "flex": "batch",
+    "spot": "batch",
+}  # by OpenAI's names
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BLOCK_START = (

@@ -173,4 +173,5 @@ def _superseded(row: UsageRow, owner: str) -> UsageRow:
         output_tokens=0,
         cost_nanodollars=0,
         slo_attained=None,
+        receipt=None,
     )

@@ -58,6 +58,8 @@ from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.quota.enforcer import LEASE_S, QuotaEnforcer
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.quotes.quote import QuoteSigner
+from moiety_platform.receipts.service import Receipts
+from moiety_platform.receipts.signing import FILE_NAME, load_signer
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.request_contents.cipher import ContentCipher
@@ -77,6 +79,7 @@ from moiety_platform.retention.service import RetentionService
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.speculative_prefill.metrics import SpeculativePrefillMetrics
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.spot.service import SpotMetrics, SpotPrices
 from moiety_platform.store_metrics import StoreCollector
 from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.tracing import Sender
@@ -260,8 +263,25 @@ async def _open_services(
         shadow=shadow,
         guardrails=guardrails,
         runs=await stack.enter_async_context(AgentRuns(database, quotas, clock)),
+        spot=_spot_prices(database, engines, metrics, settings, overrides),
+        receipts=_receipts(settings, database, clock, stored_usage),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+def _spot_prices(
+    database: Database, engines: Engines, metrics: Metrics, settings: GatewaySettings, overrides: Overrides
+) -> SpotPrices:
+    """Return the prices of spot classes, by the load of these engines."""
+    spot_metrics = SpotMetrics(metrics.registry)
+    states = engines.replicas.states
+    return SpotPrices(database, states, overrides.clock, spot_metrics, settings.spot_interval_s, overrides.now)
+
+
+def _receipts(settings: GatewaySettings, database: Database, clock: Clock, usage: UsageRecorder) -> Receipts:
+    """Return the receipts of requests, signed with the keys of the settings' file. Raises BadReceiptKey."""
+    signer = load_signer(settings.receipt_key_file or settings.data_dir / FILE_NAME)
+    return Receipts(database, signer, clock, usage.holds, usage.flush)
 
 
 def _start_contents(

@@ -31,6 +31,15 @@ def _seconds(text: str) -> float | None:
         raise ValueError(f"must be seconds, such as 0.5, or none, not {text!r}") from exc
 
 
+def _percent(text: str) -> int | None:
+    """Return a whole percentage, or None for `none`. Raises ValueError."""
+    if text.lower() == NOTHING:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"must be a whole percentage, such as 20, or none, not {text!r}")
+    return int(text)
+
+
 def _text(text: str) -> str | None:
     """Return a text, or None for `none`."""
     return None if text == NOTHING else text
@@ -78,6 +87,16 @@ _TERMS = (
         type=int,
         help="Part of a request's cost, in percent, that is refunded if its quote's guarantee is missed.",
     ),
+    Parameter(
+        name="spot_floor_percent",
+        parse=_percent,
+        help="Lowest price of a spot class, in percent of the class's price, or none for a class with a fixed price.",
+    ),
+    Parameter(
+        name="spot_ceiling_percent",
+        parse=_percent,
+        help="Highest price of a spot class, in percent of the class's price, or none for a class with a fixed price.",
+    ),
 )
 
 CLASSES = Resource(
@@ -100,8 +119,19 @@ CLASSES = Resource(
         "downgrade_to": "falls back to",
         "price_factor": "price ×",
         "credit_percent": "credit %",
+        "spot_floor_percent": "spot from %",
+        "spot_ceiling_percent": "spot to %",
     },
-    details=("weight", "preemptible", "downgrade_to", "completion_s", "ttft_per_1k_s", "max_queue_s"),
+    details=(
+        "spot_floor_percent",
+        "spot_ceiling_percent",
+        "weight",
+        "preemptible",
+        "downgrade_to",
+        "completion_s",
+        "ttft_per_1k_s",
+        "max_queue_s",
+    ),
     plain=plain,
     commands=(
         Command("list", "List all classes, best first.", output=Output.ROWS),

@@ -19,6 +19,7 @@ MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 0.001
 MAX_PRICE_FACTOR = 100.0
 MAX_CREDIT_PERCENT = 100
+MAX_SPOT_PERCENT = 100
 
 _NAME = re.compile(rf"[a-z][a-z0-9-]{{0,{MAX_CLASS_NAME_LENGTH - 1}}}", re.ASCII)
 CLASS_NAME = shows(pattern=f"^{_NAME.pattern}$")
@@ -28,6 +29,7 @@ SECONDS = shows(minimum=MIN_SECONDS, maximum=MAX_SECONDS)
 ALLOWANCE = shows(minimum=0, maximum=MAX_SECONDS)
 FACTOR = shows(minimum=0, maximum=MAX_PRICE_FACTOR)
 CREDIT = shows(minimum=0, maximum=MAX_CREDIT_PERCENT)
+SPOT_SHARE = shows(minimum=1, maximum=MAX_SPOT_PERCENT)
 ACTION = shows(enum=list(OverloadAction))
 SLO_RULES = (
     {"anyOf": [{"required": [name], "properties": {name: {"type": "number"}}} for name in ("ttft_s", "completion_s")]},
@@ -86,6 +88,7 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
     _check_range("ttft_per_1k_s", service.ttft_per_1k_s, 0.0, MAX_SECONDS)
     _check_range("price_factor", terms.price_factor, 0.0, MAX_PRICE_FACTOR)
     _check_range("credit_percent", terms.credit_percent, 0, MAX_CREDIT_PERCENT)
+    _check_spot(terms, classes)
     if complaint := service.complaint():
         message = f"The class {service.name!r} has an invalid SLO: {complaint}."
         raise BadRequest(message, code="invalid_slo")
@@ -97,6 +100,64 @@ def check_terms(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
                 f"rank must stay above {other.service.rank}; change that class's 'downgrade_to' first.",
                 param="rank",
             )
+
+
+def check_spot_bounds(floor: int | None, ceiling: int | None) -> tuple[int, int] | None:
+    """Return the bounds of a spot class's price, None for a class that is none. Raises BadRequest."""
+    if floor is None and ceiling is None:
+        return None
+    if floor is None or ceiling is None:
+        missing = "spot_floor_percent" if floor is None else "spot_ceiling_percent"
+        raise BadRequest(
+            f"{missing!r} is missing: a spot class needs the floor and the ceiling of its price, both in percent of "
+            "the class's price.",
+            param=missing,
+        )
+    for name, value in (("spot_floor_percent", floor), ("spot_ceiling_percent", ceiling)):
+        _check_range(name, value, 1, MAX_SPOT_PERCENT)
+    if floor > ceiling:
+        raise BadRequest(
+            f"'spot_floor_percent' must be at most 'spot_ceiling_percent' ({ceiling}), not {floor}.",
+            param="spot_floor_percent",
+        )
+    return floor, ceiling
+
+
+def _check_spot(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
+    """Check that spot classes are behind all others, and promise nothing that idle capacity cannot keep.
+
+    Raises BadRequest.
+    """
+    service = terms.service
+    others = [other.service for name, other in classes.items() if name != service.name and not other.spot]
+    if terms.spot is None:
+        spots = [other for name, other in classes.items() if name != service.name and other.spot]
+        before = min((other.service.rank for other in spots), default=MAX_RANK + 1)
+        if service.rank >= before:
+            raise BadRequest(
+                f"'rank' must be below {before}, the rank of a spot class, which is served after all other classes.",
+                param="rank",
+            )
+        return
+    after = max((other.rank for other in others), default=-1)
+    if service.rank <= after:
+        raise BadRequest(
+            f"'rank' of a spot class must be above {after}, so that it is served after all other classes, not "
+            f"{service.rank}.",
+            param="rank",
+        )
+    wrong = {
+        "ttft_s": service.ttft_s is not None,
+        "preemptible": not service.preemptible,
+        "on_overload": service.on_overload is not OverloadAction.QUEUE,
+        "credit_percent": terms.credit_percent > 0,
+    }
+    if any(wrong.values()):
+        raise BadRequest(
+            "A spot class has 'completion_s' without 'ttft_s', is preemptible, has 'on_overload' queue and no "
+            "'credit_percent', since it is served with idle capacity only.",
+            param=next(name for name, is_wrong in wrong.items() if is_wrong),
+        )
 
 
 def _check_downgrade(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
@@ -112,6 +173,12 @@ def _check_downgrade(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> No
                 param="downgrade_to",
             )
         return
+    if target in lower and classes[target].spot is not None:
+        raise BadRequest(
+            f"'downgrade_to' cannot be the spot class {target!r}: its price changes, and a request agrees to it by "
+            "naming the class.",
+            param="downgrade_to",
+        )
     if target not in lower:
         raise BadRequest(
             f"'downgrade_to' must name another class with a rank above {service.rank}, not {target[:64]!r}; {choice}.",

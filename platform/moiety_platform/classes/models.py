@@ -32,4 +32,6 @@ class ClassRecord(SharedTable, Base):
     on_overload: Mapped[str] = mapped_column(String(16))
     price_factor: Mapped[float] = mapped_column(Double)
     credit_percent: Mapped[int] = mapped_column(server_default="0")
+    spot_floor_percent: Mapped[int | None]  # both bounds, or neither
+    spot_ceiling_percent: Mapped[int | None]
     downgrade_to: Mapped[str | None] = mapped_column(String(MAX_CLASS_NAME_LENGTH), ForeignKey("service_classes.name"))

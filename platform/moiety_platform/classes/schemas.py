@@ -16,6 +16,7 @@ from moiety_platform.classes.checks import (
     RANK,
     SECONDS,
     SLO_RULES,
+    SPOT_SHARE,
     WEIGHT,
 )
 from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
@@ -41,10 +42,12 @@ class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     price_factor: Annotated[float, FACTOR] = 1.0
     credit_percent: Annotated[int, CREDIT] = 0
     downgrade_to: Annotated[str, CLASS_NAME] | None = None
+    spot_floor_percent: Annotated[int, SPOT_SHARE] | None = None
+    spot_ceiling_percent: Annotated[int, SPOT_SHARE] | None = None
 
     @classmethod
     def of(cls, service: ServiceClass, price_factor: float = 1.0) -> NewClass:
-        return cls(**msgspec.structs.asdict(service), price_factor=price_factor)
+        return cls(**_shown(service), price_factor=price_factor)
 
 
 class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +65,8 @@ class ClassChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     price_factor: Annotated[float, FACTOR] | msgspec.UnsetType = msgspec.UNSET
     credit_percent: Annotated[int, CREDIT] | msgspec.UnsetType = msgspec.UNSET
     downgrade_to: Annotated[str, CLASS_NAME] | msgspec.UnsetType | None = msgspec.UNSET
+    spot_floor_percent: Annotated[int, SPOT_SHARE] | msgspec.UnsetType | None = msgspec.UNSET
+    spot_ceiling_percent: Annotated[int, SPOT_SHARE] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ClassView(Tagged, frozen=True):
@@ -80,17 +85,27 @@ class ClassView(Tagged, frozen=True):
     price_factor: float
     credit_percent: int
     downgrade_to: str | None
+    spot_floor_percent: int | None  # of a spot class, whose price follows idle capacity; null for other classes
+    spot_ceiling_percent: int | None
     shipped: bool
 
     @classmethod
     def of(cls, terms: ClassTerms) -> ClassView:
+        floor, ceiling = terms.spot or (None, None)
         return cls(
-            **msgspec.structs.asdict(terms.service),
+            **_shown(terms.service),
             price_factor=terms.price_factor,
             credit_percent=terms.credit_percent,
             downgrade_to=terms.downgrade_to,
+            spot_floor_percent=floor,
+            spot_ceiling_percent=ceiling,
             shipped=terms.service.name in SHIPPED_NAMES,
         )
+
+
+def _shown(service: ServiceClass) -> dict[str, Any]:
+    """Return the fields of the class but `spot`, which the bounds of its price show."""
+    return {name: value for name, value in msgspec.structs.asdict(service).items() if name != "spot"}
 
 
 class ClassList(msgspec.Struct, frozen=True):

@@ -7,7 +7,13 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.classes.checks import check_class_name, check_terms, is_class_name, parse_action
+from moiety_platform.classes.checks import (
+    check_class_name,
+    check_spot_bounds,
+    check_terms,
+    is_class_name,
+    parse_action,
+)
 from moiety_platform.classes.models import ClassRecord
 from moiety_platform.classes.schemas import ClassChange, NewClass
 from moiety_platform.classes.terms import SHIPPED_NAMES, Catalogue, ClassTerms
@@ -16,7 +22,7 @@ from moiety_wire.classes import OverloadAction, ServiceClass
 
 MAX_CLASSES = 64  # each is a metric label, here and in every engine
 
-_SERVICE_FIELDS = tuple(name for name in ServiceClass.__struct_fields__ if name not in ("name", "on_overload"))
+_SERVICE_FIELDS = tuple(name for name in ServiceClass.__struct_fields__ if name not in ("name", "on_overload", "spot"))
 
 
 async def load_classes(session: AsyncSession) -> Catalogue:
@@ -41,12 +47,14 @@ async def require_class(session: AsyncSession, name: str) -> str:
 
 async def create_class(session: AsyncSession, new: NewClass) -> ClassTerms:
     """Create a class. Raises BadRequest, or Conflict when the name is taken or there are too many."""
+    spot = check_spot_bounds(new.spot_floor_percent, new.spot_ceiling_percent)
     service = ServiceClass(
         name=check_class_name(new.name),
         on_overload=parse_action(new.on_overload),
+        spot=spot is not None,
         **{field: getattr(new, field) for field in _SERVICE_FIELDS},
     )
-    terms = ClassTerms(service, new.price_factor, new.downgrade_to, new.credit_percent)
+    terms = ClassTerms(service, new.price_factor, new.downgrade_to, new.credit_percent, spot)
     classes = await _lock_classes(session)
     taken = Conflict(f"A class {service.name!r} already exists; change it, or choose another name.")
     if service.name in classes:
@@ -80,11 +88,14 @@ def apply_change(old: ClassTerms, change: ClassChange) -> ClassTerms:
     given = {field: value for field, value in msgspec.structs.asdict(change).items() if value is not msgspec.UNSET}
     if "on_overload" in given:
         given["on_overload"] = parse_action(given["on_overload"])
+    floor, ceiling = old.spot or (None, None)
+    spot = check_spot_bounds(given.pop("spot_floor_percent", floor), given.pop("spot_ceiling_percent", ceiling))
     return ClassTerms(
         price_factor=given.pop("price_factor", old.price_factor),
         downgrade_to=given.pop("downgrade_to", old.downgrade_to),
         credit_percent=given.pop("credit_percent", old.credit_percent),
-        service=msgspec.structs.replace(old.service, **given),
+        service=msgspec.structs.replace(old.service, **given, spot=spot is not None),
+        spot=spot,
     )
 
 
@@ -129,9 +140,13 @@ def _terms_of(record: ClassRecord) -> ClassTerms:
     service = ServiceClass(
         name=record.name,
         on_overload=OverloadAction(record.on_overload),
+        spot=record.spot_floor_percent is not None,
         **{field: getattr(record, field) for field in _SERVICE_FIELDS},
     )
-    return ClassTerms(service, record.price_factor, record.downgrade_to, record.credit_percent)
+    spot = None
+    if record.spot_floor_percent is not None and record.spot_ceiling_percent is not None:
+        spot = record.spot_floor_percent, record.spot_ceiling_percent
+    return ClassTerms(service, record.price_factor, record.downgrade_to, record.credit_percent, spot)
 
 
 def _write(record: ClassRecord, terms: ClassTerms) -> None:
@@ -141,3 +156,4 @@ def _write(record: ClassRecord, terms: ClassTerms) -> None:
     record.price_factor = terms.price_factor
     record.credit_percent = terms.credit_percent
     record.downgrade_to = terms.downgrade_to
+    record.spot_floor_percent, record.spot_ceiling_percent = terms.spot or (None, None)

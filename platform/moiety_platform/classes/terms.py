@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from moiety_platform.errors import BadRequest
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, OverloadAction, ServiceClass
 
 SHIPPED_NAMES = frozenset(service.name for service in SHIPPED)
 
+SPOT_TIER = "spot"  # a tier of ours: the spot class of the best rank
 BATCH_TIER = "batch"  # not a tier of OpenAI: the tier of a batch's lines
 
 _CLASS_OF_TIER = {"priority": PRIORITY.name, "default": STANDARD.name, "flex": FLEX.name, BATCH_TIER: BATCH.name}
@@ -24,13 +26,15 @@ _TIER_OF_CLASS = {PRIORITY.name: "priority", STANDARD.name: "default", FLEX.name
 class ClassTerms:
     """One class. `downgrade_to` is the class that serves its requests on overload, if its action is to downgrade.
 
-    `credit_percent` is the part of a request's cost that is refunded if the guarantee of its quote is missed.
+    `credit_percent` is the part of a request's cost that is refunded if the guarantee of its quote is missed. `spot`
+    has the floor and the ceiling of a spot class's price, in percent of the class's price; None for other classes.
     """
 
     service: ServiceClass
     price_factor: float = 1.0
     downgrade_to: str | None = None
     credit_percent: int = 0
+    spot: tuple[int, int] | None = None
 
 
 class ChosenClass(msgspec.Struct, frozen=True):
@@ -67,12 +71,31 @@ class Catalogue(Mapping[str, ClassTerms]):
         """Return the class of a request: the lower of the tier's class and the tenant's own.
 
         `cap` is the tenant's own, best class; `tier` is the request's OpenAI service tier, None if it has none. Raises
-        KeyError for a cap that is not in the catalogue.
+        KeyError for a cap that is not in the catalogue, BadRequest for the tier `spot` if there is no spot class.
         """
         own = self._terms[cap]
+        if tier == SPOT_TIER:
+            return ChosenClass(self.spot_class().service, None)
         wanted = self._terms.get(_CLASS_OF_TIER.get(tier or "auto", cap), own)
         chosen = wanted if wanted.service.rank > own.service.rank else own
         return ChosenClass(chosen.service, self._fallback(chosen))
+
+    @property
+    def spot_classes(self) -> list[ClassTerms]:
+        """Spot classes, the best rank first."""
+        return [terms for terms in self._terms.values() if terms.spot is not None]
+
+    def spot_class(self) -> ClassTerms:
+        """Return the spot class of the best rank. Raises BadRequest if there is none."""
+        found = self.spot_classes
+        if not found:
+            raise BadRequest(
+                "This deployment has no spot class; choose another 'service_tier', or ask its operator to create one "
+                "with `moiety class create … --spot-floor-percent … --spot-ceiling-percent …`.",
+                code="no_spot_class",
+                param="service_tier",
+            )
+        return found[0]
 
     def named(self, name: str) -> ChosenClass:
         """Return the class of that name and its fallback. Raises KeyError."""
@@ -84,6 +107,8 @@ class Catalogue(Mapping[str, ClassTerms]):
         by_name = _TIER_OF_CLASS.get(service.name)
         if by_name is not None:
             return by_name
+        if service.spot:
+            return SPOT_TIER
         if service.rank <= self._rank(PRIORITY):
             return "priority"
         return "flex" if service.rank >= self._rank(FLEX) else "default"

@@ -118,7 +118,8 @@ def recent_arrivals(
 
 def service_of(row: Mapping[str, Any]) -> ServiceClass:
     """Return a class of the admin API as the scheduler's."""
-    return msgspec.convert({name: row[name] for name in ServiceClass.__struct_fields__}, ServiceClass)
+    fields = {name: row[name] for name in ServiceClass.__struct_fields__ if name != "spot"}
+    return msgspec.convert({**fields, "spot": row["spot_floor_percent"] is not None}, ServiceClass)
 
 
 def serves(engine: Mapping[str, Any], model: str | None) -> bool:

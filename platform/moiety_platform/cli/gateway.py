@@ -22,6 +22,7 @@ from moiety_platform.errors import PlatformError
 from moiety_platform.gateway import run_gateway
 from moiety_platform.listening import AddressUnavailable
 from moiety_platform.live_settings import CannotApplySetting
+from moiety_platform.receipts.signing import BadReceiptKey
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
 
@@ -82,7 +83,7 @@ def gateway(
             if keys is not None:  # if the store was empty, the keys in the file belong to another store
                 write_first_keys(first_keys, keys)
         run_gateway(source)
-    except (AddressUnavailable, CannotApplySetting, BadPepper, BadDatabaseUrl, PlatformError) as exc:
+    except (AddressUnavailable, CannotApplySetting, BadPepper, BadReceiptKey, BadDatabaseUrl, PlatformError) as exc:
         raise CommandError(str(exc)) from exc
 
 

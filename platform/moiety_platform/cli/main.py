@@ -50,6 +50,10 @@ COMMANDS: dict[str, tuple[Target, str]] = {
         "Apply a file that declares tenants, classes and quotas (declarative configuration).",
     ),
     "contract": ("moiety_platform.cli.contracts:app", "Check whether a new tenant's limits and class can be served."),
+    "verify-receipt": (
+        "moiety_platform.cli.receipts:verify_receipt",
+        "Verify signed receipts of requests, and recompute their answers.",
+    ),
     "engines": (
         "moiety_platform.cli.engines:app",
         "List engines, let them sleep or wake, and change their expert ranks.",
@@ -84,6 +88,7 @@ ORDER = [
     "usage",
     "requests",
     "contract",
+    "verify-receipt",
     "engines",
     "top",
     "config",

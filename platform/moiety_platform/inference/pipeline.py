@@ -55,12 +55,13 @@ from moiety_platform.inference.guarded_run import guarded_runs
 from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.idempotency import claim_key
 from moiety_platform.inference.image_preparation import ImagePreparation
+from moiety_platform.inference.least_reservation import reserve_least
 from moiety_platform.inference.matched_request import MatchedRequest
 from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import billed_prompt_tokens
 from moiety_platform.inference.prompt_encoding import encode_specially
-from moiety_platform.inference.quota_reservation import QuotaReservation, Tariff, Tariffs
+from moiety_platform.inference.quota_reservation import Tariff, Tariffs
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
@@ -74,6 +75,7 @@ from moiety_platform.prices.token_cost import PriceList
 from moiety_platform.quotes.quote import QUOTE_FIELD, QuoteSigner
 from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class
 from moiety_platform.randomness import ordered_hex
+from moiety_platform.receipts.capture import RECEIPT_FIELD, salt_of
 from moiety_platform.request_head import fields_of, request_id_of
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.choose import (
@@ -87,6 +89,7 @@ from moiety_platform.routing.choose import (
 )
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
+from moiety_platform.spot.service import SpotPrices
 from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.traces.tracing import Phase
 from moiety_wire.messages import ModelCard
@@ -119,6 +122,7 @@ class PipelineServices:
     shadow: ShadowTraffic
     guardrails: GuardrailChecks
     runs: AgentRuns
+    spot: SpotPrices
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
 
@@ -176,7 +180,7 @@ class RequestPipeline:
                     if RUN_FIELD in fields or (RUN_TAG in (tags := record.attribution.tags or "") and names_run(tags))
                     else None
                 )
-                record.quote = await quoted.verify(services.clock) if quoted else None
+                record.fields, record.quote = fields, await quoted.verify(services.clock) if quoted else None
                 ignores = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
                 record.ignored_fields += [*(ignored_fields(body) if ignores else ()), *body.skipped_entries()]
                 streams = body.wants_stream
@@ -336,11 +340,15 @@ class RequestPipeline:
         if record.quote is not None:
             chosen = quoted_class(record.quote.terms, catalogue)
         record.chose(catalogue, chosen.service)
+        if RECEIPT_FIELD in record.fields:
+            salt_of(record.fields[RECEIPT_FIELD])  # refuses another value
         adapter_name = "" if adapter is None else adapter.engine_name
         priced_model = f"{card.model}:{adapter_name}" if adapter_name else card.model  # of a tenant, as its name is
         tariff = self._tariffs.of(prices, catalogue, chosen, priced_model, card.model)
         if record.quote is not None:
             tariff = Tariff(record.quote.terms.prices)
+        elif chosen.service.spot:
+            tariff = await services.spot.agree(record, catalogue, chosen, card, tariff)
         return MatchedRequest(generation, card, states, catalogue, chosen, tariff, adapter, adapter_name, has_images)
 
     async def read_files(self, record: RequestRecord, matched: MatchedRequest, prices: PriceList) -> MatchedRequest:
@@ -409,18 +417,6 @@ class RequestPipeline:
             adapter=matched.adapter_name,
             keep_s=0.0 if record.agent_run is None else record.agent_run.keep_s,
         )
-
-
-async def reserve_least(reservation: QuotaReservation, matched: MatchedRequest) -> None:
-    """Reserve a lower bound of a request with files, so that none is read for a tenant whose quota is used up.
-
-    Each document and image has at least one token. Raises the errors of `QuotaReservation.begin`.
-    """
-    generation = matched.generation
-    prompt = generation.prompts[0]
-    assert isinstance(prompt, Conversation), "only conversations have files"
-    num_files = len(prompt.documents) + len(prompt.images)
-    await reservation.begin_least(num_files, len(generation.prompts) * generation.num_choices, matched.tariff)
 
 
 def _refuse_unattainable(matched: MatchedRequest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -26,6 +26,7 @@ from moiety_platform.inference.slo import SloProgress, slo_attained, slo_missed
 from moiety_platform.quotes.guarantee import GuaranteeOutcome, SequenceTimes
 from moiety_platform.quotes.quoted_request import AcceptedQuote
 from moiety_platform.request_contents.terms import CapturedContent
+from moiety_platform.spot.terms import SPOT_HEADER, SpotPrice
 from moiety_platform.traces.tracing import RequestTrace
 from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
@@ -131,6 +132,11 @@ class RequestRecord:
     quote: AcceptedQuote | None = None  # that the request sent
     estimated_prompt_tokens: int | None = None  # reserved at a hosted provider, which alone can count them
     agent_run: RequestOfRun | None = None  # the run that the request named
+    prompt_ids: Sequence[Sequence[int]] = ()  # of each prompt, once the request has ended at its engines
+    output_ids: list[list[int]] = field(default_factory=list)  # of each sequence
+    fields: Mapping[bytes, bytes] = field(default_factory=dict)  # of the HTTP head; none for the line of a batch
+    spot_price: SpotPrice | None = None  # agreed at the admission to a spot class …
+    spot_model: str = ""  # … for this model
     was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit
     is_clients_fault: bool = False  # the error is the request's or its answer's, even after a status of 200 was sent
     outcome: str = ""
@@ -184,9 +190,18 @@ class RequestRecord:
             headers[ESTIMATE_HEADER] = str(self.estimated_prompt_tokens)
         if self.route is not None:
             headers |= route_headers(self.route, self.served_model)
+        if self.spot_price is not None:
+            headers[SPOT_HEADER] = self.spot_price.header(self.reservation.prices.get(self.service_class))
         if self.ignored_fields or self.adjusted_fields:
             headers |= field_headers(self.ignored_fields, self.adjusted_fields)
         return headers
+
+    @property
+    def spot_percent(self) -> int | None:
+        """Percentage of the class's price that the request pays, in a spot class; None in another class."""
+        if self.spot_price is not None:
+            return self.spot_price.percent
+        return None if self.quote is None else self.quote.terms.spot_percent
 
     def chose(self, catalogue: Catalogue, service: ServiceClass) -> None:
         self.catalogue, self.chosen, self.served, self.service_class = catalogue, service, service, service.name

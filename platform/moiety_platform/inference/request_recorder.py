@@ -30,6 +30,7 @@ from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quotes.guarantee import GuaranteeOutcome
 from moiety_platform.randomness import ordered_hex
+from moiety_platform.receipts.capture import RECEIPT_FIELD, RECEIPT_TAG, draft_of, wants_receipt
 from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.traces.sampling import EndedRequest
@@ -176,6 +177,8 @@ class RequestRecorder:
         row = self._row(record, used, cost, record.reservation.settle(used, cost))
         if outcome is not None:
             row = with_guarantee(row, outcome)
+        if (RECEIPT_FIELD in record.fields or RECEIPT_TAG in (record.attribution.tags or "")) and wants_receipt(record):
+            row = msgspec.structs.replace(row, receipt=draft_of(record))
         if record.agent_run is not None:
             record.agent_run.on_end(row)
         # not a method of the record, which would keep the whole request in memory until its row is stored
@@ -252,6 +255,7 @@ class RequestRecorder:
             end_user=record.principal.end_user or record.attribution.end_user,  # a token's is verified
             tags=record.attribution.tags,
             route=record.route,
+            spot_percent=None if record.chosen is None or not record.chosen.spot else record.spot_percent,
             trace_id=record.trace.trace_id if record.trace.is_recorded else None,
             charges=reservation.charges(used, cost),
             **KILLED,
@@ -295,6 +299,7 @@ class RequestRecorder:
             end_user=record.principal.end_user or record.attribution.end_user,  # a token's is verified
             tags=record.attribution.tags,
             route=record.route,
+            spot_percent=None if record.chosen is None or not record.chosen.spot else record.spot_percent,
             trace_id=record.trace.trace_id if record.trace.is_recorded else None,
             charges=charges,
         )

@@ -343,8 +343,10 @@ class InferenceRun:
         if record.reached_engine:
             record.prompt_tokens = usage.prompt_tokens
         record.progress, record.was_begun, queues_ns = [], False, []
+        record.prompt_ids, record.output_ids = self.prompts, []
         for sequence in self._sequences:
             record.progress.append(sequence.progress)
+            record.output_ids.append(sequence.output_ids)
             record.was_begun |= sequence.was_begun
             sequence.progress.num_cached_tokens = sequence.num_cached_tokens
             for at_engines in (sequence.earlier_expert_bytes, sequence.stream.expert_bytes):

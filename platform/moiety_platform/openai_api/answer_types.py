@@ -15,7 +15,7 @@ CALLED_FUNCTION = "function_call"  # the same in OpenAI's older form
 
 FinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": _REASONS})]
 ChatFinishReasonText = Annotated[str, Meta(extra_json_schema={"enum": [*_REASONS, CALLED, CALLED_FUNCTION]})]
-Tier = Annotated[str, Meta(extra_json_schema={"enum": ["default", "flex", "priority"]})]
+Tier = Annotated[str, Meta(extra_json_schema={"enum": ["default", "flex", "priority", "spot"]})]
 
 
 class PromptTokensDetails(TypedDict):

@@ -129,8 +129,8 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
     n: Annotated[int, Field(ge=1, le=INT32_MAX), at_most(lambda shape: shape.max_choices)] | None = None
     stream_options: StreamOptions | None = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority", "fast", "scale"] | None,
-        mapped("`fast` means `priority`, and `scale` means `auto`."),
+        Literal["auto", "default", "flex", "priority", "fast", "scale", "spot"] | None,
+        mapped("`fast` means `priority`, and `scale` means `auto`. `spot` means the spot class."),
     ] = None
     prompt_cache_retention: Retention | None = None
     user: _EndUser | None = None

@@ -13,6 +13,8 @@ _NUMBER = {"type": "string", "pattern": "^[0-9]+$"}
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 QUOTE = "x-moiety-quote"
+RECEIPT = "x-moiety-receipt"
+SPOT_LIMIT = "x-moiety-spot-max-percent"
 IF_MATCH = "If-Match"
 ETAG = "ETag"
 REQUEST_ID = "x-request-id"
@@ -24,6 +26,7 @@ LENGTH = "Content-Length"
 QUOTA_HEADERS = (
     "x-moiety-class",
     "x-moiety-admission",
+    "x-moiety-spot-price",
     "x-moiety-ignored-fields",
     "x-moiety-adjusted-fields",
     "Idempotent-Replayed",
@@ -48,6 +51,14 @@ REQUEST: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "description": "Quote of this request by `/v1/quote`, which binds its class, price and guarantee.",
             "schema": {"type": "string", "pattern": "^mtq_[A-Za-z0-9_=-]{1,4000}$"},
         },
+        RECEIPT: {
+            "description": "Signs a receipt of this request, which `/v1/receipts/{request_id}` returns.",
+            "schema": {"type": "string", "pattern": "^1(; salt=[0-9a-f]{32})?$"},
+        },
+        SPOT_LIMIT: {
+            "description": "Highest spot price to accept, in percent of the class's price.",
+            "schema": {"type": "string", "pattern": "^([1-9][0-9]?|100)$"},
+        },
         IF_MATCH: {
             "description": "Expected ETags of the object, which is changed only if one matches. `*` matches any.",
             "schema": _TEXT,
@@ -67,6 +78,11 @@ ANSWER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         LENGTH: {"description": "Bytes of the content.", "schema": _NUMBER},
         "x-moiety-class": {"description": "The service class that the request was served in.", "schema": _TEXT},
         "x-moiety-admission": {"description": "Reason code of the engine's admission decision.", "schema": _TEXT},
+        "x-moiety-spot-price": {
+            "description": "Price of a request of a spot class: percent of the class's price, dollars per million "
+            "tokens, and the time until which it is valid.",
+            "schema": _TEXT,
+        },
         "x-moiety-ignored-fields": {
             "description": "Fields of the request that have no effect here, separated by commas.",
             "schema": _TEXT,

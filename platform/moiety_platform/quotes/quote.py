@@ -50,6 +50,7 @@ class Quote(msgspec.Struct, frozen=True, array_like=True):
     prediction: Timing | None
     guarantee: Timing | None
     computed: Timing | None = None  # the prediction without the factors that were learned
+    spot_percent: int | None = None  # of the class's price, in a spot class
     num_inflight: int = 0  # sequences of the tenant at the gateway, which the prediction may contain
 
     def require_lengths(self, num_prompt_tokens: int, max_output_tokens: int) -> None:

@@ -43,6 +43,7 @@ class ClassQuote(msgspec.Struct, frozen=True):
     guarantee: QuotedTimes | None
     credit_percent: int
     is_overloaded: bool
+    spot_percent: int | None  # of the class's price, in a spot class, which has no guarantee
 
 
 class QuoteList(msgspec.Struct, frozen=True):

@@ -12,13 +12,14 @@ from litestar.types import Receive
 
 from moiety_platform.admission.gate import refuse_unattainable
 from moiety_platform.auth.principal import Principal
-from moiety_platform.classes.terms import ChosenClass
+from moiety_platform.classes.terms import SPOT_TIER, ChosenClass
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
 from moiety_platform.inference.context_editing import encode_edited
 from moiety_platform.inference.generation import Generation
+from moiety_platform.inference.least_reservation import reserve_least
 from moiety_platform.inference.matched_request import MatchedRequest
-from moiety_platform.inference.pipeline import RequestPipeline, reserve_least
+from moiety_platform.inference.pipeline import RequestPipeline
 from moiety_platform.inference.quota_reservation import NOTHING_USED, QuotaReservation, tariff_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.token_count_limits import TokenCountLimits
@@ -194,10 +195,15 @@ class QuoteService:
         terms = matched.catalogue[service.name]
         priced_model = f"{card.model}:{matched.adapter_name}" if matched.adapter_name else card.model
         tariff = tariff_of((await services.rules.current()).prices, matched.catalogue, chosen, priced_model, card.model)
+        spot_percent = None
+        if service.spot:
+            price = await services.spot.price_of(terms, card.model)
+            tariff, spot_percent = price.tariff(tariff, service.name), price.percent
         names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
         computed, is_overloaded = _predict(counted, chosen)
         prediction = None if computed is None else services.quotes.calibration.corrected(card.model, computed)
-        guarantee = None if prediction is None or is_overloaded else guarantee_of(prediction, self.terms.margin)
+        has_guarantee = prediction is not None and not is_overloaded and not service.spot
+        guarantee = guarantee_of(prediction, self.terms.margin) if prediction is not None and has_guarantee else None
         quote = Quote(
             quote_id=secrets.token_bytes(12),
             tenant_id=record.principal.tenant_id,
@@ -213,6 +219,7 @@ class QuoteService:
             prediction=prediction,
             guarantee=guarantee,
             computed=computed,
+            spot_percent=spot_percent,
             num_inflight=services.gate.num_inflight(record.principal.tenant_id),
         )
         return ClassQuote(
@@ -224,12 +231,14 @@ class QuoteService:
             guarantee=_times(guarantee, counted, expected),
             credit_percent=terms.credit_percent,
             is_overloaded=is_overloaded,
+            spot_percent=spot_percent,
         )
 
 
 def _classes_of(matched: MatchedRequest, principal: Principal) -> list[ChosenClass]:
     """Return the classes that the service tiers select for the caller, the best first."""
-    chosen = [matched.catalogue.choose(principal.service_class, tier) for tier in TIERS]
+    tiers = (*TIERS, SPOT_TIER) if matched.card.serves_spot and matched.catalogue.spot_classes else TIERS
+    chosen = [matched.catalogue.choose(principal.service_class, tier) for tier in tiers]
     by_name = {one.service.name: one for one in chosen}
     return sorted(by_name.values(), key=lambda one: one.service.rank)
 

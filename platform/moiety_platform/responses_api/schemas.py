@@ -135,8 +135,8 @@ class ResponsesBody(GeneratingBody, ToolItemsBody):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"] | None,
-        mapped("`fast` and `ultrafast` mean `priority`, and `scale` means `auto`."),
+        Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast", "spot"] | None,
+        mapped("`fast` and `ultrafast` mean `priority`, and `scale` means `auto`. `spot` means the spot class."),
     ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None

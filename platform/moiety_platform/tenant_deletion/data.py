@@ -19,6 +19,7 @@ from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus
 from moiety_platform.db.base import Base, DeploymentTable, SharedTable
 from moiety_platform.files.models import FileChunk, FileState, StoredFile
 from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRate, QuotaThreshold, QuotaWindow
+from moiety_platform.receipts.models import ReceiptChain, ReceiptRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantDeletion
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
@@ -29,9 +30,11 @@ ROWS_AT_ONCE = 500
 _ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # of 256 KiB and 1 MiB each
 
 _NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
-    {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert}
+    {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert, ReceiptChain}
 )
-_BLANKED: frozenset[Table] = frozenset({Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay})
+_BLANKED: frozenset[Table] = frozenset(
+    {Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay, ReceiptRecord}
+)
 KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if traces have their own database
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | {TenantDeletion}
 

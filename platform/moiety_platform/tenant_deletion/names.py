@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.auth.row_scope import rows_of
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.prices.models import PriceRecord
+from moiety_platform.receipts.models import ReceiptRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.names import replace_names
 from moiety_platform.usage.days import DAY, day_of, unmark
@@ -46,6 +47,15 @@ async def blank_attribution(session: AsyncSession, tenant_id: str) -> Counter[st
     some = select(UsageRecord.request_id).where(*told).limit(ROWS_AT_ONCE)
     blank = update(UsageRecord).where(UsageRecord.request_id.in_(some)).values(end_user=None, tags=None)
     return Counter({UsageRecord.__tablename__: await _change(session, blank)})
+
+
+async def blank_receipts(session: AsyncSession, tenant_id: str) -> Counter[str]:
+    """Blank contents and salts of some receipts; return their number. Their numbers and hashes stay."""
+    told = ReceiptRecord.tenant_id == tenant_id, ReceiptRecord.content.is_not(None)
+    some = select(ReceiptRecord.sequence).where(*told).limit(ROWS_AT_ONCE)
+    chosen = ReceiptRecord.tenant_id == tenant_id, ReceiptRecord.sequence.in_(some)
+    blank = update(ReceiptRecord).where(*chosen).values(content=None, salt=None)
+    return Counter({ReceiptRecord.__tablename__: await _change(session, blank)})
 
 
 async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:

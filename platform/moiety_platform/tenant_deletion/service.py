@@ -37,7 +37,7 @@ from moiety_platform.tenant_deletion.data import (
     tables_to_delete,
 )
 from moiety_platform.tenant_deletion.log import erase_entries
-from moiety_platform.tenant_deletion.names import blank_attribution, blank_models, blank_names
+from moiety_platform.tenant_deletion.names import blank_attribution, blank_models, blank_names, blank_receipts
 from moiety_platform.tenants.models import ApiKey, Tenant, TenantDeletion, TenantStatus
 from moiety_platform.tenants.service import get_tenant
 
@@ -97,11 +97,12 @@ class TenantDeleter:
                 found += num_rows
         async with database.write() as session:
             found += await self._count(session, await blank_names(session, self.tenant_id))
-        num_rows = -1
-        while num_rows and time.monotonic() < until_s:
-            async with database.write() as session:
-                num_rows = await self._count(session, await blank_attribution(session, self.tenant_id))
-            found += num_rows
+        for blank in (blank_attribution, blank_receipts):
+            num_rows = -1
+            while num_rows and time.monotonic() < until_s:
+                async with database.write() as session:
+                    num_rows = await self._count(session, await blank(session, self.tenant_id))
+                found += num_rows
         async with database.write() as session:
             found += await self._count(session, await blank_models(session, self.tenant_id))
         async with self.store.write() as session:

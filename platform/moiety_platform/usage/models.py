@@ -90,6 +90,7 @@ class UsageRecord(Base):
     credit_reason: Mapped[str | None] = mapped_column(String(16))
     route: Mapped[str | None] = mapped_column(Text)
     trace_id: Mapped[str | None] = mapped_column(String(32))
+    spot_percent: Mapped[int | None]
 
 
 class EntryKind(StrEnum):

@@ -39,7 +39,7 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
 from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.rejected_rows import REFUSALS, accepts_plain_rows, is_value_error
-from moiety_platform.usage.row import UsageRow
+from moiety_platform.usage.row import NOT_COLUMNS, UsageRow
 from moiety_platform.usage.store import insert_rows
 
 INTERVAL_S = 0.25
@@ -49,7 +49,7 @@ BATCH_ROWS = 1000
 MAX_BACKOFF_S = 5.0
 MAX_TEXT_LENGTH = 256
 
-_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
+_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name not in NOT_COLUMNS)
 _MAX_AMOUNT = 2**48  # limit, so that sums also fit into the database's types
 _MAX_BYTES = 2**56  # more than any request reads: 72 PB; sums of them have columns of their own type (WideInteger)
 _INT32_MAX = 2**31 - 1

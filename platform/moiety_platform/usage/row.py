@@ -8,9 +8,11 @@ from typing import Any, Final
 import msgspec
 
 from moiety_platform.quota.lease import Charge
+from moiety_platform.receipts.content import ReceiptDraft
 from moiety_wire.classes import SPECULATIVE_PREFILL
 
 GATEWAY_KILLED = "gateway_killed"
+NOT_COLUMNS = frozenset({"charges", "receipt"})
 CONNECTION_LOST = 499
 
 
@@ -62,7 +64,9 @@ class UsageRow(msgspec.Struct, frozen=True):
     credit_reason: str | None = None
     route: str | None = None  # the name that the client sent, where it is a route; `model` is the one that answered
     trace_id: str | None = None  # in hexadecimal; None where no traces are recorded
+    spot_percent: int | None = None  # of the class's price that it paid, in a spot class
     charges: tuple[Charge, ...] = ()  # booked once, together with the row; not a column
+    receipt: ReceiptDraft | None = None  # appended to the tenant's chain, together with the row; not a column
 
     @property
     def is_request(self) -> bool:

@@ -102,6 +102,7 @@ class RequestView(msgspec.Struct, frozen=True):
     credit_nanodollars: int  # for a missed guarantee; already taken off the cost
     credit_reason: str | None  # ttft, finish or failed
     route: str | None  # the name that its client sent, where it is a route
+    spot_percent: int | None  # of the class's price that it paid, in a spot class
     trace_id: str | None  # of its trace, which may not have been kept; null where no traces are recorded
 
     @classmethod

@@ -15,18 +15,21 @@ from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.lease import Charge
 from moiety_platform.quota.models import Quota
 from moiety_platform.quota.store import book, lease_covers
+from moiety_platform.receipts.chain_store import append_receipts
 from moiety_platform.usage.ledger_entries import add_to_hours, correct, enter_credits, settle
 from moiety_platform.usage.minutes import MINUTES
 from moiety_platform.usage.models import EntryKind, UsageRecord
-from moiety_platform.usage.row import GATEWAY_KILLED, UsageRow
+from moiety_platform.usage.row import GATEWAY_KILLED, NOT_COLUMNS, UsageRow
 
-_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name != "charges")
+_FIELDS = tuple(name for name in UsageRow.__struct_fields__ if name not in NOT_COLUMNS)
 _columns_of = attrgetter(*(column.name for column in UsageRecord.__table__.columns))
 _insert_usage = BulkInsert(UsageRecord)
 
 
 async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     """Enter the rows in the ledger, each `request_id` once, add them to the table, and book their charges.
+
+    Requests that asked for a receipt get it in the same transaction.
 
     A row that is already in the ledger, or twice in the batch, is left unchanged and charges nothing.
     """
@@ -43,6 +46,8 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]
     charges += await _replace_killed(session, known) if known else []
     await book(session, charges)
+    if any(row.receipt is not None for row in first.values()):
+        await append_receipts(session, [row for row in first.values() if row.receipt is not None])
 
 
 async def change_row(session: AsyncSession, row: UsageRow) -> None:

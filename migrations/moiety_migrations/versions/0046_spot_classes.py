@@ -1,0 +1,35 @@
+"""Spot classes: the bounds of their price, published prices, and the percentage that each request paid."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0046"
+down_revision = "0039"
+
+
+def upgrade() -> None:
+    """Add the columns and the table. Existing classes have a fixed price."""
+    op.add_column("service_classes", sa.Column("spot_floor_percent", sa.Integer()))
+    op.add_column("service_classes", sa.Column("spot_ceiling_percent", sa.Integer()))
+    op.add_column("usage", sa.Column("spot_percent", sa.Integer()))
+    op.create_table(
+        "spot_prices",
+        sa.Column("model", sa.String(256), primary_key=True),
+        sa.Column("service_class", sa.String(32), primary_key=True),
+        sa.Column("starts_ms", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("ends_ms", sa.BigInteger(), nullable=False),
+        sa.Column("percent", sa.Integer(), nullable=False),
+        sa.Column("idle_percent", sa.Integer(), nullable=False),
+        sa.CheckConstraint("percent BETWEEN 1 AND 100", name=op.f("ck_spot_prices_percent_in_range")),
+    )
+    op.create_index("ix_spot_prices_ends_ms", "spot_prices", ["ends_ms"])
+
+
+def downgrade() -> None:
+    """Drop them. Spot classes become classes with a fixed price."""
+    op.drop_table("spot_prices")
+    op.drop_column("usage", "spot_percent")
+    op.drop_column("service_classes", "spot_ceiling_percent")
+    op.drop_column("service_classes", "spot_floor_percent")

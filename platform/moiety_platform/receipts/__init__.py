@@ -1,0 +1,1 @@
+"""Signed receipts of requests, in one hash chain for each tenant."""

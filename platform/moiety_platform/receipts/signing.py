@@ -1,0 +1,128 @@
+"""Keys that sign receipts (Ed25519), in a file of PEM blocks: the first one signs, all can be verified.
+
+The first start of a gateway creates the file. To rotate, write a new private key before the old ones, or replace the
+file: public keys that have signed stay in the database.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from moiety_platform.receipts.content import signed_bytes
+
+FILE_NAME = "receipts.pem"
+ALGORITHM = "Ed25519"
+_BEGIN = b"-----BEGIN "
+
+
+class BadReceiptKey(ValueError):
+    """The file of receipt keys cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptSigner:
+    """Private keys of one gateway, the signing one first."""
+
+    keys: tuple[Ed25519PrivateKey, ...]
+
+    @property
+    def key_id(self) -> str:
+        return key_id_of(self.public_key)
+
+    @property
+    def public_key(self) -> bytes:
+        """Public half of the signing key."""
+        return self.keys[0].public_key().public_bytes_raw()
+
+    @property
+    def public_keys(self) -> list[bytes]:
+        """Public halves of all keys of the file."""
+        return [key.public_key().public_bytes_raw() for key in self.keys]
+
+    def signature(self, content: Mapping[str, Any]) -> dict[str, str]:
+        """Return the signature of a receipt's content, as its envelope has it."""
+        value = self.keys[0].sign(signed_bytes(content))
+        return {"algorithm": ALGORITHM, "key_id": self.key_id, "value": base64.b64encode(value).decode("ascii")}
+
+
+def load_signer(path: Path) -> ReceiptSigner:
+    """Return the signer of a file, which is created with a new key if there is none. Raises BadReceiptKey."""
+    try:
+        if not path.exists():
+            _create(path)
+        data = path.read_bytes()
+    except OSError as exc:
+        raise BadReceiptKey(
+            f"the file of receipt keys {path} cannot be used ({exc.strerror}): set receipt_key_file to a file in a "
+            "folder that the gateway can write to"
+        ) from exc
+    blocks = [_BEGIN + block for block in data.split(_BEGIN)[1:]]
+    if not blocks:
+        raise BadReceiptKey(
+            f"the file of receipt keys {path} has no PEM block: write private Ed25519 keys in PKCS #8, or remove the "
+            "file to create a new key"
+        )
+    return ReceiptSigner(tuple(_load(block, path) for block in blocks))
+
+
+def is_signed(content: Mapping[str, Any], value: str, public_key: bytes) -> bool:
+    """Return whether a signature in base64 is that of the content under the public key."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(
+            base64.b64decode(value, validate=True), signed_bytes(content)
+        )
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def key_id_of(public_key: bytes) -> str:
+    """Return the name of a public key: the beginning of its SHA-256."""
+    return hashlib.sha256(public_key).hexdigest()[:16]
+
+
+def _load(block: bytes, path: Path) -> Ed25519PrivateKey:
+    try:
+        key = load_pem_private_key(block, None)
+    except (ValueError, TypeError) as exc:
+        raise BadReceiptKey(
+            f"the file of receipt keys {path} has a PEM block that cannot be read ({exc}): write private Ed25519 keys "
+            "in PKCS #8 without a password"
+        ) from exc
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BadReceiptKey(f"the file of receipt keys {path} has a key of another kind than Ed25519: remove it")
+    return key
+
+
+def _create(path: Path) -> None:
+    """Write a new key atomically; of several concurrent processes, the first one wins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(pem)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass  # another process was first; its key is used
+    finally:
+        draft.unlink()
