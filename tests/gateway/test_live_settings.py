@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from sqlalchemy import select
@@ -283,6 +284,19 @@ async def seconds_of_a_quote(gateway: RunningGateway) -> object:
     return 30 * math.ceil(left.total_seconds() / 30)
 
 
+async def interval_of_spot_prices(gateway: RunningGateway) -> object:
+    gateway.engine.card = msgspec.structs.replace(gateway.engine.card, serves_spot=True)
+    terms = {"name": "spot", "rank": 9, "completion_s": 60, "on_overload": "queue"}
+    bounds = {"spot_floor_percent": 20, "spot_ceiling_percent": 90}
+    await gateway.request("POST", "/admin/v1/classes", json.dumps(terms | bounds).encode(), gateway.admin_key)
+    gateway.store_clock.ahead_ms += 86_400_000  # after the interval of the last price
+    gateway.assembled.services.spot.forget()
+    _, _, answer = await gateway.request("GET", "/v1/spot-prices")
+    (offer,) = json.loads(answer)["data"]
+    begin, end = (datetime.fromisoformat(offer[name]) for name in ("starts_at", "ends_at"))
+    return (end - begin).total_seconds()
+
+
 async def margin_of_a_quote(gateway: RunningGateway) -> object:
     gateway.engine.step_costs = StepCosts(1.0, 0.0, (), 0.0, 0.0, 0.0)
     _, _, answer = await gateway.post("/v1/quote", HELLO)
@@ -314,6 +328,7 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
     ("failover_wait_s", 60, survives_its_engine, False, True),
     ("quote_ttl_s", 120, seconds_of_a_quote, 30, 120),
     ("quote_margin", 3.0, margin_of_a_quote, 1.5, 4.0),
+    ("spot_interval_s", 5, interval_of_spot_prices, 60, 5),
     ("drain_s", 77, patience_of_a_stop, 2, 77),
     ("max_file_bytes", 1024, uploads(2000), (200, 30), 413),
     ("max_file_bytes_per_tenant", 1024, uploads(800, 800), (200, 30), 413),

@@ -30,7 +30,7 @@ RARE = {
     "moiety_engine_class_rejected_total", "moiety_engine_class_preempted_total",
     "moiety_core_class_rejected_total", "moiety_core_class_preempted_total",
     "moiety_expert_picks_total", "moiety_expert_balancedness", "moiety_expert_layer_balancedness",
-    "moiety_expert_active", "moiety_expert_load_ratio",
+    "moiety_expert_active", "moiety_expert_load_ratio", "moiety_spot_price_percent", "moiety_spot_idle_percent",
 }  # fmt: skip
 OF_TARGETS = {"instance"}  # the label that Prometheus itself gives to what it reads
 GRAFANA = {"$__rate_interval": "5m", "$model": ".*", "$service_class": ".*", "$engine": ".*"}
