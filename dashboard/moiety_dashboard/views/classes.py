@@ -11,6 +11,7 @@ import streamlit as st
 from moiety_dashboard import charts, colours, panels, samples, session
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
+from moiety_dashboard.frames.spot import spot_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.columns import class_columns
 from moiety_dashboard.views.overview import EMPTY, classes_of_hour
@@ -23,6 +24,10 @@ TIMES = {
     "ttft_s": ("TTFT SLO, s", "Empty: no TTFT SLO. TTFT or completion time is required."),
     "completion_s": ("Completion time SLO, s", "Empty: no completion time SLO."),
     "tpot_s": ("TPOT SLO, s", "Requires a TTFT SLO."),
+}
+SPOT = {
+    "spot_floor_percent": ("Lowest spot price, %", "Of the class's price, which follows idle capacity. Empty: fixed."),
+    "spot_ceiling_percent": ("Highest spot price, %", "Of the class's price. Empty: the price is fixed."),
 }
 OVERLOAD = {"reject": "reject (429)", "queue": "queue", "downgrade": "downgrade to a lower class"}
 
@@ -62,6 +67,8 @@ def draw_live(client: AdminClient) -> None:
     window = LIVE[1]
     span = window.span()
     answer, over_time = read_series(client, window, span, ["service_class"])
+    if any(terms["spot_floor_percent"] is not None for terms in classes.data["data"]):
+        draw_spot(client, inks, span)
     left, right = st.columns(2)
     note = "by class, last 1 h, 1 min resolution"
     with left, panels.panel("Mean queue time", note, [answer], key="queue", frame=over_time):
@@ -73,6 +80,17 @@ def draw_live(client: AdminClient) -> None:
         figure = charts.Figure("preemptions", "preemptions/min")
         none = "No request was preempted in this time range."
         panels.draw(lambda: charts.stacked(stopped, figure, "class", inks, span), stopped, none, "preemptions chart")
+
+
+def draw_spot(client: AdminClient, inks: Mapping[str, str], span: charts.Span) -> None:
+    """Draw the published prices of spot classes."""
+    answer = client.get("/spot-prices", since=span.since.isoformat(), until=span.until.isoformat())
+    prices = spot_frame(answer.data["data"], span.step)
+    note = "% of the class's price, mean over models, last 1 h"
+    with panels.panel("Spot price", note, [answer], key="spot price", frame=prices):
+        figure = charts.Figure("percent", "% of the price")
+        none = "No request, quote or list has asked for a spot price in this time range."
+        panels.draw(lambda: charts.lines(prices, figure, "class", inks, span), prices, none, "spot price chart")
 
 
 def columns() -> dict[str, Any]:
@@ -143,6 +161,8 @@ def terms_form(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     edited["credit_percent"] = third.number_input(
         "Credit for a missed guarantee, % of the cost", 0, 100, int(terms["credit_percent"])
     )
+    for name, (label, description) in SPOT.items():
+        edited[name] = second.number_input(label, 1, 100, terms[name], help=description)
     edited["preemptible"] = third.checkbox("Preemptible by higher classes", terms["preemptible"])
     actions = list(OVERLOAD)
     left, right = st.columns(2)
@@ -163,7 +183,7 @@ def create(client: AdminClient, names: list[str]) -> None:
     usual = {
         "ttft_s": 2.0, "completion_s": None, "tpot_s": None, "ttft_per_1k_s": 0.2, "max_queue_s": 30.0, "rank": 1,
         "weight": 1.0, "price_factor": 1.0, "credit_percent": 0, "preemptible": True, "on_overload": "reject",
-        "downgrade_to": None,
+        "downgrade_to": None, "spot_floor_percent": None, "spot_ceiling_percent": None,
     }  # fmt: skip
     with st.form("new class", border=False):
         name = st.text_input("Name", placeholder="gold", help="Lower-case letters, digits and hyphens")
