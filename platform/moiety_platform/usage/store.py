@@ -46,8 +46,9 @@ async def insert_rows(session: AsyncSession, rows: Sequence[UsageRow]) -> None:
     known = [row for row in first.values() if row.error_code != GATEWAY_KILLED and row.request_id not in new_ids]
     charges += await _replace_killed(session, known) if known else []
     await book(session, charges)
-    if any(row.receipt is not None for row in first.values()):
-        await append_receipts(session, [row for row in first.values() if row.receipt is not None])
+    asking = [row for row in reversed(first.values()) if row.receipt is not None]  # in the order of the batch
+    if asking:
+        await append_receipts(session, asking)
 
 
 async def change_row(session: AsyncSession, row: UsageRow) -> None:
