@@ -12,7 +12,6 @@ from moiety_dashboard.cli import server_options
 from moiety_dashboard.frames import attribution, changes, fleet, series, simulations, traces
 from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
-from moiety_dashboard.frames.spot import spot_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.audit import KINDS
@@ -56,20 +55,6 @@ def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing(
     assert (row["met"], row["missed"], row["reasons"], row["credit"]) == (0.75, 1, "ttft 1", 2.5)
     assert (row["ttft_median"], row["ttft_p90"], row["duration_p90"]) == (1.0, 2.0, None)
     assert quotes_frame([]).empty
-
-
-def test_spot_prices_are_means_over_models_by_slot() -> None:
-    at = {"service_class": "spot", "idle_percent": 50}
-    prices = [
-        {**at, "starts_at": "2026-01-01T12:01:00Z", "percent": 40},
-        {**at, "starts_at": "2026-01-01T12:00:30.5Z", "percent": 20},
-        {**at, "starts_at": "2026-01-01T12:00:00Z", "percent": 30},
-    ]
-    frame = spot_frame(prices, timedelta(minutes=1))
-    assert [(row["slot"].minute, row["class"], row["percent"]) for _, row in frame.iterrows()] == [
-        (0, "spot", 25.0), (1, "spot", 40.0),
-    ]  # fmt: skip
-    assert spot_frame([], timedelta(minutes=1)).empty
 
 
 def test_runs_have_the_used_share_of_their_budgets_and_their_requests_are_bars() -> None:

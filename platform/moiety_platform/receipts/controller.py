@@ -27,7 +27,7 @@ class Signature(msgspec.Struct, frozen=True):
     value: str
 
 
-class Opening(msgspec.Struct, frozen=True):
+class CommitmentOpening(msgspec.Struct, frozen=True):
     """Salt of the commitments, in hexadecimal. A receipt can be shown without it."""
 
     salt: str
@@ -43,7 +43,7 @@ class Receipt(msgspec.Struct, frozen=True):
     receipt: dict[str, Any]
     hash: str
     signature: Signature
-    opening: Opening | None
+    opening: CommitmentOpening | None
 
 
 class ReceiptList(msgspec.Struct, frozen=True):
