@@ -168,6 +168,7 @@ ASKS = [
     Ask("POST /classes", OPERATORS_MAKE, body={"name": "{new}", **CLASS}),
     Ask("PATCH /classes/{name}", OPERATORS, path={"name": "flex"}, body={"max_queue_s": 5}),
     Ask("DELETE /classes/{name}", OPERATORS, path={"name": "{class_name}"}),
+    Ask("GET /spot-prices", EVERYBODY),
     Ask("GET /prices", EVERYBODY),
     Ask("PUT /prices", OPERATORS, body={"model": "m", "input": "1", "output": "1"}),
     Ask("DELETE /prices", OPERATORS, query={"model": "{priced_model}"}),

@@ -65,6 +65,10 @@ KEPT = {
     "agent_run_requests",
     "jwt_issuers",
     "jwt_grants",
+    "spot_prices",
+    "receipt_chains",
+    "receipts",
+    "receipt_keys",
 }
 LATER = {"service_classes", "responses", *CONVERSATIONS, *QUOTAS, *USAGE, *KEPT}  # than the first
 TABLES = {"tenants", "projects", "api_keys", "usage", *LATER}
