@@ -297,7 +297,7 @@ async def test_the_command_verifies_offline_and_recomputes(
         await asyncio.to_thread(verify_receipt, *args, **{"answer": None, "recompute": None, **options})
         return capsys.readouterr().out
 
-    assert "1 receipts are signed and unchanged; 1 links" in await verify(*run)
+    assert "unchanged receipts: 1; verified links of the chain: 1" in await verify(*run)
     assert "are those of the receipt" in await verify(*run, answer=paths["answer"])
     again = {"recompute": gateway.url, "request": paths["request"], "key": gateway.key, "answer": paths["answer"]}
     said = await verify(paths["receipt"], gateway.url, **again)

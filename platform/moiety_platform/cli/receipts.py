@@ -61,7 +61,7 @@ def verify_receipt(
         public_keys = public_keys_of(_keys_document(keys))
         contents = [check_receipt(one, public_keys) for one in envelopes]
         num_links = check_chain(contents)
-        print_line(f"{len(contents)} receipts are signed and unchanged; {num_links} links of the chain hold")
+        print_line(f"signed and unchanged receipts: {len(contents)}; verified links of the chain: {num_links}")
         if answer is not None:
             _check_answer(_only(envelopes), _read_json(answer))
         if recompute is not None:
