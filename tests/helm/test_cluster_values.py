@@ -35,8 +35,11 @@ def refusal(chart: helm_python.Chart, values: Values) -> str:
 
 def find(objects: Objects, place: str) -> Any:
     """Return the object `Kind/name`, the specification of its pods, or the settings that a ConfigMap contains."""
+    is_declared, place = place.startswith("declared "), place.removeprefix("declared ")
     kind, _, name = place.removeprefix("pod ").partition("/")
     (found,) = (one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, f"rel-moiety{name}"))
+    if is_declared:
+        return yaml.load(found["data"]["declared.yaml"], yaml.CSafeLoader)
     if kind == "ConfigMap":
         return yaml.load(found["data"]["moiety.yaml"], yaml.CSafeLoader)["gateway"]
     return pod_templates(found)[0]["spec"] if place.startswith("pod ") else found

@@ -25,14 +25,35 @@
 {{- if .address -}}
 {{- .address -}}
 {{- else -}}
+{{- if eq .kind "hosted" -}}
+{{- printf "%s+%s?model=%s&kind=hosted&context=%d" (.api | default "openai") (.url | trimSuffix "/") (.model | urlquery) (int64 .contextTokens) -}}
+{{- with .servedName }}&name={{ . | urlquery }}{{ end -}}
+{{- with .maxOutputTokens }}&max_output={{ int64 . }}{{ end -}}
+{{- with .timeoutSeconds }}&timeout={{ int64 . }}{{ end -}}
+{{- if hasKey . "retries" }}&retries={{ int64 .retries }}{{ end -}}
+{{- with .limitField }}&limit_field={{ . }}{{ end -}}
+{{- else -}}
 {{- $folder := printf "/models/%s/%s" .name ((.tokenizer | default dict).path | default "") | trimSuffix "/" -}}
 {{- printf "openai+%s?model=%s&kind=%s&tokenizer=%s" (.url | default "" | trimSuffix "/") (.model | default "" | urlquery) .kind $folder -}}
 {{- if .priority }}&priority=on{{ end -}}
 {{- with .contextTokens }}&context={{ int64 . }}{{ end -}}
-{{- with .imageTokens }}&image_tokens={{ int64 . }}{{ end -}}
 {{- if .sharedCache }}&shared_cache=on{{ end -}}
+{{- end -}}
+{{- with .imageTokens }}&image_tokens={{ int64 . }}{{ end -}}
 {{- if .keySecret }}&key_file=/etc/moiety-engine-keys/{{ .name }}/key{{ end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The declared objects, with the prices of hosted providers, as JSON. */}}
+{{- define "moiety.declaredObjects" -}}
+{{- $declared := omit .Values.declared "prune" "waitSeconds" "existingClasses" -}}
+{{- $prices := list -}}
+{{- range .Values.externalEngines -}}
+{{- $name := .servedName | default .model -}}
+{{- with .price }}{{ $prices = append $prices (merge (dict "model" $name) .) }}{{ end -}}
+{{- end -}}
+{{- if $prices }}{{ $declared = merge (dict "prices" (concat ($declared.prices | default list) $prices)) $declared }}{{ end -}}
+{{- $declared | toJson -}}
 {{- end -}}
 
 {{/* Of (list root part): containers that download tokenizers from the hub before the gateway starts. */}}

@@ -48,7 +48,10 @@
 {{- define "moiety.validateExternal" -}}
 {{- $names := list -}}
 {{- range .Values.engines }}{{ $names = append $names .name }}{{ end -}}
+{{- $priced := list -}}
+{{- range .Values.declared.prices }}{{ if not .service_class }}{{ $priced = append $priced .model }}{{ end }}{{ end -}}
 {{- range .Values.externalEngines -}}
+{{- $external := . -}}
 {{- if has .name $names -}}
 {{- fail (printf "two engines are named %s: give each pool of engines and each of externalEngines its own name" .name) -}}
 {{- end -}}
@@ -61,7 +64,30 @@
 {{- fail (printf "externalEngines (%s) has an address of Moiety engines, which report their model themselves: leave %s out" .name (keys $ofServer | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $tokenizer := .tokenizer | default dict -}}
-{{- if and .url (not (and .model .kind (or $tokenizer.hub $tokenizer.claim))) -}}
+{{- $ofProvider := list -}}
+{{- range $key := list "api" "servedName" "maxOutputTokens" "timeoutSeconds" "retries" "limitField" "price" -}}{{- if hasKey $external $key }}{{ $ofProvider = append $ofProvider $key }}{{ end -}}{{- end -}}
+{{- if eq (.kind | default "") "hosted" -}}
+{{- if not (and .url .model .contextTokens) -}}
+{{- fail (printf "externalEngines (%s) is a hosted provider: set its url, such as https://api.openai.com/v1, its model, and contextTokens, the model's context length" .name) -}}
+{{- end -}}
+{{- $ofEngine := list -}}
+{{- range $key := list "tokenizer" "priority" "sharedCache" -}}{{- if hasKey $external $key }}{{ $ofEngine = append $ofEngine $key }}{{ end -}}{{- end -}}
+{{- if $ofEngine -}}
+{{- fail (printf "externalEngines (%s) is a hosted provider, whose prompts no gateway tokenizes or schedules: leave %s out" .name (join ", " $ofEngine)) -}}
+{{- end -}}
+{{- if and .limitField (eq (.api | default "openai") "anthropic") -}}
+{{- fail (printf "externalEngines (%s) sets limitField, which only the api openai has: leave it out" .name) -}}
+{{- end -}}
+{{- if and .maxOutputTokens (gt (int64 .maxOutputTokens) (int64 .contextTokens)) -}}
+{{- fail (printf "externalEngines (%s) has a maxOutputTokens greater than its contextTokens: lower maxOutputTokens" .name) -}}
+{{- end -}}
+{{- if and .price (has (.servedName | default .model) $priced) -}}
+{{- fail (printf "externalEngines (%s) has a price, and declared.prices or another engine has one for the same model: remove one of the two" .name) -}}
+{{- end -}}
+{{- if .price }}{{ $priced = append $priced (.servedName | default .model) }}{{ end -}}
+{{- else if $ofProvider -}}
+{{- fail (printf "externalEngines (%s) sets %s, which only hosted providers have: leave it out, or set kind=hosted" .name (join ", " $ofProvider)) -}}
+{{- else if and .url (not (and .model .kind (or $tokenizer.hub $tokenizer.claim))) -}}
 {{- fail (printf "externalEngines (%s) has a url: set its model, kind, and tokenizer.hub or tokenizer.claim as well" .name) -}}
 {{- end -}}
 {{- if and $tokenizer.hub (or $tokenizer.claim $tokenizer.path) -}}
