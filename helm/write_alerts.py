@@ -103,9 +103,17 @@ SLOS = (
 ENGINES = (
     Alert(
         "MoietyNoEngine", PAGE,
-        "moiety_store_ready unless on (instance) (moiety_engine_up == 1)", "1m",
+        "moiety_store_ready unless on (instance) (moiety_engine_up == 1) "
+        "unless on (instance) (moiety_wake_waiting_requests >= 0)",
+        "1m",
         "Gateway {{ $labels.instance }} has no engine",
         "No engine accepts requests from this gateway. The gateway answers all requests with 503.",
+    ),
+    Alert(
+        "MoietyEngineNotWoken", PAGE,
+        "sum by (model) (increase(moiety_wake_rejected_requests_total[5m])) > 0", "1m",
+        "{{ $labels.model }}: requests gave up waiting for an engine",
+        "Engines of the model sleep or are stopped, and none was awake within wake_timeout_s.",
     ),
     Alert(
         "MoietyEngineDown", PAGE,

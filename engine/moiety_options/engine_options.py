@@ -251,4 +251,9 @@ class EngineOptions(ServingOptions):
         "Host memory for KV in transfer, such as 4GiB. If not given, a tenth of the available memory.",
         is_size=True,
     )
+    device_group: str = _process(
+        "",
+        "Name of the group of engines that share this engine's device. The gateway keeps at most device_group_awake of "
+        "them awake and puts the others into sleep mode. If not given, the engine shares its device with no other one.",
+    )
     drain_s: int = _process(30, "Longest time that a stop waits for running requests to finish, in seconds.", min=0)

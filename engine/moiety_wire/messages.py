@@ -308,6 +308,7 @@ class ModelCard(msgspec.Struct, frozen=True, tag="card"):
     model_digest: str = ""  # fingerprint of the checkpoint's files; "": unknown
     layout: str = ""  # of the ranks, such as tp=2
     batch_invariant: bool = False  # a request gets the same bits alone and in any batch
+    device_group: str = ""  # engines of one group share a device, so that only some are awake; "": of its own
 
 
 class Accepted(msgspec.Struct, frozen=True, omit_defaults=True, tag="accepted"):

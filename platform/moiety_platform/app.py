@@ -94,6 +94,7 @@ from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefil
 from moiety_platform.spot.controller import SpotPriceController
 from moiety_platform.spot.service import SpotPrices
 from moiety_platform.traces.tracing import Tracing
+from moiety_platform.wake_on_request.waker import EngineWaker
 
 BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
 PIPELINE_SETTINGS = (
@@ -153,6 +154,7 @@ class Services:
     batches: Batches | None = None
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
+    waker: EngineWaker | None = None
     live: LiveSettings[GatewaySettings] | None = None  # None: the settings never change
     reloader: Reloader[GatewaySettings] | None = None
 
@@ -192,6 +194,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         spot=services.spot,
         adapters=services.adapters,
         next_turn_prefill=services.next_turn_prefill,
+        waker=services.waker,
         quotes=services.quotes,
     )
     parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)

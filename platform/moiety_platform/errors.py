@@ -26,7 +26,8 @@ PlatformError
 │   └── EngineRefused         502  an external engine refuses the request: a retry does not help
 ├── NonFiniteOutput           502  the model computed NaN or infinity for the request
 └── Unavailable               503  no engine, or the store is down; try again after `retry_after_s`
-    └── EngineOverloaded      503  an external engine has no capacity now
+    ├── EngineOverloaded      503  an external engine has no capacity now
+    └── EnginesAsleep         503  all engines of the model sleep, or none is started
 """
 
 from __future__ import annotations
@@ -276,6 +277,14 @@ class EngineOverloaded(Unavailable):
     def __init__(self, message: str, *, retry_after_s: float, asks_to_wait: bool) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.asks_to_wait = asks_to_wait
+
+
+class EnginesAsleep(Unavailable):
+    """All engines of the model `model` sleep, or none of it is started."""
+
+    def __init__(self, message: str, model: str, *, retry_after_s: float) -> None:
+        super().__init__(message, code="no_engine", retry_after_s=retry_after_s)
+        self.model = model
 
 
 WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)

@@ -19,6 +19,7 @@ from sqlalchemy import ColumnElement
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.backoff import Backoff
 from moiety_platform.bootstrap.composition import AssembledGateway, Overrides, assembled
+from moiety_platform.bootstrap.engine_waker import OpenScaler, open_scaler
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import Clock, SystemClock
@@ -257,6 +258,7 @@ async def run_gateway(
     now: Now | None = None,
     breaker_clock: Clock | None = None,
     migrated_url: str | None = None,
+    open_scaler: OpenScaler = open_scaler,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Run a gateway of these engines.
@@ -291,6 +293,7 @@ async def run_gateway(
         database=database,
         batch_poll_s=0.4,
         batch_backoff=Backoff(0.02),
+        open_scaler=open_scaler,
     )
     source = SettingsSource.open(None, SECTION, lambda: chosen, settings)
     started = asyncio.Event()

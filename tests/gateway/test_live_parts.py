@@ -35,6 +35,7 @@ from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.traces.sampling import EndedRequest
 from moiety_platform.usage.models import UsageRecord
 from moiety_platform.usage.store import insert_rows
+from moiety_platform.wake_settings import WakeSettings
 
 from .conftest import PEPPER, make_store
 from .test_live_settings import DEADLINE_S, ROWS
@@ -377,6 +378,7 @@ LOOKED_AT_ELSEWHERE = {
     "max_resumed_streams_per_tenant",  # test_resumed_streams.py
     "max_token_counts_per_tenant",  # test_token_counts.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
+    *WakeSettings.model_fields,  # test_wake_on_request.py
 }  # fmt: skip
 
 

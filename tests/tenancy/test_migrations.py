@@ -45,6 +45,7 @@ IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "tenant_deletions"}
 DECLARED = {"declarations"}
 UPKEEP = {"retention_jobs", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
+WAKE = {"wake_demands", "wake_leases", "wake_times"}
 EXPORTS = {"usage_exports", "content_logging", "request_contents"}
 TRACES = {"traces", "spans"}
 ADAPTERS = {"adapters", "adapter_chunks"}
@@ -52,6 +53,7 @@ CONVERSATIONS = {"conversations", "conversation_items", "response_events"}
 KEPT = {
     "simulations",
     *CONVERSATIONS,
+    *WAKE,
     "object_stores",
     *ADAPTERS,
     *DECLARED,

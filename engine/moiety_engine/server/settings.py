@@ -24,6 +24,7 @@ class ServerSettings:
     metrics_listen: str | None = None  # host:port of its own /metrics; port 0 takes a free one
     drain_timeout_s: float = 30.0
     role: EngineRole = EngineRole.BOTH  # role in the model card
+    device_group: str = ""  # device group in the model card
     adapters: tuple[str, ...] = ()  # adapters that the core loads at its start
     adapter_disk_bytes: int = 4 << 30  # disk limit for adapters that gateways send
     images: ImageOptions = field(default_factory=ImageOptions)  # limits of decoding

@@ -26,6 +26,7 @@ from moiety_platform.batches.assembly import Batches
 from moiety_platform.batches.worker import POLL_S
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.bootstrap.document_preparation import document_preparation_of
+from moiety_platform.bootstrap.engine_waker import OpenScaler, open_scaler
 from moiety_platform.bootstrap.engines import Engines, key_files
 from moiety_platform.bootstrap.image_preparation import link_fetcher_of
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
@@ -85,6 +86,8 @@ from moiety_platform.trace_metrics import TraceCollector
 from moiety_platform.traces.tracing import Sender
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
+from moiety_platform.wake_on_request.metrics import WakeCollector
+from moiety_platform.wake_on_request.waker import EngineWaker
 from moiety_wire.shared_fields import copy_fields
 
 LAST_RECORDS_S = 10.0
@@ -109,6 +112,7 @@ class Overrides:
     batch_poll_s: float = POLL_S
     batch_backoff: Backoff = field(default_factory=Backoff)
     admin_routes: Sequence[ControllerRouterHandler] = ()  # beside our own
+    open_scaler: OpenScaler = open_scaler  # of the StatefulSets of `scaled_models`
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +269,7 @@ async def _open_services(
         runs=await stack.enter_async_context(AgentRuns(database, quotas, clock)),
         spot=_spot_prices(database, engines, metrics, settings, overrides),
         receipts=_receipts(settings, database, clock, stored_usage),
+        waker=await _start_waker(stack, settings, live, process_id, database, overrides, engines, metrics),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
 
@@ -321,6 +326,25 @@ async def _connect_engines(
     quotas.quarantine.is_proven = engines.replicas.have_settled_for
     live.follow_with(["engines", "external_engine_api_key"], engines.follow, reads_files=True)
     return engines
+
+
+async def _start_waker(
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    live: LiveSettings[GatewaySettings],
+    process_id: str,
+    database: Database,
+    overrides: Overrides,
+    engines: Engines,
+    metrics: Metrics,
+) -> EngineWaker:
+    """Start the waker of sleeping engines, until the stack is closed. Raises CannotApplySetting."""
+    waker = EngineWaker(process_id, database, engines.replicas, overrides.clock, settings, overrides.open_scaler)
+    metrics.registry.register(WakeCollector(waker))
+    waker.followed_by(live)
+    await waker.start()
+    stack.push_async_callback(waker.stop)
+    return waker
 
 
 def _background_runs(

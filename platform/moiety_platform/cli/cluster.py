@@ -18,7 +18,8 @@ from moiety_platform.cli.printing import print_line
 from moiety_platform.clock import SystemClock
 from moiety_platform.cluster.deployment import ensure_secrets, put_key
 from moiety_platform.cluster.errors import ClusterError
-from moiety_platform.cluster.secrets_api import ACCOUNT, SecretsApi
+from moiety_platform.cluster.pod_identity import ACCOUNT
+from moiety_platform.cluster.secrets_api import SecretsApi
 from moiety_platform.cluster.tokenizer import download_tokenizer
 from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl

@@ -17,8 +17,8 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Secret
 
 from moiety_platform.cluster.errors import ApiRefused, NotInACluster
+from moiety_platform.cluster.pod_identity import ACCOUNT, PodIdentity
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # mount of a pod's identity
 TIMEOUT_S = 10.0
 NOT_FOUND, CONFLICT = 404, 409
 
@@ -53,21 +53,8 @@ class SecretsApi:
     @classmethod
     def of_pod(cls, environment: Mapping[str, str], account: Path = ACCOUNT) -> Self:
         """Connect with the environment and identity of a pod. Raises NotInACluster."""
-        host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
-        if not host:
-            raise NotInACluster(
-                "KUBERNETES_SERVICE_HOST is not set: run this in a pod of the cluster, as the chart does"
-            )
-        token = account / "token"
-        try:
-            token.read_text()
-            namespace = (account / "namespace").read_text().strip()
-        except OSError as exc:
-            raise NotInACluster(
-                f"{exc.filename} cannot be read: give the pod a service account whose token is mounted"
-            ) from exc
-        host = f"[{host}]" if ":" in host else host
-        return cls(f"https://{host}:{port}", namespace, token, account / "ca.crt")
+        identity = PodIdentity.of(environment, account)
+        return cls(identity.url, identity.namespace, identity.token_file, identity.ca)
 
     def __enter__(self) -> Self:
         return self

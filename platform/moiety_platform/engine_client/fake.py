@@ -126,6 +126,8 @@ class FakeEngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._alive = False
         self._sleep = SleepState.AWAKE
+        self.wake_s = 0.0  # time that waking takes
+        self.num_wakes = self.num_sleeps = 0  # commands that it got
         self.expert_ranks = 0
         self._num_connections = 0
         self._on_change: Callable[[], None] = lambda: None
@@ -166,10 +168,26 @@ class FakeEngineClient:
             self.fleet_services.append(message)
 
     def set_asleep(self, *, asleep: bool) -> None:
-        """Sleep or wake at once. Running requests continue."""
+        """Sleep once no request runs, or wake within `wake_s`."""
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
-        self._sleep = SleepState.ASLEEP if asleep else SleepState.AWAKE
+        if asleep:
+            self.num_sleeps += 1
+            self._sleep = SleepState.FALLING_ASLEEP
+            return
+        self.num_wakes += 1
+        self._sleep = SleepState.WAKING if self.wake_s else SleepState.AWAKE
+        if self.wake_s:
+            asyncio.get_running_loop().call_later(self.wake_s, self._be_awake)
+
+    def _be_awake(self) -> None:
+        if self._sleep is SleepState.WAKING:
+            self._sleep = SleepState.AWAKE
+
+    def _sleep_state(self) -> SleepState:
+        if self._sleep is SleepState.FALLING_ASLEEP and not self._running:
+            self._sleep = SleepState.ASLEEP
+        return self._sleep
 
     def scale_expert_ranks(self, num_ranks: int) -> None:
         """Have this number of expert ranks at once, if there are any."""
@@ -390,7 +408,7 @@ class FakeEngineClient:
             classes=self.class_loads,
             step_costs=self.step_costs,
             active_experts=self.active_experts,
-            sleep=self._sleep,
+            sleep=self._sleep_state(),
             expert_ranks=self.expert_ranks,
             requested_expert_ranks=self.expert_ranks,
         )

@@ -27,7 +27,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import Clock
-from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, forget_frames
+from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, Unavailable, forget_frames
 from moiety_platform.guardrails.terms import ALL_TENANTS
 from moiety_platform.http_errors import internal_error
 from moiety_platform.idempotency.key_store_client import IdempotencyKeys
@@ -42,6 +42,7 @@ from moiety_platform.inference.engine_submits import (
     most_output_tokens,
     submits_of,
 )
+from moiety_platform.inference.engine_wait import start_when_awake
 from moiety_platform.inference.field_support import ignorable_fields, ignored_fields
 from moiety_platform.inference.generation import (
     Conversation,
@@ -92,6 +93,7 @@ from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefil
 from moiety_platform.spot.service import SpotPrices
 from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.traces.tracing import Phase
+from moiety_platform.wake_on_request.waker import EngineWaker
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
@@ -125,6 +127,7 @@ class PipelineServices:
     spot: SpotPrices
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
+    waker: EngineWaker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,9 @@ class RequestPipeline:
         self.limits = limits
         self._tariffs = Tariffs()
 
-    async def serve(self, endpoint: Endpoint[Body], scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(  # noqa: PLR0912, PLR0915  the path of a request in one function, without calls for rare cases
+        self, endpoint: Endpoint[Body], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Serve one HTTP request, as an ASGI application. Its record is closed before its client gets an error."""
         services = self.services
         fields = fields_of(scope)
@@ -189,14 +194,20 @@ class RequestPipeline:
                         if endpoint.prepare is not None:
                             body = await endpoint.prepare(body, record)
                         accept = None if endpoint.accept is None else partial(endpoint.accept, body, record, response)
-                        async with await self.start(record, body.generation(), streams=streams, accept=accept) as run:
+                        start = partial(self.start, record, body.generation(), streams=streams, accept=accept)
+                        silent_s = self.limits.sse_keep_alive_s if streams else 0.0
+                        keep_alive = partial(KeepAlive, response, silent_s, endpoint.keep_alive, record.kept_alive)
+                        try:
+                            run = await start()
+                        except Unavailable as error:
+                            if services.waker is None:
+                                raise
+                            run = await start_when_awake(
+                                services.waker, services.gate, services.classes, record, error, keep_alive, start
+                            )
+                        async with run:
                             response.headers = record.response_headers()
-                            async with KeepAlive(
-                                response,
-                                self.limits.sse_keep_alive_s if streams else 0.0,
-                                endpoint.keep_alive,
-                                record.kept_alive,
-                            ):
+                            async with keep_alive():
                                 send_last = await endpoint.answer(body, run, record, response)
                     record.completed()
                     await send_last()
@@ -323,6 +334,9 @@ class RequestPipeline:
         except PlatformError:
             if base in cards_of(states):  # there is such a model, but not for this request
                 record.served_model, record.base_model = model, base
+            asleep = None if services.waker is None else services.waker.find_refusal(base, allowed)
+            if asleep is not None:
+                raise asleep from None
             raise
         record.served_model, record.base_model = model, base
         if adapter is not None:

@@ -232,6 +232,10 @@ class RequestRecord:
         The client gets nothing of it, so nothing of it is billed. Its sequences have ended at their engines.
         """
         self.route_fallbacks.append(RouteFallback(model, failure.code, unix_ns))
+        self.forget_attempt()
+
+    def forget_attempt(self) -> None:
+        """Forget what the request came to at engines, before it is submitted again. Its sequences have ended there."""
         self.bill = self.chosen = self.served = None
         self.admission_outcome = self.admission_reason = ""
         self.estimated_prompt_tokens = None

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from moiety_platform.engine_addresses import HOSTED_FAMILIES
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
-from moiety_platform.errors import NotFound, Unavailable
+from moiety_platform.errors import EnginesAsleep, NotFound, Unavailable
 from moiety_platform.routing.expert_profiles import KEY_TOKENS, ExpertPreference, ExpertProfiles
 from moiety_platform.routing.prefix_cost import block_size_of, cheapest
 from moiety_platform.routing.prefix_names import PrefixNames
@@ -186,9 +186,8 @@ def capable_engines(engines: Sequence[EngineState], model: str, context_tokens: 
             raise Unavailable("no engine is ready yet; try again shortly", code="no_engine", retry_after_s=1)
         raise NotFound(model_not_found(model, served), code=MODEL_NOT_FOUND, param="model")
     if all(engine.sleep is not SleepState.AWAKE for engine in candidates):
-        raise Unavailable(
-            f"all engines for {model!r} sleep; an administrator can wake them", code="no_engine", retry_after_s=SLEEP_S
-        )
+        message = f"all engines for {model!r} sleep; an administrator can wake them"
+        raise EnginesAsleep(message, model, retry_after_s=SLEEP_S)
     raise Unavailable(
         f"no engine for {model!r} can take a request now; try again shortly", code="no_engine", retry_after_s=1
     )

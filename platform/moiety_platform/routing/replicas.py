@@ -50,6 +50,8 @@ class Replicas:
         self._coming: Counter[str] = Counter()  # requests on their way to an engine, by its address
         self._kv_aware: random.Random | None = None  # None: requests are routed by affinity
         self.experts: ExpertProfiles | None = None  # None: requests are not routed by their experts
+        self.stopped_models: frozenset[str] = frozenset()  # models that can have no running engine
+        self._stopped_cards: dict[str, ModelCard] = {}  # last cards of these models
 
     async def __aenter__(self) -> Self:
         for client in self._clients.values():
@@ -98,6 +100,9 @@ class Replicas:
         if client is None:
             return
         self._retired[address] = client
+        card = client.state.card
+        if card is not None and card.model in self.stopped_models:
+            self._stopped_cards[card.model] = card
         self.breakers.forget(address)
         self._note_change()
 
@@ -240,8 +245,12 @@ class Replicas:
         return card_of(self.states(), model, allowed, has_images=has_images)
 
     def cards(self) -> dict[str, ModelCard]:
-        """Return the card of every model that an engine has reported, by name; of healthy engines where possible."""
-        return cards_of(self.states())
+        """Return the card of every model that an engine has reported, by name; of healthy engines where possible.
+
+        A model that can have no running engine keeps its last card.
+        """
+        stopped = {model: card for model, card in self._stopped_cards.items() if model in self.stopped_models}
+        return stopped | cards_of(self.states())
 
     def have_settled_for(self, replica_id: str, seconds: float) -> bool:
         """Return whether every engine holds nothing of a gateway process that was silent for so long.
@@ -254,12 +263,12 @@ class Replicas:
         return all(state.has_settled_for(replica_id, seconds) for state in states)
 
     def why_not_ready(self) -> list[str]:
-        """Return a reason per engine, or nothing if at least one can take a request or sleeps.
+        """Return a reason per engine, or nothing if at least one can take a request, sleeps or is started by requests.
 
         A gateway whose engines sleep must count as ready, otherwise no client could reach it to wake them.
         """
         states = self.states()
-        if any(state.healthy and not state.draining for state in states):
+        if self.stopped_models or any(state.healthy and not state.draining for state in states):
             return []
         if not states and not self.missing:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine"]

@@ -1,0 +1,1 @@
+"""Sleep of idle engines, and their waking by requests."""

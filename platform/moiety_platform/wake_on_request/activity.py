@@ -1,0 +1,92 @@
+"""What a gateway has observed of each engine: when it last had requests, and since when it is awake.
+
+An engine reports its requests of all gateways, so every gateway observes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.wake_on_request.plan import SleepView
+from moiety_wire.engine_load import Load, SleepState
+
+REFUSED_S = 60.0  # pause after an engine could not follow a command
+STALE_S = 1.5  # after a command, loads can still have the problem of an earlier one
+
+
+@dataclass(slots=True)
+class EngineActivity:
+    """Observation of one engine, by the gateway's monotonic clock."""
+
+    num_requests: int
+    active_s: float  # when it last had a request
+    awake_s: float  # since when it is awake
+    sleep: SleepState
+    command_s: float | None = None  # when this gateway sent it a command that it has not followed yet
+    was_woken: bool = False  # by the last command
+    refused_until_s: float = 0.0
+
+
+class ActivityLog:
+    """Observations of all engines of ours. Owned by the waker."""
+
+    def __init__(self, on_awake: Callable[[str, float], None]) -> None:
+        """Create an empty log. `on_awake` gets the model of an engine that was woken, and how long that took."""
+        self._on_awake = on_awake
+        self._engines: dict[str, EngineActivity] = {}
+
+    def observe(self, states: Iterable[EngineState], now_s: float) -> list[SleepView]:
+        """Return the connected engines of ours, with what was observed of them so far."""
+        views = []
+        for state in states:
+            card, load = state.card, state.load
+            if card is None or load is None or not state.healthy or load.draining or not card.extensible:
+                continue
+            found = self._engines.get(state.address)
+            if found is None:
+                found = EngineActivity(load.requests_total, now_s, now_s, load.sleep)
+                self._engines[state.address] = found
+            self._note(found, state, load, card.model, now_s)
+            is_busy = found.active_s >= now_s
+            views.append(
+                SleepView(
+                    state.address,
+                    card.model,
+                    load.sleep,
+                    card.device_group,
+                    card.role,
+                    0.0 if is_busy else now_s - found.active_s,
+                    now_s - found.awake_s,
+                    card.generates and found.refused_until_s <= now_s,
+                )
+            )
+        known = {state.address for state in states}
+        self._engines = {address: one for address, one in self._engines.items() if address in known}
+        return views
+
+    def sent(self, address: str, now_s: float, *, asleep: bool) -> None:
+        """Record a command, so that it is not sent again before the engine has had time to report."""
+        found = self._engines[address]
+        found.command_s, found.was_woken = now_s, not asleep
+
+    def awaits_command(self, address: str, now_s: float, timeout_s: float) -> bool:
+        """Return whether the engine got a command within the timeout, and has not followed it yet."""
+        command_s = self._engines[address].command_s
+        return command_s is not None and now_s - command_s < timeout_s
+
+    def _note(self, found: EngineActivity, state: EngineState, load: Load, model: str, now_s: float) -> None:
+        num_open = load.num_running + load.num_waiting + load.num_paused + state.num_inflight
+        if num_open or load.requests_total != found.num_requests:
+            found.num_requests, found.active_s = load.requests_total, now_s
+        if load.sleep is SleepState.AWAKE and found.sleep is not SleepState.AWAKE:
+            found.awake_s = found.active_s = now_s
+            if found.command_s is not None and found.was_woken:
+                self._on_awake(model, now_s - found.command_s)
+        if load.sleep is not found.sleep:
+            found.sleep = load.sleep
+            if load.sleep in (SleepState.AWAKE, SleepState.ASLEEP):
+                found.command_s = None
+        if load.sleep_problem and found.command_s is not None and now_s - found.command_s > STALE_S:
+            found.command_s, found.refused_until_s = None, now_s + REFUSED_S

@@ -1,0 +1,49 @@
+"""Metrics of engines that are woken by requests. Labels are bounded: the models of engines and of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moiety_platform.wake_on_request.waker import EngineWaker
+
+_MODEL = ("model",)
+
+
+class WakeCollector(Collector):
+    """Collector of one gateway process's waker. Without `wake_on_request` it has no samples."""
+
+    def __init__(self, waker: EngineWaker) -> None:
+        self._waker = waker
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "moiety_wake_waiting_requests",
+            "Requests that wait until an engine of their model is awake. An autoscaler starts engines by it.",
+            labels=_MODEL,
+        )
+        wakes = CounterMetricFamily(
+            "moiety_wakes", "Engines woken and StatefulSets started by this gateway.", labels=_MODEL
+        )
+        rejected = CounterMetricFamily(
+            "moiety_wake_rejected_requests",
+            "Requests rejected with 503 because no engine of their model was awake in time.",
+            labels=_MODEL,
+        )
+        seconds = GaugeMetricFamily(
+            "moiety_wake_seconds",
+            "Measured time until an engine serves after it was woken (wake) or started (start).",
+            labels=("model", "kind"),
+        )
+        for model, count in self._waker.waiting().items():
+            waiting.add_metric((model,), count)
+        for model, count in self._waker.num_wakes.items():
+            wakes.add_metric((model,), count)
+        for model, count in self._waker.num_rejected.items():
+            rejected.add_metric((model,), count)
+        for kind, times in self._waker.measured().items():
+            for model, time_s in times.items():
+                seconds.add_metric((model, kind.value), time_s)
+        yield from (waiting, wakes, rejected, seconds)

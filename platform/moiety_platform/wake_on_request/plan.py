@@ -1,0 +1,176 @@
+"""Which engines to wake and which to put to sleep: a pure function of the engines and of the waiting requests.
+
+Engines of a device group share the memory of a device, so that only some of them are awake at the same time. When a
+model is needed whose engines are asleep and its group is full, another engine gives way: one without requests first,
+the one that is idle longest; then the one that has been awake longest, and only after its residency, so that two busy
+models take turns instead of displacing each other after each request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from moiety_wire.engine_load import SleepState
+from moiety_wire.roles import EngineRole
+
+IDLE_RESIDENCY_S = 1.0  # of a woken engine without requests, so that those that woke it can reach it
+
+
+class SleepView(msgspec.Struct, frozen=True):
+    """An engine as the plan needs it. `idle_s` is the time since it last had a request, 0 while it has one."""
+
+    address: str
+    model: str
+    sleep: SleepState
+    group: str = ""  # device group; "": it shares its device with no other engine
+    role: EngineRole = EngineRole.BOTH
+    idle_s: float = 0.0
+    awake_s: float = 0.0  # since it was woken or started
+    can_sleep: bool = True  # False for an engine without sleep mode, or that could not follow a command lately
+
+    @property
+    def is_busy(self) -> bool:
+        return self.idle_s <= 0
+
+
+class ModelDemand(msgspec.Struct, frozen=True):
+    """Requests that wait for an engine of a model. `slack_s` is the time until the first one misses its SLO."""
+
+    model: str
+    num_waiting: int
+    slack_s: float
+
+
+class WakeTerms(msgspec.Struct, frozen=True):
+    """Limits of the plan, and the measured times of waking an engine by model."""
+
+    max_awake: int = 1  # engines of a device group
+    residency_s: float = 0.0
+    sleep_after_s: float = 0.0  # 0: idle engines stay awake
+    wake_s: Mapping[str, float] = {}
+
+
+class WakePlan(msgspec.Struct, frozen=True):
+    """Addresses of engines to wake, and of engines to put to sleep."""
+
+    wake: tuple[str, ...] = ()
+    sleep: tuple[str, ...] = ()
+
+
+def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms) -> WakePlan:
+    """Return the engines to wake and to put to sleep now.
+
+    Demands come in the order of their slack after the model's wake time, then by the number of waiting requests. A
+    demand whose model has an engine that is awake or waking changes nothing.
+    """
+    wake: list[str] = []
+    sleep: list[str] = []
+    used = Counter(one.group for one in engines if one.group and one.sleep is not SleepState.ASLEEP)
+    freed = Counter(one.group for one in engines if one.group and one.sleep is SleepState.FALLING_ASLEEP)
+    wanted = {demand.model for demand in demands}
+    for demand in in_order(demands, terms):
+        for role in sorted({one.role for one in engines if one.model == demand.model}):
+            ours = [one for one in engines if one.model == demand.model and one.role == role]
+            if any(one.sleep in (SleepState.AWAKE, SleepState.WAKING) and one.address not in sleep for one in ours):
+                continue
+            asleep = [one for one in ours if one.sleep is SleepState.ASLEEP and one.can_sleep]
+            free = [one for one in asleep if not one.group or used[one.group] < terms.max_awake]
+            if free:
+                chosen = min(free, key=lambda one: (bool(one.group), one.address))
+                wake.append(chosen.address)
+                if chosen.group:
+                    used[chosen.group] += 1
+                continue
+            groups = sorted({one.group for one in asleep})
+            awaited = next((group for group in groups if freed[group] > 0), None)
+            if awaited is not None:
+                freed[awaited] -= 1  # an engine of this group is falling asleep
+                continue
+            victim = _victim([one for one in engines if one.group in groups], wanted, sleep, terms)
+            if victim is not None:
+                sleep.append(victim.address)
+    sleep += _idle(engines, wanted, sleep, terms)
+    return WakePlan(tuple(wake), tuple(sleep))
+
+
+def in_order(demands: Sequence[ModelDemand], terms: WakeTerms) -> list[ModelDemand]:
+    """Return the demands, the most urgent one first."""
+
+    def urgency(demand: ModelDemand) -> tuple[float, int, str]:
+        return demand.slack_s - terms.wake_s.get(demand.model, 0.0), -demand.num_waiting, demand.model
+
+    return sorted(demands, key=urgency)
+
+
+def expected_wait_s(
+    model: str, engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms
+) -> float:
+    """Return the predicted time until an engine of the model is awake, in seconds; a time never measured counts as 0.
+
+    In a full device group this is the wake time after the remaining residency of the engine that gives way, and after
+    the turns of the models that are ahead.
+    """
+    ours = [one for one in engines if one.model == model]
+    wake_s = terms.wake_s.get(model, 0.0)
+    if not ours or any(one.sleep in (SleepState.AWAKE, SleepState.WAKING) for one in ours):
+        return wake_s
+    groups = {one.group for one in ours if one.sleep is SleepState.ASLEEP}
+    members = {group: [one for one in engines if one.group == group] for group in groups if group}
+    used = {group: sum(one.sleep is not SleepState.ASLEEP for one in found) for group, found in members.items()}
+    if "" in groups or not groups or any(num_used < terms.max_awake for num_used in used.values()):
+        return wake_s
+    rests = [_rest_s(one, terms) for found in members.values() for one in found if one.sleep is not SleepState.ASLEEP]
+    sharing = {one.model for found in members.values() for one in found}
+    turns_s = 0.0
+    for demand in in_order(demands, terms):
+        if demand.model == model:
+            break
+        if demand.model in sharing:
+            turns_s += terms.residency_s + terms.wake_s.get(demand.model, 0.0)
+    return min(rests) + turns_s / terms.max_awake + wake_s
+
+
+def _rest_s(engine: SleepView, terms: WakeTerms) -> float:
+    """Return how long an engine still resides before it may give way."""
+    residency_s = terms.residency_s if engine.is_busy else min(IDLE_RESIDENCY_S, terms.residency_s)
+    return max(0.0, residency_s - engine.awake_s)
+
+
+def _victim(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str], terms: WakeTerms) -> SleepView | None:
+    """Return the engine of a full group that gives way, or None if none may yet."""
+    able = [
+        one
+        for one in engines
+        if one.sleep is SleepState.AWAKE
+        and one.can_sleep
+        and one.address not in sleep
+        and not _rest_s(one, terms)
+        and not (one.model in wanted and one.awake_s < terms.residency_s)
+    ]
+    return min(able, key=lambda one: (one.is_busy, -one.idle_s, -one.awake_s, one.address), default=None)
+
+
+def _idle(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str], terms: WakeTerms) -> list[str]:
+    """Return the idle engines to put to sleep: after `sleep_after_s`, and those beyond the limit of their group."""
+    idle = [
+        one
+        for one in engines
+        if one.sleep is SleepState.AWAKE
+        and one.can_sleep
+        and not one.is_busy
+        and one.model not in wanted
+        and one.address not in sleep
+    ]
+    chosen = [one.address for one in idle if terms.sleep_after_s and one.idle_s >= terms.sleep_after_s]
+    leaving = {*sleep, *chosen}
+    awake = Counter(
+        one.group for one in engines if one.group and one.sleep is SleepState.AWAKE and one.address not in leaving
+    )
+    for one in sorted(idle, key=lambda one: (-one.idle_s, one.address)):
+        if one.group and one.address not in leaving and awake[one.group] > terms.max_awake and not _rest_s(one, terms):
+            awake[one.group] -= 1
+            chosen.append(one.address)
+    return chosen

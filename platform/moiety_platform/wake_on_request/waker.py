@@ -1,0 +1,378 @@
+"""Puts idle engines to sleep, wakes them for requests, and lets these requests wait.
+
+Each gateway process has one. Gateways write their waiting requests into the database, and the one that holds the lease
+decides for all of them, so that concurrent requests wake an engine once. When the database is away nothing is decided:
+requests wait until their time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from moiety_platform.clock import Clock
+from moiety_platform.db.session import Database
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.errors import Conflict, EnginesAsleep, Unavailable
+from moiety_platform.live_settings import LiveSettings, PreparedChange
+from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.routing.replicas import Replicas
+from moiety_platform.wake_on_request.activity import ActivityLog
+from moiety_platform.wake_on_request.plan import ModelDemand, SleepView, WakeTerms, expected_wait_s, plan_sleep
+from moiety_platform.wake_on_request.store import (
+    WakeKind,
+    claim_lease,
+    note_time,
+    put_demands,
+    read_demands,
+    read_times,
+    release_lease,
+)
+from moiety_platform.wake_settings import WakeSettings
+from moiety_wire.engine_load import SleepState
+from moiety_wire.roles import EngineRole
+
+POLL_S, FAST_POLL_S = 1.0, 0.05  # without and with waiting requests
+DECIDE_S = 0.5  # between two transactions of a gateway with waiting requests
+LEASE_S = 3.0
+DEMAND_S = 5.0  # how long a demand counts after its gateway last wrote it
+NOTE_S = 30.0  # how long a request that does not wait counts as a demand
+COMMAND_S = 5.0  # after which a command that an engine has not followed is sent again
+WAKE_SETTINGS = tuple(WakeSettings.model_fields)
+
+S = TypeVar("S", bound=WakeSettings)
+
+log = structlog.get_logger(__name__)
+
+
+class PoolScaler(Protocol):
+    """Replicas of StatefulSets. Both methods raise Unavailable when they cannot be asked."""
+
+    async def replicas(self, name: str) -> int:
+        """Return the wanted number of replicas."""
+        ...
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Set the wanted number of replicas."""
+        ...
+
+
+class _Demand(msgspec.Struct):
+    """Requests of this process for one model. Times are of the monotonic clock."""
+
+    num_waiting: int = 0
+    slo_s: float = math.inf  # when the first of them misses its SLO
+    noted_until_s: float = 0.0  # until when a request that does not wait counts
+
+
+class EngineWaker:
+    """Waker of one gateway process. Owned by the entry point; for one event loop."""
+
+    def __init__(
+        self,
+        owner: str,
+        database: Database,
+        replicas: Replicas,
+        clock: Clock,
+        settings: WakeSettings,
+        open_scaler: Callable[[], PoolScaler],
+    ) -> None:
+        """Create the waker. `open_scaler` is called if settings name StatefulSets; it raises CannotApplySetting."""
+        self._owner, self._database, self._replicas, self._clock = owner, database, replicas, clock
+        self._open_scaler = open_scaler
+        self._scaler: PoolScaler | None = open_scaler() if settings.scaled_statefulsets else None
+        self.settings = settings
+        replicas.stopped_models = settings.stopped_models
+        self._demands: dict[str, _Demand] = {}
+        self._all_demands: list[ModelDemand] = []  # of all gateways, as last read
+        self._activity = ActivityLog(self._note_awake)
+        self._engines: list[SleepView] = []
+        self._times: dict[WakeKind, dict[str, float]] = {kind: {} for kind in WakeKind}
+        self._measured: list[tuple[str, WakeKind, float]] = []  # times that are not in the database yet
+        self._started: dict[str, float] = {}  # when a StatefulSet was scaled up for a model
+        self._served_s: dict[str, float] = {}  # when a model of a StatefulSet last had a request
+        self._holds_lease = self._has_written = self._is_new = False
+        self._decided_s = -math.inf
+        self._decided_for: list[tuple[str, SleepState]] = []  # states of the engines at the last decision
+        self._changed = asyncio.Event()  # replaced each time that it is set
+        self.num_wakes: dict[str, int] = {}
+        self.num_rejected: dict[str, int] = {}
+        self._rounds = PeriodicTask("wake-on-request", self.round, POLL_S)
+
+    async def start(self) -> None:
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        """Stop, and give the lease back. Idempotent."""
+        await self._rounds.stop()
+        if self._holds_lease or self._has_written:
+            self._holds_lease = self._has_written = False
+            try:
+                async with self._database.write() as session:
+                    await put_demands(session, self._owner, [], 0)
+                    await release_lease(session, self._owner)
+            except Unavailable as error:
+                log.warning("wake_lease_kept", reason=str(error), advice="none needed: the lease expires in seconds")
+
+    def followed_by(self, live: LiveSettings[S]) -> None:
+        live.follow_with(WAKE_SETTINGS, self._prepare)
+
+    async def _prepare(self, settings: S) -> PreparedChange:
+        scaler = self._scaler
+        if settings.scaled_statefulsets and scaler is None:
+            scaler = self._open_scaler()
+
+        def commit() -> None:
+            self.settings, self._scaler = settings, scaler
+            self._replicas.stopped_models = settings.stopped_models
+            self._rounds.wake()
+
+        return PreparedChange(commit)
+
+    # ── requests ──
+
+    def is_asleep(self, model: str) -> bool:
+        """Return whether a request for the model can wait for an engine that is woken or started for it."""
+        if not self.settings.wake_on_request:
+            return False
+        states = self._states(model)
+        if not states:
+            return model in self.settings.stopped_models
+        awake = {_role(state) for state in states if state.sleep is SleepState.AWAKE}
+        return any(_role(state) not in awake for state in states)
+
+    def find_refusal(self, model: str, allowed: frozenset[str] | None) -> EnginesAsleep | None:
+        """Return the error of a request whose model's engines sleep, and wake one; None if they do not.
+
+        The key may use the models `allowed`, None meaning all. The request need not wait: it may have a fallback.
+        """
+        if (allowed is not None and model not in allowed) or not self.is_asleep(model):
+            return None
+        demand = self._demands.setdefault(model, _Demand())
+        demand.noted_until_s = self._clock.monotonic() + NOTE_S
+        self._wake_round()
+        retry_after_s = max(1, math.ceil(self.expected_s(model)))
+        message = f"all engines for {model!r} sleep, and one is being woken; try again in {retry_after_s} s"
+        return EnginesAsleep(message, model, retry_after_s=retry_after_s)
+
+    async def wait_awake(self, model: str, slo_s: float) -> None:
+        """Wait until an engine of the model takes requests. `slo_s` is the time until the request misses its SLO.
+
+        Raises Unavailable with the time after which to try again, at once if the predicted wait exceeds the limit.
+        """
+        timeout_s = self.settings.wake_timeout_s
+        expected_s = self.expected_s(model)
+        if expected_s > timeout_s:
+            self._count_rejected(model)
+            raise EnginesAsleep(
+                f"all engines for {model!r} sleep, and one is expected to be awake in {math.ceil(expected_s)} s, which "
+                f"is more than requests wait ({timeout_s:g} s); try again later",
+                model,
+                retry_after_s=math.ceil(expected_s),
+            )
+        now_s = self._clock.monotonic()
+        demand = self._demands.setdefault(model, _Demand())
+        demand.num_waiting += 1
+        demand.slo_s = min(demand.slo_s, now_s + slo_s)
+        self._wake_round()
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        until_s = begin_s + timeout_s
+        is_first_start = not self._states(model) and demand.num_waiting == 1
+        try:
+            while not self._is_ready(model):
+                left_s = until_s - loop.time()
+                if left_s <= 0:
+                    self._count_rejected(model)
+                    raise EnginesAsleep(
+                        f"no engine for {model!r} was awake within {timeout_s:g} s; try again later",
+                        model,
+                        retry_after_s=max(1, math.ceil(self.expected_s(model))),
+                    )
+                await self._wait_change(left_s)
+            if is_first_start and model not in self.settings.scaled_statefulsets:
+                self._measured.append((model, WakeKind.START, loop.time() - begin_s))
+        finally:
+            demand.num_waiting -= 1
+            if not demand.num_waiting:
+                demand.slo_s = math.inf
+
+    def expected_s(self, model: str) -> float:
+        """Return the predicted time until an engine of the model is awake; a time never measured counts as 0."""
+        if not self._states(model):
+            return self._times[WakeKind.START].get(model, 0.0)
+        demands = {one.model: one for one in self._all_demands} | {one.model: one for one in self._own_demands()}
+        return expected_wait_s(model, self._engines, list(demands.values()), self._terms())
+
+    def waiting(self) -> dict[str, int]:
+        """Return the number of this process's waiting requests, for each model that can sleep or be stopped."""
+        models = {one.model for one in self._engines} | self.settings.stopped_models | self._demands.keys()
+        return {model: self._num_waiting(model) for model in sorted(models)} if self.settings.wake_on_request else {}
+
+    def measured(self) -> dict[WakeKind, dict[str, float]]:
+        """Return the measured times in seconds, by kind and model."""
+        return self._times
+
+    # ── rounds ──
+
+    async def round(self) -> None:
+        """Observe the engines, and decide if there may be something to do. Raises Unavailable."""
+        settings, now_s = self.settings, self._clock.monotonic()
+        if not settings.wake_on_request:
+            self._rounds.every_s = POLL_S
+            return
+        self._engines = self._activity.observe(self._replicas.states(), now_s)
+        self._note_started(now_s)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        own = self._own_demands()
+        self._rounds.every_s = FAST_POLL_S if any(one.num_waiting for one in self._demands.values()) else POLL_S
+        seen = [(one.address, one.sleep) for one in self._engines]
+        is_due = self._is_new or seen != self._decided_for or now_s - self._decided_s >= DECIDE_S
+        if not is_due or not (own or self._holds_lease or self._has_written or self._measured or self._may_act(now_s)):
+            return
+        self._is_new, self._decided_s, self._decided_for = False, now_s, seen
+        await self._decide(own, now_s)
+
+    async def _decide(self, own: list[ModelDemand], now_s: float) -> None:
+        measured, self._measured = self._measured, []
+        async with self._database.write() as session:
+            await put_demands(session, self._owner, own, round(DEMAND_S * 1000))
+            for model, kind, seconds in measured:
+                await note_time(session, model, kind, seconds)
+            holds_lease = await claim_lease(session, self._owner, round(LEASE_S * 1000))
+            demands = await read_demands(session)
+            times = await read_times(session)
+            if holds_lease and not demands:
+                await release_lease(session, self._owner)  # so that another gateway's request need not wait for its end
+        self._times = dict(times)
+        is_new_holder = holds_lease and bool(demands) and not self._holds_lease
+        self._has_written, self._holds_lease, self._all_demands = bool(own), holds_lease and bool(demands), demands
+        if not holds_lease:
+            return
+        if is_new_holder and any(one.group for one in self._engines):
+            self._is_new = True  # the commands of the last holder may not be in this process's loads yet
+            return
+        plan = plan_sleep(self._engines, demands, self._terms())
+        for address in plan.wake:
+            self._command(address, now_s, asleep=False)
+        for address in plan.sleep:
+            self._command(address, now_s, asleep=True)
+        if self._scaler is not None:
+            await self._scale(self._scaler, demands, now_s)
+
+    def _command(self, address: str, now_s: float, *, asleep: bool) -> None:
+        client = self._replicas.find(address)
+        if client is None or self._activity.awaits_command(address, now_s, COMMAND_S):
+            return
+        card = client.state.card
+        assert card is not None, "planned by its card"
+        try:
+            client.set_asleep(asleep=asleep)
+        except (Unavailable, Conflict):
+            return  # it was lost meanwhile
+        self._activity.sent(address, now_s, asleep=asleep)
+        if not asleep:
+            self.num_wakes[card.model] = self.num_wakes.get(card.model, 0) + 1
+        log.info("engine_put_to_sleep" if asleep else "engine_woken", engine=address, model=card.model)
+
+    async def _scale(self, scaler: PoolScaler, demands: list[ModelDemand], now_s: float) -> None:
+        wanted = {demand.model for demand in demands}
+        for model, name in self.settings.scaled_statefulsets.items():
+            if model in wanted and not self._states(model) and model not in self._started:
+                if await scaler.replicas(name) == 0:
+                    await scaler.scale(name, 1)
+                    self.num_wakes[model] = self.num_wakes.get(model, 0) + 1
+                    log.info("engine_pool_started", statefulset=name, model=model)
+                self._started[model] = now_s
+            elif model not in wanted and self._is_to_stop(model, now_s):
+                if await scaler.replicas(name) > 0:
+                    await scaler.scale(name, 0)
+                    log.info("engine_pool_stopped", statefulset=name, model=model)
+                self._served_s[model] = now_s
+
+    def _is_to_stop(self, model: str, now_s: float) -> bool:
+        after_s = self.settings.stop_after_s
+        ours = [one for one in self._engines if one.model == model]
+        return (
+            bool(after_s and ours)
+            and all(one.idle_s >= after_s for one in ours)
+            and (now_s - self._served_s.get(model, -math.inf) >= after_s)
+        )
+
+    def _may_act(self, now_s: float) -> bool:
+        """Return whether idle engines are to sleep or to be stopped, as far as this process knows."""
+        plan = plan_sleep(self._engines, self._all_demands, self._terms())
+        return bool(plan.sleep) or any(self._is_to_stop(model, now_s) for model in self.settings.scaled_statefulsets)
+
+    # ── observations ──
+
+    def _note_awake(self, model: str, seconds: float) -> None:
+        self._measured.append((model, WakeKind.WAKE, seconds))
+
+    def _note_started(self, now_s: float) -> None:
+        for model, begun_s in list(self._started.items()):
+            if any(state.can_take for state in self._states(model)):
+                del self._started[model]
+                self._measured.append((model, WakeKind.START, now_s - begun_s))
+            elif now_s - begun_s > self.settings.wake_timeout_s:
+                del self._started[model]  # it is looked at again
+
+    def _own_demands(self) -> list[ModelDemand]:
+        """Return this process's demands, without those that are met."""
+        now_s, found = self._clock.monotonic(), []
+        for model, demand in list(self._demands.items()):
+            if not demand.num_waiting and (demand.noted_until_s <= now_s or not self.is_asleep(model)):
+                del self._demands[model]
+                continue
+            slack_s = demand.slo_s - now_s if demand.num_waiting else self.settings.wake_timeout_s
+            found.append(ModelDemand(model, demand.num_waiting, min(slack_s, 86_400.0)))
+        return found
+
+    def _num_waiting(self, model: str) -> int:
+        demand = self._demands.get(model)
+        return 0 if demand is None else demand.num_waiting
+
+    def _states(self, model: str) -> list[EngineState]:
+        """Return the connected engines of the model that are not shutting down."""
+        states = self._replicas.states()
+        return [one for one in states if one.healthy and not one.draining and one.card and one.card.model == model]
+
+    def _is_ready(self, model: str) -> bool:
+        """Return whether an engine of each role takes requests."""
+        states = self._states(model)
+        able = {_role(state) for state in states if state.can_take}
+        return bool(states) and all(_role(state) in able for state in states)
+
+    def _terms(self) -> WakeTerms:
+        settings = self.settings
+        return WakeTerms(
+            settings.device_group_awake,
+            settings.device_group_residency_s,
+            settings.sleep_after_s,
+            self._times[WakeKind.WAKE],
+        )
+
+    def _count_rejected(self, model: str) -> None:
+        self.num_rejected[model] = self.num_rejected.get(model, 0) + 1
+
+    def _wake_round(self) -> None:
+        self._is_new = True
+        self._rounds.wake()
+
+    async def _wait_change(self, timeout_s: float) -> None:
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+        except TimeoutError:
+            return
+
+
+def _role(state: EngineState) -> EngineRole:
+    return EngineRole.BOTH if state.card is None else state.card.role
