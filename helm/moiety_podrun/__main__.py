@@ -96,12 +96,15 @@ async def run(
             await cluster.bring_in(release, api)
             write_secrets(api, folder / "secrets")
             typer.echo(f"everything is ready; logs are in {folder}/pods, Secrets in {folder}/secrets")
+            scaling = asyncio.create_task(cluster.follow_scales(api), name="scales")
             servers = [await serve_inside(cluster.services, folder, service) for service in forwarded]
             while not stop.is_set():
                 await _either(stop, again)
                 if again.is_set():
                     again.clear()
                     await _upgrade(cluster, render(values, name, namespace, upgrade=True), api)
+            scaling.cancel()
+            await asyncio.wait([scaling])
             for server in servers:
                 server.close()
         finally:

@@ -17,6 +17,7 @@ from moiety_podrun.services import Services
 from moiety_podrun.sources import Sources
 
 START_S = 180.0  # time limit for a pod to become ready
+SCALE_POLL_S = 0.2
 
 
 class Cluster:
@@ -30,6 +31,7 @@ class Cluster:
         self._names, self._folder = folder / "names", folder
         self._sets: dict[tuple[str, str], list[Pod]] = {}
         self._serial = 0
+        self._stateful: dict[str, Object] = {}  # StatefulSets of the release
         self.services = Services(self._network, self._names, namespace, self.pods)
 
     def pods(self) -> Iterator[Pod]:
@@ -46,6 +48,9 @@ class Cluster:
             await self.services.add(service)
         workloads = [one for one in release.objects if one["kind"] in ("Deployment", "StatefulSet")]
         groups = [one for one in release.objects if one["kind"] == "LeaderWorkerSet"]
+        self._stateful = {one["metadata"]["name"]: one for one in workloads if one["kind"] == "StatefulSet"}
+        for name, workload in self._stateful.items():
+            api.scales.setdefault(name, _replicas(workload))
         await asyncio.gather(*map(self._roll_out, workloads), *map(self._roll_out_groups, groups))
         for hook in release.after:
             await self._run_hook(hook)
@@ -65,6 +70,19 @@ class Cluster:
         (pod,) = self._sets[workload["kind"], workload["metadata"]["name"]]
         port = pod.peer.ports["postgres"]
         api.store(secret, "url", f"postgresql://moiety:{password}@{pod.peer.address}:{port}/moiety".encode())
+
+    async def follow_scales(self, api: FakeSecretsApi) -> None:
+        """Start and stop pods of StatefulSets as their scale in the API asks, until cancelled."""
+        while True:
+            for name, workload in self._stateful.items():
+                pods = self._sets.get(("StatefulSet", name), [])
+                while len(pods) < api.scales[name]:
+                    pods.append(self._start(workload, len(pods)))
+                while len(pods) > api.scales[name]:
+                    await pods[-1].stop()
+                    del pods[-1]
+                    self._changed()
+            await asyncio.sleep(SCALE_POLL_S)
 
     async def close(self) -> None:
         """Stop everything, in order."""
@@ -86,7 +104,7 @@ class Cluster:
         name, spec = workload["metadata"]["name"], workload["spec"]
         pods = self._sets.setdefault((workload["kind"], name), [])
         if not pods:
-            pods += [self._start(workload, number) for number in range(spec["replicas"])]
+            pods += [self._start(workload, number) for number in range(_replicas(workload))]
             await asyncio.gather(*(pod.until_ready(START_S) for pod in list(pods)))
         elif workload["kind"] == "Deployment":
             for old in list(pods):
@@ -97,7 +115,7 @@ class Cluster:
                 pods.remove(old)
                 await old.stop()
         else:
-            for number in reversed(range(spec["replicas"])):
+            for number in reversed(range(len(pods))):
                 await pods[number].stop()
                 pods[number] = self._start(workload, number)
                 await pods[number].until_ready(START_S)
@@ -161,6 +179,11 @@ class Cluster:
             for pod in self.pods()
         ]
         (self._folder / "pods.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def _replicas(workload: Object) -> int:
+    """Return the number of pods at the first start; Kubernetes' default is one."""
+    return int(workload["spec"].get("replicas", 1))
 
 
 def values_of(overrides: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:

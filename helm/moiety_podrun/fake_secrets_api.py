@@ -1,4 +1,4 @@
-"""Local fake of the Kubernetes API for Secrets: for tests, and to try the chart's Jobs without a cluster.
+"""Local fake of the Kubernetes API for Secrets and the scale of StatefulSets: for tests and the chart's runner.
 
 Like the real one it requires a token, speaks TLS with its own certificate, and refuses a write to an object that
 changed since it was read.
@@ -26,11 +26,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 LOOPBACK = "127.0.0.1"
+VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 @dataclass
 class FakeSecretsApi:
-    """Server on loopback with Secrets by name.
+    """Server on loopback with Secrets and the wanted replicas of StatefulSets, by name.
 
     `folder` receives the files that Kubernetes mounts into a pod. `refuses` are verbs that the account may not use.
     """
@@ -41,6 +42,7 @@ class FakeSecretsApi:
     port: int = 0  # 0: any free port
     refuses: set[str] = field(default_factory=set)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scales: dict[str, int] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __enter__(self) -> Self:
@@ -75,9 +77,12 @@ class FakeSecretsApi:
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
         """Return status and document like the real API."""
+        sets = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/"
+        if path.startswith(sets) and path.endswith("/scale"):
+            return self._answer_scale(method, path.removeprefix(sets).removesuffix("/scale"), body)
         base = f"/api/v1/namespaces/{self.namespace}/secrets"
         name = body["metadata"]["name"] if method == "POST" and body else path.removeprefix(f"{base}/")
-        verb = {"GET": "get", "POST": "create", "PUT": "update"}[method]
+        verb = VERBS[method]
         if not path.startswith(base) or verb in self.refuses:
             return _failure(HTTPStatus.FORBIDDEN, f'secrets "{name}" is forbidden: the account cannot {verb} it')
         stored = self.secrets.get(name)
@@ -92,6 +97,21 @@ class FakeSecretsApi:
         metadata = {**body["metadata"], "resourceVersion": str(int(_version(stored or {}) or 0) + 1)}
         self.secrets[name] = {**body, "metadata": metadata}
         return (200 if stored else 201), self.secrets[name]
+
+    def _answer_scale(self, method: str, name: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
+        """Read or patch the scale of a StatefulSet."""
+        verb = VERBS[method]
+        if verb not in ("get", "patch") or f"{verb} scale" in self.refuses:
+            return _failure(
+                HTTPStatus.FORBIDDEN, f'statefulsets/scale "{name}" is forbidden: the account cannot {verb}'
+            )
+        if name not in self.scales:
+            return _failure(HTTPStatus.NOT_FOUND, f'statefulsets "{name}" not found')
+        if method == "PATCH" and body is not None:
+            self.scales[name] = int(body["spec"]["replicas"])
+        metadata = {"name": name, "namespace": self.namespace}
+        document = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": metadata}
+        return 200, {**document, "spec": {"replicas": self.scales[name]}, "status": {"replicas": self.scales[name]}}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    do_GET = do_POST = do_PUT = _handle
+    do_GET = do_POST = do_PUT = do_PATCH = _handle
 
 
 def _version(document: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import helm_python
 
 CASES = yaml.load(Path(__file__).with_name("cluster_cases.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
-CUSTOM = ("leaderworkerset.x-k8s.io/v1",)  # see test_custom_objects.py
+CUSTOM = ("leaderworkerset.x-k8s.io/v1", "keda.sh/v1alpha1")  # see test_custom_objects.py
 NUM_CASES = 40
 
 

@@ -149,9 +149,10 @@ class Trigger(Strict):
 
 class ScaledSpec(Strict):
     scale_target_ref: ScaleTarget = Field(alias="scaleTargetRef")
-    min_replica_count: int = Field(alias="minReplicaCount", ge=1)
+    min_replica_count: int = Field(alias="minReplicaCount", ge=0)
     max_replica_count: int = Field(alias="maxReplicaCount", ge=1)
     polling_interval: int = Field(alias="pollingInterval", ge=1)
+    cooldown_period: int | None = Field(default=None, alias="cooldownPeriod", ge=0)
     advanced: dict[Literal["horizontalPodAutoscalerConfig"], dict[Literal["behavior"], dict[str, Any]]]
     triggers: list[Trigger] = Field(min_length=1)
 

@@ -23,6 +23,7 @@
 {{- include "moiety.validatePool" (include "moiety.wholePool" (list $ .) | fromJson) -}}
 {{- end -}}
 {{- include "moiety.validateRoles" . -}}
+{{- include "moiety.validateWake" . -}}
 {{- include "moiety.validateExternal" . -}}
 {{- include "moiety.validateSizes" . -}}
 {{- include "moiety.validatePods" . -}}
@@ -53,8 +54,8 @@
 {{- if has $name (list "database_url" "key_pepper" "key_pepper_next" "key_pepper_previous" "traces_token" "traces_database_url" "curve_secret_key" "external_engine_api_key") -}}
 {{- fail (printf "gateway.settings.%s is a secret and would be stored in plain text in a ConfigMap: put it into a Secret, and set MOIETY_%s from that Secret in gateway.extraEnv" $name (upper $name)) -}}
 {{- end -}}
-{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint" "otlp_protocol" "log_format" "curve_server_key" "curve_public_key") -}}
-{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, externalEngines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore or traces instead" $name) -}}
+{{- if has $name (list "host" "port" "operations_host" "operations_port" "engines" "drain_s" "data_dir" "object_store_url" "traces_endpoint" "otlp_endpoint" "otlp_protocol" "log_format" "curve_server_key" "curve_public_key" "wake_on_request" "wake_timeout_s" "sleep_after_s" "stop_after_s" "scaled_models") -}}
+{{- fail (printf "gateway.settings.%s is set by the chart itself: use engines, externalEngines, gateway.drainSeconds, gateway.service, gateway.operationsPort, objectStore, traces or wakeOnRequest instead" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
