@@ -49,6 +49,10 @@ COMMANDS: dict[str, tuple[Target, str]] = {
         "moiety_platform.cli.apply.command:apply",
         "Apply a file that declares tenants, classes and quotas (declarative configuration).",
     ),
+    "controller": (
+        "moiety_platform.cli.controller.command:controller",
+        "Apply custom resources of Kubernetes: Tenants, ApiKeys and Limits.",
+    ),
     "contract": ("moiety_platform.cli.contracts:app", "Check whether a new tenant's limits and class can be served."),
     "verify-receipt": (
         "moiety_platform.cli.receipts:verify_receipt",
@@ -99,6 +103,7 @@ ORDER = [
     "batch",
     "curve-keygen",
     "cluster",
+    "controller",
     "bench",
     "simulate",
     "advise",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
 import time
 from collections import Counter
@@ -16,25 +14,21 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.apply.current import read_current
+from moiety_platform.cli.apply.application import ApplyTerms, apply_declared
 from moiety_platform.cli.apply.document import Document, FileError, read_document
-from moiety_platform.cli.apply.execute import ApplyOutcome, PlanExecutor
-from moiety_platform.cli.apply.key_secrets import KeySecrets
+from moiety_platform.cli.apply.execute import ApplyOutcome
 from moiety_platform.cli.apply.kinds import apply_kinds
-from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep, PlanTerms, make_plan
-from moiety_platform.cli.apply.plan_check import check_plan
+from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.apply.spec import read_declared_objects
-from moiety_platform.cli.errors import CommandError, NotReachable, Refused
+from moiety_platform.cli.errors import CommandError, NotReachable
 from moiety_platform.cli.gateway_client import answer
 from moiety_platform.cli.object_names import warn_of_unknown_models
 from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.cli.tables import show_json, show_rows, show_value
-from moiety_platform.cluster.secrets_api import ACCOUNT
+from moiety_platform.cluster.pod_identity import ACCOUNT
 from moiety_platform.reloading.source import mark_of
 from moiety_platform.resources.apply_kind import DeclaredObject
-from moiety_platform.resources.paths import path_of
 
 PAUSE_S = 0.5
 PRINTED = Path("-")  # in the place of a file of secrets
@@ -150,19 +144,12 @@ def _apply_once(admin: Admin, options: ApplyOptions) -> None:
     declared = with_secret_names(read_declared_objects(document), options.secrets_file)
     wait_for_gateway(admin.client.http, options.wait_s)
     warn_of_unknown_models(admin.client, declared_models(declared))
-    current = read_current(admin.client)
     file = None if options.secrets_file == PRINTED else options.secrets_file
-    with KeySecrets(os.environ, options.account, functools.partial(is_revoked, admin.client), file) as secrets:
-        kept = secrets.check_secrets(declared, current)
-        terms = PlanTerms(options.source, options.prune, options.adopt, options.show_keys, kept)
-        steps = make_plan(declared, current, terms)
-        refused = {(step.kind, step.name): step.why for step in steps if step.action is PlanAction.REFUSE}
-        refused |= check_plan(admin.client, steps, current)
-        if options.dry_run or (refused and not options.partial):
-            outcome = ApplyOutcome()
-        else:
-            outcome = PlanExecutor(admin.client, secrets, current, options.source).run_plan(steps)
-    outcome.failed = refused | outcome.failed
+    terms = ApplyTerms(
+        source=options.source, account=options.account, secrets_file=file, dry_run=options.dry_run, prune=options.prune,
+        adopt=options.adopt, show_keys=options.show_keys, partial=options.partial,
+    )  # fmt: skip
+    steps, outcome, refused = apply_declared(admin.client, declared, terms)
     if admin.as_json:
         show_json(_report(document, steps, outcome, dry_run=options.dry_run))
     else:
@@ -191,14 +178,6 @@ def declared_models(declared: list[DeclaredObject]) -> set[str]:
     """Return the models that prices and keys of the file name."""
     of_prices = {one.identity["model"] for one in declared if "model" in one.identity}
     return of_prices.union(*(one.fields.get("allowed_models") or () for one in declared))
-
-
-def is_revoked(client: AdminClient, key_id: str) -> bool:
-    """Return whether the key exists and is revoked."""
-    try:
-        return bool(client.get(path_of("keys", key_id))["status"] == "revoked")
-    except Refused:
-        return False
 
 
 def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:

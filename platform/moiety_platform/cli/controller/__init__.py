@@ -1,0 +1,1 @@
+"""Command `moiety controller`: custom resources of Kubernetes, applied as a file of `moiety apply` is."""

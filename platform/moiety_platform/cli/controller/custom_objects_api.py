@@ -1,0 +1,117 @@
+"""Access to the custom resources of the pod's own namespace, by lightkube. Knows no gateway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Self
+
+import httpx2
+import structlog
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.config.models import Cluster, User
+from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
+from lightkube.types import PatchType
+
+from moiety_platform.cli.controller.custom_objects import CustomKind, CustomObject
+from moiety_platform.cluster.errors import ApiRefused, NotInACluster
+from moiety_platform.cluster.pod_identity import PodIdentity
+
+GROUP, VERSION = "moiety.dev", "v1alpha1"
+TIMEOUT_S = 10.0
+WATCH_S = 240  # after which the API ends a watch, and the next one begins
+RETRY_S = 2.0
+
+RESOURCES = {
+    kind: create_namespaced_resource(GROUP, VERSION, kind.value, f"{kind.value.lower()}s") for kind in CustomKind
+}
+
+log = structlog.get_logger(__name__)
+
+
+class CustomObjectsApi:
+    """Owner of the connection, and of the threads that watch. Methods raise ApiRefused."""
+
+    def __init__(self, identity: PodIdentity) -> None:
+        """Connect at first use. Raises NotInACluster where the certificate cannot be read."""
+        self._identity = identity
+        self._client = _client_of(identity, TIMEOUT_S)
+        self._is_closed = threading.Event()
+        self._watching: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        self._client.close()
+
+    def read_all(self) -> list[CustomObject]:
+        """Return all custom resources of the namespace."""
+        found = []
+        for kind, resource in RESOURCES.items():
+            try:
+                found += [_read(kind, one) for one in self._client.list(resource)]
+            except ApiError as exc:
+                raise ApiRefused(
+                    f"Kubernetes does not allow this pod to list {kind}s: {exc.status.code} {exc.status.message}. "
+                    "Install the CustomResourceDefinitions and the role of the chart (controller.enabled)"
+                ) from exc
+            except httpx2.HTTPError as exc:
+                raise ApiRefused(f"Kubernetes' API at {self._identity.url} cannot be reached: {exc}") from exc
+        return found
+
+    def set_condition(self, one: CustomObject, condition: Mapping[str, Any]) -> None:
+        """Replace the condition of this type; an object that was deleted meanwhile is skipped."""
+        kept = [dict(other) for other in one.conditions if other.get("type") != condition["type"]]
+        status = {"status": {"conditions": [*kept, dict(condition)]}}
+        try:
+            self._client.patch(RESOURCES[one.kind].Status, one.name, status, patch_type=PatchType.MERGE)
+        except ApiError as exc:
+            if exc.status.code != httpx2.codes.NOT_FOUND:
+                raise ApiRefused(
+                    f"the status of {one.kind} {one.name} cannot be written: {exc.status.message}"
+                ) from exc
+        except httpx2.HTTPError as exc:
+            raise ApiRefused(f"Kubernetes' API at {self._identity.url} cannot be reached: {exc}") from exc
+
+    def watch(self, changed: threading.Event) -> None:
+        """Set `changed` after each change of a custom resource, until this object is closed. Returns at once."""
+        for kind in RESOURCES:
+            thread = threading.Thread(target=self._watch, args=(kind, changed), name=f"watch-{kind}", daemon=True)
+            thread.start()
+            self._watching.append(thread)
+
+    def _watch(self, kind: CustomKind, changed: threading.Event) -> None:
+        while not self._is_closed.is_set():
+            client = _client_of(self._identity, WATCH_S + TIMEOUT_S)
+            try:
+                for _ in client.watch(RESOURCES[kind], server_timeout=WATCH_S):
+                    changed.set()
+                    if self._is_closed.is_set():
+                        return
+            except (ApiError, httpx2.HTTPError) as exc:
+                log.warning("watch_failed", kind=kind, reason=str(exc), advice="none needed: it is tried again")
+            finally:
+                client.close()
+            changed.set()  # something may have been missed
+            self._is_closed.wait(RETRY_S)
+
+
+def _client_of(identity: PodIdentity, timeout_s: float) -> Client:
+    config = KubeConfig.from_one(
+        cluster=Cluster(server=identity.url, certificate_auth=str(identity.ca)),
+        user=User(token_file=str(identity.token_file)),
+        namespace=identity.namespace,
+    )
+    try:
+        return Client(config, timeout=httpx2.Timeout(timeout_s), trust_env=False)
+    except OSError as exc:
+        raise NotInACluster(f"{identity.ca} cannot be read ({exc}): give the pod a service account") from exc
+
+
+def _read(kind: CustomKind, document: GenericNamespacedResource) -> CustomObject:
+    metadata = document.metadata
+    assert metadata is not None and metadata.name is not None, "every stored object has a name"
+    conditions = (document.get("status") or {}).get("conditions") or ()
+    return CustomObject(kind, metadata.name, metadata.generation or 0, document.get("spec") or {}, tuple(conditions))
