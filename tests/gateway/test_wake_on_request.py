@@ -128,7 +128,7 @@ async def test_only_a_key_that_may_use_the_model_wakes_it(start_gateway: StartGa
     async with start_gateway(engines, **ON) as gateway:
         (project, *_) = (await gateway.admin("GET", "/projects"))["data"]
         new_key = {"name": "limited", "project_id": project["id"], "allowed_models": ["other"]}
-        key = (await gateway.admin("POST", "/keys", new_key, expect=201))["key"]
+        key = (await gateway.admin("POST", "/keys", new_key, expect=201))["secret"]
         put_to_sleep(engines[0])
         status, _, answer = await gateway.post(CHAT, ASK, key)
         assert (status, json.loads(answer)["error"]["code"]) == (404, "model_not_found")

@@ -73,7 +73,7 @@ def _tenant_key(release: Running) -> str:
         project = client.post("/projects", json={"tenant_id": tenant["id"], "name": "web"}).json()
         made = client.post("/keys", json={"project_id": project["id"], "name": "ci"})
         assert made.status_code == httpx.codes.CREATED, made.text
-        return str(made.json()["key"])
+        return str(made.json()["secret"])
 
 
 def _sleep(release: Running) -> list[str]:
