@@ -55,6 +55,7 @@ def make_card(
     adapters: tuple[str, ...] = (),
     tool_format: str = "auto",
     reasoning_format: str = "auto",
+    device_group: str = "",
 ) -> ModelCard:
     of_core = {name: getattr(hello, name) for name in CoreHello.__struct_fields__ if name not in ("state", "message")}
     return ModelCard(
@@ -71,6 +72,7 @@ def make_card(
         reasoning_format=reasoning_format,
         role=role,
         adapters=adapters,
+        device_group=device_group,
         forgets=True,
         controls_reasoning=True,
     )

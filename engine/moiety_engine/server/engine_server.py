@@ -332,8 +332,7 @@ class EngineServer:
     def _become_ready(self, hello: CoreHello) -> None:
         settings = self.settings
         described = self._text, hello, settings.role, settings.adapters, settings.tool_format, settings.reasoning_format
-        card = make_card(settings.model, self.engine_id, *described)
-        self.card = msgspec.structs.replace(card, device_group=settings.device_group)
+        self.card = make_card(settings.model, self.engine_id, *described, settings.device_group)
         if self.card.images is not None and self._requests.images is None:
             self._requests.images = ImageDecodeQueue.of(self.card.images, settings.images, self._on_images)
         self._requests.limits = ModelLimits.of(self.card)
