@@ -255,6 +255,9 @@ class Pools:
             raise Unavailable("Kubernetes' API cannot be reached", retry_after_s=1)
         return self.wanted.get(name, 0)
 
+    async def close(self) -> None:
+        """Do nothing: there is no connection."""
+
     async def scale(self, name: str, replicas: int) -> None:
         self.wanted[name] = replicas
         self.changes.append((name, replicas))

@@ -13,7 +13,10 @@ import zmq
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.cli.main import main
 from moiety_platform.clock import SystemClock
+from moiety_platform.cluster.pod_identity import PodIdentity
+from moiety_platform.cluster.pool_scaler import StatefulSetScaler
 from moiety_platform.db.session import Database
+from moiety_platform.errors import Unavailable
 from moiety_podrun.fake_secrets_api import FakeSecretsApi
 
 from .conftest import PEPPER
@@ -142,3 +145,22 @@ def test_a_secret_that_is_added_to_keeps_what_others_have_written_on_it(api: Fak
     assert entries(api, "shared")["pepper"] == b"of before" and "traces-token" in entries(api, "shared")
     assert {name: kept["metadata"].get(name) for name in marks} == marks
     assert kept["type"] == "example.com/shared"
+
+
+async def test_gateways_scale_a_statefulset_and_say_what_forbids_it(api: FakeSecretsApi) -> None:
+    api.scales["rel-engine"] = 1
+    identity = PodIdentity.of(api.environment, api.folder)
+    scaler = StatefulSetScaler(identity.url, identity.namespace, identity.token_file, identity.ca)
+    assert await scaler.replicas("rel-engine") == 1
+    await scaler.scale("rel-engine", 0)
+    assert (api.scales["rel-engine"], await scaler.replicas("rel-engine")) == (0, 0)
+    with pytest.raises(Unavailable, match=r"read the scale of none: 404"):
+        await scaler.replicas("none")
+    api.refuses.add("patch scale")
+    with pytest.raises(Unavailable, match="the role that the chart creates"):
+        await scaler.scale("rel-engine", 1)
+    nobody = StatefulSetScaler("https://127.0.0.1:1", identity.namespace, identity.token_file, identity.ca)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await nobody.replicas("rel-engine")
+    await scaler.close()
+    await nobody.close()

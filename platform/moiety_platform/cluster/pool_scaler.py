@@ -34,6 +34,15 @@ class StatefulSetScaler:
         self._client = Client(config, timeout=httpx2.Timeout(TIMEOUT_S), trust_env=False)
         self._lock = threading.Lock()
 
+    async def close(self) -> None:
+        """Close the connection, after a running request. Idempotent."""
+
+        def locked() -> None:
+            with self._lock:
+                self._client.close()
+
+        await asyncio.to_thread(locked)
+
     async def replicas(self, name: str) -> int:
         """Return the wanted number of replicas. Raises Unavailable."""
         found = await self._ask(lambda: self._client.get(StatefulSet.Scale, name), f"read the scale of {name}")

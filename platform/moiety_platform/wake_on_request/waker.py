@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 
 class PoolScaler(Protocol):
-    """Replicas of StatefulSets. Both methods raise Unavailable when they cannot be asked."""
+    """Replicas of StatefulSets. The methods raise Unavailable when they cannot be asked."""
 
     async def replicas(self, name: str) -> int:
         """Return the wanted number of replicas."""
@@ -59,6 +59,10 @@ class PoolScaler(Protocol):
 
     async def scale(self, name: str, replicas: int) -> None:
         """Set the wanted number of replicas."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
         ...
 
 
@@ -110,6 +114,9 @@ class EngineWaker:
     async def stop(self) -> None:
         """Stop, and give the lease back. Idempotent."""
         await self._rounds.stop()
+        if self._scaler is not None:
+            await self._scaler.close()
+            self._scaler = None
         if self._holds_lease or self._has_written:
             self._holds_lease = self._has_written = False
             try:
