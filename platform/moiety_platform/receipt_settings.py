@@ -1,15 +1,15 @@
-"""Settings of signed receipts, after those of quotes and of spot classes."""
+"""Settings of signed receipts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from moiety_platform.process_settings import ProcessSettings
 from moiety_platform.reloadable import fixed
-from moiety_platform.spot_settings import SpotSettings
 
 
-class ReceiptSettings(SpotSettings):
-    """Settings of quotes, spot classes and signed receipts."""
+class ReceiptSettings(ProcessSettings):
+    """Settings of signed receipts."""
 
     receipt_key_file: Path | None = fixed(
         None,

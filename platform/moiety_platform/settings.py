@@ -20,9 +20,11 @@ from moiety_platform.log_settings import LogSettings
 from moiety_platform.object_store_url import check_url
 from moiety_platform.oidc_settings import OidcSettings
 from moiety_platform.origins import check_origin
+from moiety_platform.quote_settings import QuoteSettings
 from moiety_platform.receipt_settings import ReceiptSettings
 from moiety_platform.reloadable import fixed, live
 from moiety_platform.routing_settings import RoutingSettings
+from moiety_platform.spot_settings import SpotSettings
 from moiety_platform.token_count_settings import TokenCountSettings
 from moiety_platform.trace_store_url import traces_beside
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
@@ -46,17 +48,9 @@ def _also(name: str, variable: str) -> AliasChoices:
 
 
 class GatewaySettings(
-    LogSettings,
-    DocumentSettings,
-    QuoteSettings,
-    TokenCountSettings,
-    RoutingSettings,
-    ExportSettings,
-    OidcSettings,
-    SpotSettings,
-    ReceiptSettings,
-    LogSettings, DocumentSettings, ReceiptSettings, TokenCountSettings, RoutingSettings, ExportSettings
-):
+    LogSettings, DocumentSettings, QuoteSettings, SpotSettings, ReceiptSettings, TokenCountSettings, RoutingSettings,
+    ExportSettings, OidcSettings,
+):  # fmt: skip
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

@@ -113,7 +113,7 @@ def _recompute(
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as http:
         again = call(http, "POST", endpoint, json=asked, headers={HEADER: f"1; salt={opening['salt']}"})
         found = _receipt_of(http, again["id"])
-    other = check_receipt(found, public_keys | _own_keys(url, public_keys))
+    other = check_receipt(found, {**public_keys, **_own_keys(url, public_keys)})
     _compare(content, other, saved, again)
 
 
