@@ -21,6 +21,7 @@ tenants:
   - name: acme
     models: [b, a]
     limits: {dollars_per_day: "1.50", requests_per_minute: 6, alert_at: [80, 50]}
+    key_policy: {max_days: 30, allowed_models: [b, a], limits: {dollars_per_month: 2, tokens_per_day: 9}}
     projects:
       - name: web
         keys:
@@ -36,6 +37,9 @@ guardrails:
 issuers:
   - {name: ci, url: "https://ci.example.com", audience: moiety, claim: org, models: [b, a],
      grants: [{claim_value: acme, project: acme/web}]}
+users:
+  - {email: Ada@example.com, role: developer, tenant: acme}
+  - {email: op@example.com, role: operator, name: Op}
 classes:
   - {name: gold, rank: 0}
   - {name: silver, rank: 1}
@@ -68,6 +72,12 @@ def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_p
         "models": ["a", "b"],
         "grants": [{"claim_value": "acme", "project": "acme/web", "models": None}],
     }
+    assert found["key_policy", "acme"].parent == ("tenant", "acme")
+    caps = {"money_per_month": 2_000_000_000, "tokens_per_day": 9}
+    assert found["key_policy", "acme"].fields == {"max_days": 30, "allowed_models": ["a", "b"], "limits": caps}
+    assert found["user", "acme/ada@example.com"].parent == ("tenant", "acme")
+    assert found["user", "acme/ada@example.com"].fields == {"role": "developer"}
+    assert found["user", "op@example.com"].fields == {"role": "operator", "name": "Op"}
     assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
 
 
@@ -88,6 +98,11 @@ def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Pa
         ("tenants:\n  - name: a\n    limits: {dollars_per_day: much}\n", ":3: tenants[0].limits.dollars_per_day: "),
         ("prices:\n  - {model: m, input: -1, output: 1}\n", ":2: prices[0].input: "),
         ("guardrails:\n  - {name: a, stage: input}\n", ":2: guardrails[0]: must have exactly one of detectors, url"),
+        ("users:\n  - {email: a@b, role: developer}\n", ":2: users[0]: The role 'developer' is for one tenant"),
+        (
+            "tenants:\n  - name: a\n    key_policy: {limits: {alert_at: [80]}}\n",
+            ":3: tenants[0].key_policy.limits.alert_at: is for quotas",
+        ),
         ("webhooks: x\n", ":1: webhooks: must be a list"),
     ],
 )

@@ -22,6 +22,8 @@ from tests.gateway.openapi_world import World, new
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1, max_size=100)
 schemathesis.openapi.format("printable", PRINTABLE)
 schemathesis.openapi.format("name", PRINTABLE.map(str.strip).filter(bool))
+schemathesis.openapi.format("email-address", st.from_regex(r"[a-z0-9]{8,20}@[a-z0-9]{1,20}", fullmatch=True))
+schemathesis.openapi.format("json-object", st.dictionaries(PRINTABLE, PRINTABLE, max_size=2).map(json.dumps))
 
 # What a schema cannot say, so that a request which it allows may be refused: by the code of the error, or the parameter
 # that it names.
@@ -53,6 +55,8 @@ EXCUSED_PARAMS = {
     "truncate_prompt_tokens": "how many special tokens there are depends on the model",
     "entry_point": "which there are depends on the packages that are installed",
     "dimensions": "how many there are depends on the model",
+    "project_ids": "they must be projects of the tenant",
+    "role": "which a user can have depends on its tenant",
     "tool_choice": "the tool must be one of those in the request that can be called",
 }
 
@@ -101,6 +105,8 @@ def before_call(_context: Any, case: Any, kwargs: Any) -> None:
         case.path_parameters["name"] = WORLD.guardrail()
     if not is_bad(case, ParameterLocation.PATH) and "/issuers/{name}" in case.operation.path:
         case.path_parameters["name"] = WORLD.issuer()
+    if not is_bad(case, ParameterLocation.PATH) and "/key-policies/{tenant_id}" in case.operation.path:
+        case.path_parameters["tenant_id"] = WORLD.policy_tenant_id()
     if not is_bad(case, ParameterLocation.QUERY) and case.operation.label == "DELETE /admin/v1/declarations":
         declared = WORLD.declaration()
         case.query |= {name: declared[name] for name in ("kind", "name")}

@@ -69,6 +69,14 @@ class World:
     def key_id(self) -> Any:
         return self.make("/admin/v1/keys", {"name": "k", "project_id": self.project_id()})["key"]["id"]
 
+    def user_id(self) -> Any:
+        user = {"email": f"{new()}@example.com", "role": "developer", "tenant_id": self.tenant_id()}
+        return self.make("/admin/v1/users", user)["id"]
+
+    def policy_tenant_id(self) -> Any:
+        """Return a tenant with a key policy."""
+        return self.make("/admin/v1/key-policies", {"tenant_id": self.tenant_id()}, method="PUT")["tenant_id"]
+
     def quota_id(self) -> Any:
         limit = {"level": "tenant", "scope_id": self.tenant_id(), "kind": "tokens_per_day", "cap": 9}
         return self.make("/admin/v1/quotas", limit, method="PUT")["id"]

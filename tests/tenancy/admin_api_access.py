@@ -27,8 +27,12 @@ from moiety_platform.administration.router import ADMIN_PATH
 from moiety_platform.agent_runs.models import AgentRunRequest
 from moiety_platform.agent_runs.store import join_run
 from moiety_platform.agent_runs.terms import RunTerms
+from moiety_platform.auth.key_policies.schemas import NewKeyPolicy
+from moiety_platform.auth.key_policies.service import set_policy
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
+from moiety_platform.auth.users.schemas import NewUser
+from moiety_platform.auth.users.service import create_user
 from moiety_platform.bootstrap.composition import Overrides, assembled
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
@@ -70,6 +74,9 @@ OPERATORS_MAKE = "201 201   201 201   403 403   403 403   403 403"
 WRITERS = "200 200   200 200   200 404   403 403   403 403"
 WRITERS_MAKE = "201 201   201 201   201 404   403 403   403 403"
 OWNERS_MAKE = "201 201   403 403   403 403   403 403   403 403"
+OWNERS_CREATE = "201 201   403 403   403 404   403 403   403 403"
+SIGN_IN = "401 401   401 401   401 401   401 401   401 401"  # a token of the identity provider accepts it
+USERS_ONLY = "403 403   403 403   403 403   403 403   403 403"  # people who sign in: tests/tenancy/test_self_service.py
 OWNERS_CHANGE = "200 200   403 403   403 404   403 403   403 403"  # objects of another tenant do not exist for them
 OWNERS_ROTATE = "201 201   403 403   403 404   403 403   403 403"
 OPERATORS_CHANGE = "200 200   200 200   403 404   403 403   403 403"
@@ -103,6 +110,32 @@ ASKS = [
     Ask("POST /keys/{key_id}/rotate", WRITERS_MAKE),
     Ask("POST /keys/{key_id}/revoke", OWNERS_CHANGE, path={"key_id": "{admin_key_id}"}),
     Ask("POST /keys/{key_id}/rotate", OWNERS_ROTATE, path={"key_id": "{admin_key_id}"}),
+    Ask("GET /users", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
+    Ask("POST /users", WRITERS_MAKE,
+        body={"email": "{new}@example.com", "role": "developer", "tenant_id": "{tenant_id}"}),
+    Ask("POST /users", WRITERS_MAKE, body={"email": "{new}@example.com", "role": "viewer", "tenant_id": "{tenant_id}"}),
+    Ask("POST /users", OWNERS_CREATE,
+        body={"email": "{new}@example.com", "role": "tenant-admin", "tenant_id": "{tenant_id}"}),
+    Ask("POST /users", OWNERS_MAKE, body={"email": "{new}@example.com", "role": "operator"}),
+    Ask("GET /users/{user_id}", OWN_ONLY),
+    Ask("PATCH /users/{user_id}", WRITERS, body={"name": "{new}"}),
+    Ask("POST /users/{user_id}/invitation", WRITERS_MAKE),
+    Ask("DELETE /users/{user_id}", WRITERS),
+    Ask("GET /users/{user_id}", OWN_ONLY, path={"user_id": "{admin_user_id}"}),
+    Ask("PATCH /users/{user_id}", OWNERS_CHANGE, path={"user_id": "{admin_user_id}"}, body={"name": "{new}"}),
+    Ask("POST /users/{user_id}/invitation", OWNERS_ROTATE, path={"user_id": "{admin_user_id}"}),
+    Ask("POST /invitations/accept", SIGN_IN, body={"invitation": "{new}"}),
+    Ask("GET /key-policies", OWN_ONLY, query={"tenant_id": "{tenant_id}"}),
+    Ask("PUT /key-policies", WRITERS, body={"tenant_id": "{tenant_id}", "max_keys": 7}),
+    Ask("GET /key-policies/{tenant_id}", OWN_ONLY),
+    Ask("DELETE /key-policies/{tenant_id}", WRITERS),
+    Ask("GET /me", USERS_ONLY),
+    Ask("GET /me/projects", USERS_ONLY),
+    Ask("GET /me/usage", USERS_ONLY),
+    Ask("GET /me/keys", USERS_ONLY),
+    Ask("POST /me/keys", USERS_ONLY, body={"name": "k", "project_id": "{project_id}"}),
+    Ask("POST /me/keys/{key_id}/rotate", USERS_ONLY),
+    Ask("POST /me/keys/{key_id}/revoke", USERS_ONLY),
     Ask("GET /quotas", EVERYBODY, query={"scope_id": "{tenant_id}"}),
     Ask("GET /quotas", EVERYBODY, query={"scope_id": "{key_id}"}),
     Ask("PUT /quotas", OPERATORS, body={"level": "tenant", "scope_id": "{tenant_id}", **LIMIT}),
@@ -218,6 +251,8 @@ class Side:
     webhook_id: str = ""
     adapter_id: str = ""
     run_id: str = ""
+    user_id: str = ""
+    admin_user_id: str = ""
     spare_tenant_id: str = ""
     secrets: tuple[str, ...] = ()
 
@@ -231,6 +266,8 @@ class Side:
             "request_id",
             "key_id",
             "admin_key_id",
+            "user_id",
+            "admin_user_id",
             "trace_id",
             "adapter_id",
             "run_id",
@@ -261,6 +298,10 @@ class World:
             viewer = NewKey(name=new, role=Role.VIEWER, tenant_id=side.tenant_id)
             admin_key, admin_text = await create_key(session, viewer, PEPPER, now)
             scopes = {LimitLevel.TENANT: side.tenant_id, LimitLevel.PROJECT: side.project_id, LimitLevel.KEY: key.id}
+            email = f"{new}@example.com"
+            user = await create_user(session, NewUser(email, Role.DEVELOPER, side.tenant_id), now)
+            admin_user = await create_user(session, NewUser(f"a-{email}", Role.TENANT_ADMIN, side.tenant_id), now)
+            await set_policy(session, NewKeyPolicy(side.tenant_id))
             spare = await create_tenant(session, NewTenant(name=new), now)
             adapter = await create_adapter(session, NewAdapter(side.tenant_id, "m", new, LORA.format()))
             issuer = NewJwtIssuer(new, f"https://{new}.example", "a", [NewJwtGrant(side.project_id)])
@@ -284,6 +325,8 @@ class World:
             side,
             key_id=key.id,
             admin_key_id=admin_key.id,
+            user_id=user.id,
+            admin_user_id=admin_user.id,
             tenant_quota_id=quotas[0],
             project_quota_id=quotas[1],
             key_quota_id=quotas[2],

@@ -45,6 +45,8 @@ NOBODY = Side(
     *("quo_nonenonenonenonenon1", "quo_nonenonenonenonenon2", "quo_nonenonenonenonenon3"),
     adapter_id="ada_nobodynobodynobodyno",
     run_id="run_nobodynobodynobodyno",
+    user_id="usr_nobodynobodynobody11",
+    admin_user_id="usr_nobodynobodynobody22",
 )
 
 
@@ -129,6 +131,7 @@ OF_ALL = (
     "/settings",
     "/guardrails",
     "/issuers",
+    *("/me", "/me/projects", "/me/usage", "/me/keys"),  # of users, whom no key is
 )  # objects that belong to no tenant
 
 
@@ -143,6 +146,7 @@ async def test_lists_hold_only_the_own_tenants_objects_whatever_is_asked(world: 
         "service_class": "standard", "step": "5", "before": "1000", "lease_state": "live",
         "minutes": "5", "engine_id": "none", "end_user": "someone", "tag": "team=search",
         "request_id": world.b.request_id, "reason": "rate", "route": "best", "min_ms": "0", "max_ms": "9",
+        "user_id": world.b.user_id, "email": "a@example.com", "details": "true",
         "status": "2xx", "error_code": "engine_failed", "slo": "none",
     }  # fmt: skip
     for route, names in filters_of(world.app):

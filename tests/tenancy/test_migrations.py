@@ -63,6 +63,8 @@ KEPT = {
     *UPKEEP,
     *EXPORTS,
     *TRACES,
+    "users",
+    "key_policies",
     "agent_runs",
     "agent_run_requests",
     "jwt_issuers",

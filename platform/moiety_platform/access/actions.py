@@ -19,6 +19,7 @@ OPERATORS = frozenset({Role.OWNER, Role.OPERATOR})
 READERS = frozenset({Role.OWNER, Role.OPERATOR, Role.VIEWER})
 OWN_WRITERS = frozenset({Role.TENANT_ADMIN})
 OWN_READERS = frozenset({Role.TENANT_ADMIN, Role.VIEWER})
+SELF_SERVICE = frozenset({Role.TENANT_ADMIN, Role.DEVELOPER})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ class Caller:
     """An authenticated administrator.
 
     `actor` is its name in the audit log. `tenant_id` is the tenant that it belongs to, None for an administrator of the
-    whole deployment.
+    whole deployment. `user_id` is that of a user who has signed in, None for a key and for a token without a user.
     """
 
     actor: str
     role: Role
     tenant_id: str | None
+    user_id: str | None = None
 
     def may(self, action: AdminAction) -> bool:
         return self.role in (action.anyone if self.tenant_id is None else action.own)

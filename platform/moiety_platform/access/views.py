@@ -9,6 +9,7 @@ from moiety_platform.access.actions import (
     OWN_WRITERS,
     OWNER,
     READERS,
+    SELF_SERVICE,
     AdminAction,
 )
 
@@ -17,6 +18,10 @@ RECONCILE_USAGE = AdminAction("usage.reconcile", READERS)
 READ_CONTENTS = AdminAction("request_contents.read", NOBODY, OWN_WRITERS)
 CONFIGURE_CONTENTS = AdminAction("request_contents.configure", NOBODY, OWN_WRITERS)
 READ_OVERVIEW = AdminAction("overview.read", READERS, OWN_READERS)
+READ_CALLER = AdminAction("caller.read", READERS, OWN_READERS | SELF_SERVICE)
+ACCEPT_INVITATION = AdminAction("invitations.accept", READERS, OWN_READERS | SELF_SERVICE)  # and people without a role
+READ_OWN = AdminAction("self_service.read", NOBODY, SELF_SERVICE)
+WRITE_OWN_KEYS = AdminAction("self_service.write_keys", NOBODY, SELF_SERVICE)
 READ_AUDIT = AdminAction("audit.read", OWNER, OWN_READERS)
 VERIFY_AUDIT = AdminAction("audit.verify", OWNER)
 READ_ENGINES = AdminAction("engines.read", READERS)
@@ -35,6 +40,10 @@ VIEW_ACTIONS = (
     READ_CONTENTS,
     CONFIGURE_CONTENTS,
     READ_OVERVIEW,
+    READ_CALLER,
+    ACCEPT_INVITATION,
+    READ_OWN,
+    WRITE_OWN_KEYS,
     READ_AUDIT,
     VERIFY_AUDIT,
     READ_ENGINES,

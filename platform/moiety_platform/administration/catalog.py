@@ -7,6 +7,8 @@ from moiety_platform.access.views import VIEW_ACTIONS
 from moiety_platform.adapters.admin_resource import ADAPTERS
 from moiety_platform.agent_runs.admin_resource import RUNS
 from moiety_platform.auth.admin_resource import KEYS
+from moiety_platform.auth.key_policies.admin_resource import KEY_POLICIES
+from moiety_platform.auth.users.admin_resource import USERS
 from moiety_platform.classes.admin_resource import CLASSES
 from moiety_platform.declarative_config.admin_resource import DECLARATIONS
 from moiety_platform.guardrails.admin_resource import GUARDRAILS
@@ -26,6 +28,8 @@ RESOURCES: tuple[Resource, ...] = (  # dependencies come first: `moiety apply` c
     PROJECTS,
     KEYS,
     ISSUERS,
+    USERS,
+    KEY_POLICIES,
     QUOTAS,
     WEBHOOKS,
     ADAPTERS,

@@ -25,9 +25,13 @@ from moiety_platform.audit.trail import AuditedStore, DryRunPassed
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.controller import KeyController
 from moiety_platform.auth.guard import FindVerifier, action_of, admin_guard
+from moiety_platform.auth.key_policies.controller import KeyPolicyController
 from moiety_platform.auth.overview import CallerController, OverviewController
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.row_scope import check_tables, scoped_database, tenant_of
+from moiety_platform.auth.self_service.controller import SelfServiceController
+from moiety_platform.auth.users.controller import InvitationController, UserController
+from moiety_platform.auth.users.sign_in import Membership, TokenSubject, memberships_of_user
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
@@ -99,6 +103,16 @@ def admin_router(
         is_dry_run = DRY_RUN in request.headers  # _check_dry_run has checked its value
         return AuditedStore(scoped_database(who, database), who.actor, who.role, tenant_of, clock, is_dry_run)
 
+    def subject_of(request: Request[Any, Any, Any]) -> TokenSubject:
+        found: TokenSubject = request.state.subject
+        return found
+
+    def subject_store(request: Request[Any, Any, Any]) -> AuditedStore:
+        return AuditedStore(database, subject_of(request).actor, None, tenant_of, clock)
+
+    async def memberships(request: Request[Any, Any, Any]) -> list[Membership]:
+        return await memberships_of_user(database, caller(request).user_id)
+
     def rule_changes(store: NamedDependency[SkipValidation[AuditedStore]]) -> RuleChanges:
         return RuleChanges(store, rules)
 
@@ -118,6 +132,9 @@ def admin_router(
             "caller": Provide(caller, sync_to_thread=False),
             "database": Provide(reached, sync_to_thread=False),
             "store": Provide(store, sync_to_thread=False),
+            "subject": Provide(subject_of, sync_to_thread=False),
+            "subject_store": Provide(subject_store, sync_to_thread=False),
+            "memberships": Provide(memberships),
             "traces": Provide(traces_reached, sync_to_thread=False),
             PRECONDITION: Provide(_precondition, sync_to_thread=False),
             "authenticator": Provide(lambda: authenticator, sync_to_thread=False),
@@ -139,6 +156,10 @@ def admin_router(
             IdempotencyController,
             ProjectController,
             KeyController,
+            UserController,
+            InvitationController,
+            KeyPolicyController,
+            SelfServiceController,
             PriceController,
             RouteController,
             QuotaController,

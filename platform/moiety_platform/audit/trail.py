@@ -25,7 +25,9 @@ from moiety_platform.db.base import Base
 from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
-_UNLOGGED = frozenset({"secret_hash", "pepper_mark", "folded_name"})  # secrets, and values derived from others
+_UNLOGGED = frozenset(
+    {"secret_hash", "pepper_mark", "folded_name", "invitation_hash"}
+)  # secrets, and values derived from others
 _ADVISORY_LOCK = 0x6175_6469  # "audi"
 
 

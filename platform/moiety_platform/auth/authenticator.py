@@ -34,6 +34,7 @@ from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
+from moiety_platform.auth.users.sign_in import USER_DISABLED
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import is_unmigrated
 from moiety_platform.db.session import Database
@@ -200,6 +201,11 @@ class Authenticator:
         if stored.expires_at is not None and stored.expires_at <= self._clock.now():
             raise Unauthenticated(
                 "This API key has expired. Ask your administrator for another key.", code="key_expired"
+            )
+        if stored.is_user_disabled:
+            raise Forbidden(
+                "The user of this API key is disabled. Ask an administrator of your tenant to enable it.",
+                code=USER_DISABLED,
             )
         if stored.tenant_id and stored.tenant_status != TenantStatus.ACTIVE:
             raise Forbidden(

@@ -17,6 +17,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth import service
 from moiety_platform.auth.admin_resource import KEYS, WRITE_ADMIN_KEYS
 from moiety_platform.auth.authenticator import Authenticator
+from moiety_platform.auth.key_details import read_details
 from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.pepper import Pepper
 from moiety_platform.auth.schemas import CreatedKey, KeyPage, KeyView, NewKey, Rotation
@@ -29,10 +30,12 @@ from moiety_platform.openapi.described import fails
 from moiety_platform.query_parameters import one_of
 from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.models import ApiKey
+from moiety_platform.usage.reconciliation import take_snapshot_locks
 
 NameFilter = Annotated[
     str | None, QueryParameter(description="Only keys with this name.", schema_extra=NAME.extra_json_schema)
 ]
+DetailsChoice = Annotated[str | None, one_of("Whether to add the details, false if not given.", "true", "false")]
 RoleFilter = Annotated[str | None, one_of("Only keys of administrators with this role.", *Role)]
 
 
@@ -67,19 +70,36 @@ class KeyController(Controller):
         project_id: FromQuery[str | None] = None,
         role: RoleFilter = None,
         name: NameFilter = None,
+        user_id: FromQuery[str | None] = None,
+        details: DetailsChoice = None,
     ) -> KeyPage:
-        """List keys, oldest first; of one tenant, project, role or name if given."""
-        wanted = service.KeyFilter(tenant_id, project_id, parse_role(role), name)
+        """List keys, oldest first; of one tenant, project, role, name or user if given.
+
+        With `details=true` each has its last use, its cost of this month and its quotas.
+        """
+        wanted = service.KeyFilter(tenant_id, project_id, parse_role(role), name, user_id)
+        with_details = parse_details(details)
         async with database.read() as session:
-            return await service.list_keys(session, page, now, wanted)
+            if with_details:
+                await take_snapshot_locks(session)
+            return await service.list_keys(session, page, now, wanted, with_details=with_details)
 
     @get("/{key_id:str}", opt=needs(KEYS.read))
     async def get_key(
-        self, database: NamedDependency[Database], now: NamedDependency[datetime], key_id: FromPath[str]
+        self,
+        database: NamedDependency[Database],
+        now: NamedDependency[datetime],
+        key_id: FromPath[str],
+        details: DetailsChoice = None,
     ) -> Response[KeyView]:
-        """Return one key."""
+        """Return one key; with `details=true` also its last use, its cost of this month and its quotas."""
+        with_details = parse_details(details)
         async with database.read() as session:
-            return tagged(KeyView.of(await service.get_key(session, key_id), now))
+            if with_details:
+                await take_snapshot_locks(session)
+            key = await service.get_key(session, key_id)
+            found = await read_details(session, [key], now) if with_details else {}
+            return tagged(KeyView.of(key, now, found.get(key.id)))
 
     @post("/{key_id:str}/revoke", status_code=200, opt=needs(KEYS.write) | fails(409))
     async def revoke_key(
@@ -117,6 +137,13 @@ class KeyController(Controller):
             made = await service.rotate_key(session, key_id, grace_s, pepper.value, store.clock.now())
         authenticator.forget(key_id)
         return _made(*made, store.clock)
+
+
+def parse_details(text: str | None) -> bool:
+    """Return whether details are requested. Raises BadRequest."""
+    if text not in (None, "true", "false"):
+        raise BadRequest("'details' must be 'true' or 'false'.", param="details")
+    return text == "true"
 
 
 def parse_role(text: str | None) -> Role | None:

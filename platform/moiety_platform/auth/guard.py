@@ -11,10 +11,12 @@ from litestar.handlers import BaseRouteHandler
 
 from moiety_platform.access.actions import ACTION, AdminAction
 from moiety_platform.access.caller import Caller
+from moiety_platform.access.views import ACCEPT_INVITATION
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.keys import PREFIX
 from moiety_platform.auth.principal import Principal
-from moiety_platform.errors import Forbidden
+from moiety_platform.auth.users.sign_in import TENANT_HEADER
+from moiety_platform.errors import Forbidden, Unauthenticated
 
 if TYPE_CHECKING:
     from moiety_platform.auth.oidc import OidcVerifier
@@ -40,15 +42,30 @@ def admin_guard(authenticator: Authenticator, oidc: FindVerifier = lambda: None)
         authorization = connection.headers.get("authorization")
         scheme, _, token = (authorization or "").partition(" ")
         verifier = oidc()
-        if verifier is not None and scheme.lower() == "bearer" and not token.strip().startswith(PREFIX):
-            caller = await verifier.authenticate(token.strip())
+        is_token = scheme.lower() == "bearer" and not token.strip().startswith(PREFIX)
+        accepts_invitation = handler.opt.get(ACTION) is ACCEPT_INVITATION
+        if verifier is not None and is_token and accepts_invitation:
+            connection.state.subject = await verifier.identify(token.strip())
+            return
+        if verifier is not None and is_token:
+            caller = await verifier.authenticate(token.strip(), connection.headers.get(TENANT_HEADER))
         else:
             caller = caller_of(await authenticator.authenticate(authorization))
         if connection.scope.get("method") != HttpMethod.OPTIONS:  # the framework's own, which lists a path's methods
+            if accepts_invitation:
+                raise _sign_in_needed()
             caller.require(action_of(handler))
         connection.state.caller = caller
 
     return guard
+
+
+def _sign_in_needed() -> Unauthenticated:
+    return Unauthenticated(
+        "An invitation is accepted with a token of the identity provider. Sign in to the dashboard through it; the "
+        "gateway needs MOIETY_OIDC_ISSUER.",
+        code="sign_in_required",
+    )
 
 
 def action_of(handler: BaseRouteHandler) -> AdminAction:

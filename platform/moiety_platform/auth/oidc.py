@@ -21,6 +21,7 @@ from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.audit.models import ACTOR_LENGTH
 from moiety_platform.auth.jwt_verification import IssuerKeys, PublicKeys, usable_keys, verify_token
+from moiety_platform.auth.users.sign_in import TENANT_UNKNOWN, TokenSubject, choose_caller, memberships_of
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, Forbidden
@@ -29,7 +30,7 @@ from moiety_platform.tenants.checks import is_id
 from moiety_platform.tenants.models import Tenant, TenantStatus
 from moiety_platform.tenants.names import is_named
 
-TENANT_UNKNOWN, SEVERAL_TENANTS = "tenant_unknown", "several_tenants"
+SEVERAL_TENANTS = "several_tenants"
 
 
 class OtherIssuer(ValueError):
@@ -62,13 +63,36 @@ class OidcVerifier:
     async def close(self) -> None:
         await self._keys.close()
 
-    async def authenticate(self, token: str) -> Caller:
-        """Return the caller of a token.
+    async def identify(self, token: str) -> TokenSubject:
+        """Return the person that a token names, who may have no role here.
 
-        Raises Unauthenticated, Forbidden (no known role, or not for this tenant), or Unavailable.
+        Raises Unauthenticated, or Unavailable.
         """
+        return self._subject(await self._verify(token))
+
+    async def authenticate(self, token: str, tenant_id: str | None = None) -> Caller:
+        """Return the caller of a token: the user that it names, or else the role that its claims or groups give.
+
+        `tenant_id` is the tenant that the request names, for users with roles in several. Raises Unauthenticated,
+        Forbidden (a disabled user, no known role, or not for this tenant), or Unavailable.
+        """
+        claims = await self._verify(token)
+        subject = self._subject(claims)
+        user = choose_caller(subject, await memberships_of(self._database, subject), tenant_id)
+        return await self._caller_of_claims(claims) if user is None else user
+
+    async def _verify(self, token: str) -> dict[str, Any]:
         terms = self._terms
-        claims = await verify_token(token, self._keys.find, issuer=terms.issuer, audience=terms.audience)
+        return await verify_token(token, self._keys.find, issuer=terms.issuer, audience=terms.audience)
+
+    def _subject(self, claims: Mapping[str, Any]) -> TokenSubject:
+        email = claims.get("email")
+        is_verified = isinstance(email, str) and claims.get("email_verified", True) is True
+        return TokenSubject(self._terms.issuer, claims["sub"], email if is_verified else None, _actor(claims["sub"]))
+
+    async def _caller_of_claims(self, claims: Mapping[str, Any]) -> Caller:
+        """Return the caller whose role and tenant are in the token's claims or groups. Raises Forbidden."""
+        terms = self._terms
         tenant_id = find_claim(claims, terms.tenant_claim)
         if tenant_id is not None and not (isinstance(tenant_id, str) and is_id(tenant_id)):
             raise Forbidden(f"The token's claim '{terms.tenant_claim}' is not the id of a tenant.", code=TENANT_UNKNOWN)

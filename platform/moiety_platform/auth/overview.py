@@ -13,7 +13,9 @@ from sqlalchemy import func, or_, select
 
 from moiety_platform.access.actions import AdminAction, needs
 from moiety_platform.access.caller import Caller
-from moiety_platform.access.views import READ_OVERVIEW
+from moiety_platform.access.views import READ_CALLER, READ_OVERVIEW, READ_OWN, WRITE_OWN_KEYS
+from moiety_platform.auth.users.models import UserState
+from moiety_platform.auth.users.sign_in import Membership
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantStatus
 from moiety_platform.usage.queries import UsageFilter, sum_usage
@@ -34,17 +36,27 @@ class Overview(msgspec.Struct, frozen=True):
     last_24_hours: UsageTotals
 
 
+class CallerRole(msgspec.Struct, frozen=True):
+    """A role of a user, in one tenant or in the whole deployment. The header `X-Moiety-Tenant` selects the tenant."""
+
+    role: str
+    tenant_id: str | None
+    tenant_name: str | None
+
+
 class CallerView(msgspec.Struct, frozen=True):
-    """The calling administrator.
+    """The calling administrator or user.
 
     `actor` is its name in the audit log; `tenant_id` is null for the whole deployment; `may` are the actions that its
-    role allows.
+    role allows. `user_id` is null for a key, and for a token whose role is in its claims. `roles` are all of a user.
     """
 
     actor: str
     role: str
     tenant_id: str | None
     may: list[str]
+    user_id: str | None
+    roles: list[CallerRole]
 
 
 class CallerController(Controller):
@@ -53,13 +65,22 @@ class CallerController(Controller):
     path = "/caller"
     tags = ("overview",)
 
-    @get(opt=needs(READ_OVERVIEW))
+    @get(opt=needs(READ_CALLER))
     async def get_caller(
-        self, caller: NamedDependency[Caller], actions: NamedDependency[SkipValidation[Sequence[AdminAction]]]
+        self,
+        caller: NamedDependency[Caller],
+        actions: NamedDependency[SkipValidation[Sequence[AdminAction]]],
+        memberships: NamedDependency[SkipValidation[Sequence[Membership]]],
     ) -> CallerView:
-        """Return your name in the audit log, your role, and the actions that it allows."""
-        may = sorted(action.name for action in actions if caller.may(action))
-        return CallerView(caller.actor, caller.role.value, caller.tenant_id, may)
+        """Return your name in the audit log, your role, the actions that it allows, and your roles elsewhere."""
+        of_users = () if caller.user_id is not None else (READ_OWN, WRITE_OWN_KEYS)
+        may = sorted(action.name for action in actions if caller.may(action) and action not in of_users)
+        roles = [
+            CallerRole(one.user.role, one.user.tenant_id, one.tenant_name)
+            for one in memberships
+            if one.user.state == UserState.ACTIVE
+        ]
+        return CallerView(caller.actor, caller.role.value, caller.tenant_id, may, caller.user_id, roles)
 
 
 class OverviewController(Controller):

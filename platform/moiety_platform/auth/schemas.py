@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.access.roles import Role, key_complaint, tenant_complaint
 from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
 from moiety_platform.db.paging import Page
 from moiety_platform.etags import Tagged
 from moiety_platform.openapi.schemas import shows
+from moiety_platform.quota.schemas import QuotaCaps
 from moiety_platform.tenants.checks import NAME
 from moiety_platform.tenants.models import ApiKey
 from moiety_wire.shared_fields import copy_fields
@@ -32,6 +33,8 @@ def _purposes() -> list[dict[str, Any]]:
     none, given = {"type": "null"}, {"type": "string"}
     shown = [_purpose(INFERENCE_SCOPE, ["project_id"], project_id=given, role=none, tenant_id=none)]
     for role in Role:
+        if key_complaint(role) is not None:
+            continue
         fields = {"role": {"const": role}, "project_id": none}
         if tenant_complaint(role, None) is None:
             shown.append(_purpose(scope_of(role), ["role"], tenant_id=none, **fields))
@@ -48,7 +51,7 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key to create: with a `project_id` for inference, or with a `role` for administration.
 
     With `tenant_id`, an administrator's key is restricted to that tenant. `allowed_models` null means every model.
-    `scopes` is optional.
+    `scopes` is optional. `limits` are quotas of the key, which a rotated key keeps.
     """
 
     rules: ClassVar[Sequence[Mapping[str, Any]]] = ({"anyOf": _purposes()},)
@@ -60,6 +63,7 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Annotated[list[str], shows(minItems=1)] | None = None
     allowed_models: Annotated[list[ModelName], shows(minItems=1, maxItems=MAX_ALLOWED_MODELS)] | None = None
     expires_at: AwareTime | None = None
+    limits: QuotaCaps | None = None
 
 
 class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,14 +72,28 @@ class Rotation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: Annotated[int, shows(minimum=0, maximum=MAX_GRACE_S)] = DEFAULT_GRACE_S
 
 
+class KeyDetails(msgspec.Struct, frozen=True):
+    """Use of a key, and its quotas.
+
+    `last_used_at` is the start of its last request whose row is kept; null if there is none. Requests and cost are
+    those since the beginning of the month, in UTC.
+    """
+
+    last_used_at: datetime | None
+    month_requests: int
+    month_cost_nanodollars: int
+    limits: dict[str, int]
+
+
 class KeyView(Tagged, frozen=True):
     """A key as the API shows it.
 
     `status` is active, expired or revoked; `hint` contains the key's last four characters. `role` and `tenant_id` are
-    an administrator's: null in keys for inference, which have their tenant through the project.
+    an administrator's: null in keys for inference, which have their tenant through the project. `user_id` is that of
+    the user who made the key for itself. `details` are null unless requested.
     """
 
-    transient: ClassVar[frozenset[str]] = frozenset({"status"})
+    transient: ClassVar[frozenset[str]] = frozenset({"status", "details"})
 
     id: str
     project_id: str | None
@@ -90,10 +108,12 @@ class KeyView(Tagged, frozen=True):
     expires_at: datetime | None
     revoked_at: datetime | None
     replaced_by: str | None
+    user_id: str | None
+    details: KeyDetails | None = None
 
     @classmethod
-    def of(cls, key: ApiKey, now: datetime) -> KeyView:
-        return copy_fields(key, cls, scopes=list(key.scopes), status=_status(key, now))
+    def of(cls, key: ApiKey, now: datetime, details: KeyDetails | None = None) -> KeyView:
+        return copy_fields(key, cls, scopes=list(key.scopes), status=_status(key, now), details=details)
 
 
 class KeyPage(Page[KeyView], frozen=True):

@@ -8,8 +8,9 @@ from datetime import datetime, timedelta
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.access.roles import Role, key_complaint, tenant_complaint
 from moiety_platform.auth.admin_resource import KEYS
+from moiety_platform.auth.key_details import read_details
 from moiety_platform.auth.keys import KeyText, generate_key, hash_key, mark_of
 from moiety_platform.auth.principal import INFERENCE_SCOPE, scope_of
 from moiety_platform.auth.schemas import (
@@ -23,14 +24,19 @@ from moiety_platform.auth.schemas import (
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest, Conflict
 from moiety_platform.jwt_issuers.models import JwtGrantRecord
+from moiety_platform.quota.kinds import LimitLevel
+from moiety_platform.quota.schemas import NewQuota, caps_by_kind
+from moiety_platform.quota.service import set_quota
 from moiety_platform.tenants.checks import check_moment, check_name
 from moiety_platform.tenants.models import ApiKey, Project
 from moiety_platform.tenants.rows import require_row
 from moiety_platform.tenants.service import get_project, get_tenant, get_undeleted_tenant
 
 
-async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: datetime) -> tuple[ApiKey, KeyText]:
-    """Create a key; return it and its text, which is stored nowhere.
+async def create_key(
+    session: AsyncSession, new: NewKey, pepper: bytes, now: datetime, *, user_id: str | None = None
+) -> tuple[ApiKey, KeyText]:
+    """Create a key; return it and its text, which is stored nowhere. `user_id` is that of the user who owns it.
 
     Raises BadRequest, NotFound for an unknown project or tenant, or Conflict for an erased one.
     """
@@ -53,8 +59,12 @@ async def create_key(session: AsyncSession, new: NewKey, pepper: bytes, now: dat
         allowed_models=check_models(new.allowed_models, "allowed_models"),
         created_at=now,
         expires_at=expires_at,
+        user_id=user_id,
     )
-    return key, await _add_with_text(session, key, pepper)
+    text = await _add_with_text(session, key, pepper)
+    for kind, cap in caps_by_kind(new.limits).items():
+        await set_quota(session, NewQuota(LimitLevel.KEY, key.id, kind, cap), now)
+    return key, text
 
 
 async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
@@ -64,16 +74,28 @@ async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Filter of keys: those of one tenant, project, role or name where given."""
+    """Filter of keys: those of one tenant, project, role, name or user where given."""
 
     tenant_id: str | None = None
     project_id: str | None = None
     role: Role | None = None
     name: str | None = None
+    user_id: str | None = None
 
 
-async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key_filter: KeyFilter) -> KeyPage:
-    """Return keys, oldest first. Raises NotFound for an unknown tenant or project, or BadRequest for no name."""
+async def list_keys(
+    session: AsyncSession,
+    page: PageRequest,
+    now: datetime,
+    key_filter: KeyFilter,
+    *,
+    with_details: bool = False,
+) -> KeyPage:
+    """Return keys, oldest first, with their details if requested.
+
+    Details need a transaction with a stable snapshot (`take_snapshot_locks`). Raises NotFound for an unknown tenant or
+    project, or BadRequest for no name.
+    """
     statement = select(ApiKey)
     if key_filter.tenant_id is not None:
         tenant = await get_tenant(session, key_filter.tenant_id)
@@ -85,8 +107,11 @@ async def list_keys(session: AsyncSession, page: PageRequest, now: datetime, key
         statement = statement.where(ApiKey.role == key_filter.role)
     if key_filter.name is not None:
         statement = statement.where(ApiKey.name == check_name(key_filter.name))
+    if key_filter.user_id is not None:
+        statement = statement.where(ApiKey.user_id == key_filter.user_id)
     keys, next_cursor = await read_page(session, statement, page, ApiKey.created_at, ApiKey.id)
-    return KeyPage([KeyView.of(key, now) for key in keys], next_cursor)
+    details = await read_details(session, keys, now) if with_details else {}
+    return KeyPage([KeyView.of(key, now, details.get(key.id)) for key in keys], next_cursor)
 
 
 async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> ApiKey:
@@ -130,6 +155,7 @@ async def rotate_key(
         created_at=now,
         expires_at=old.expires_at,
         root_id=old.root_id or old.id,
+        user_id=old.user_id,
     )
     text = await _add_with_text(session, successor, pepper)
     end_of_grace = now + timedelta(seconds=grace_s)
@@ -186,8 +212,12 @@ def _check_purpose(new: NewKey) -> None:
             raise BadRequest("A project's key has the project's tenant; leave 'tenant_id' out.", param="tenant_id")
     elif new.project_id is not None:
         raise BadRequest("A project's key has no role; leave one of 'project_id' and 'role' out.", param="role")
+    elif complaint := key_complaint(new.role):
+        raise BadRequest(complaint, param="role")
     elif complaint := tenant_complaint(new.role, new.tenant_id):
         raise BadRequest(complaint, param="tenant_id")
+    elif new.limits is not None:
+        raise BadRequest("Quotas apply to keys that clients use; leave 'limits' out.", param="limits")
 
 
 def _check_scopes(scopes: list[str] | None, role: Role | None) -> list[str]:

@@ -9,6 +9,7 @@ from datetime import datetime
 from sqlalchemy import func, select
 
 from moiety_platform.access.roles import Role
+from moiety_platform.auth.users.models import User, UserState
 from moiety_platform.db.bulk import BulkStatement
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, SpeculativePrefillMode, Tenant
@@ -38,6 +39,7 @@ class StoredKey:
     service_class: str
     weight: float
     speculative_prefill: SpeculativePrefillMode
+    is_user_disabled: bool
 
 
 _COLUMNS = (
@@ -57,6 +59,7 @@ _COLUMNS = (
     Tenant.service_class,
     Tenant.weight,
     Tenant.speculative_prefill,
+    User.state,
 )
 
 _find = BulkStatement(
@@ -66,6 +69,7 @@ _find = BulkStatement(
         .select_from(ApiKey)
         .outerjoin(Project, Project.id == ApiKey.project_id)
         .outerjoin(Tenant, Tenant.id == func.coalesce(Project.tenant_id, ApiKey.tenant_id))
+        .outerjoin(User, User.id == ApiKey.user_id)
         .where(ApiKey.id.in_(given))
     ),
 )
@@ -95,6 +99,7 @@ def _stored(
     service_class: str | None,
     weight: float | None,
     speculative_prefill: str | None,
+    user_state: str | None,
 ) -> StoredKey:
     return StoredKey(
         key_id=key_id,
@@ -113,4 +118,5 @@ def _stored(
         service_class=service_class or "",
         weight=1.0 if weight is None else weight,
         speculative_prefill=SpeculativePrefillMode(speculative_prefill or SpeculativePrefillMode.OFF),
+        is_user_disabled=user_state == UserState.DISABLED,
     )

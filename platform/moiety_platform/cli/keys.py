@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -15,12 +16,21 @@ from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.resource_commands import show_secret
 from moiety_platform.cli.tables import show_time
+from moiety_platform.prices.token_cost import dollars, parse_dollars
+from moiety_platform.quota.kinds import LimitKind
 from moiety_platform.resources.paths import path_of
 
 DEFAULT_PROJECT = "default"
 
 KeyArgument = Annotated[
     str, typer.Argument(help="Id of the key (the part between mty_ and the dot), or name of an active key.")
+]
+KeyLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Quota of the key as KIND=AMOUNT, such as tokens_per_day=100000 or dollars_per_month=20. May be given "
+        "several times.",
+    ),
 ]
 KeyTenant = Annotated[
     str | None, typer.Option("--tenant", help="Name or id of the tenant whose key the name means. If not given, any.")
@@ -38,16 +48,25 @@ def list_keys(
         Role | None, typer.Option(help="Role of administrators' keys. If not given, keys of all roles.")
     ] = None,
 ) -> None:
-    """List keys, oldest first, without their secrets. Those with a role are administrators'."""
+    """List keys, oldest first, without their secrets. Those with a role are administrators'.
+
+    The spend is that of this month, in UTC.
+    """
     tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
     project_id = None if project is None else _project_id(admin.client, tenant_id, project)
-    rows = list(admin.client.pages("/keys", tenant_id=tenant_id, project_id=project_id, role=role))
+    rows = list(admin.client.pages("/keys", tenant_id=tenant_id, project_id=project_id, role=role, details="true"))
     if admin.as_json:
         admin.show_rows(rows, KEYS.columns)
         return
     names = ObjectNames(admin.client)
     shown = [
-        {**row, "belongs_to": row["project_id"] or row["tenant_id"], "owner": names.owner_of_key(row)} for row in rows
+        {
+            **row,
+            "belongs_to": row["project_id"] or row["tenant_id"],
+            "owner": names.owner_of_key(row),
+            **_shown_details(row["details"]),
+        }
+        for row in rows
     ]
     admin.show_rows(shown, KEYS.columns, KEYS.details)
 
@@ -80,6 +99,7 @@ def create_key(
     expires_in_days: Annotated[
         float | None, typer.Option(min=0.0001, help="Lifetime of the key, in days. If not given, unlimited.")
     ] = None,
+    limit: KeyLimits = None,
 ) -> None:
     """Create a key for a tenant's clients, or with --role one for an administrator, which only owners may.
 
@@ -97,6 +117,8 @@ def create_key(
         raise typer.BadParameter("give --tenant, --role or both")
     if expires_in_days is not None:
         body["expires_at"] = (datetime.now(UTC) + timedelta(days=expires_in_days)).isoformat()
+    if limit:
+        body["limits"] = parse_limits(limit)
     warn_of_unknown_models(admin.client, model or ())
     made = admin.client.call("POST", "/keys", body)
     show_secret(admin, made, KEEP_KEY_NOTICE)
@@ -136,6 +158,35 @@ def revoke_key(admin: Admin, key: KeyArgument, tenant: KeyTenant = None) -> None
     tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
     found = find_key(admin.client, key, tenant_id=tenant_id)
     admin.show_row(admin.client.call("POST", path_of("keys", found["id"], "revoke")))
+
+
+def parse_limits(texts: Sequence[str]) -> dict[str, int]:
+    """Return the caps of texts KIND=AMOUNT, in the units of the API. Raises typer.BadParameter."""
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        kind = name.strip().replace("-", "_").replace("dollars", "money")
+        if kind not in frozenset(LimitKind):
+            known = ", ".join(one.replace("money", "dollars") for one in LimitKind)
+            raise typer.BadParameter(f"--limit must be KIND=AMOUNT with a kind of {known}, not {text!r}")
+        try:
+            found[kind] = parse_dollars(amount) if kind.startswith("money") else int(amount)
+        except ValueError as exc:
+            raise typer.BadParameter(f"--limit {name}: {amount!r} is not an amount") from exc
+    return found
+
+
+def _shown_details(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the details of a key for a table: last use, spend and quotas."""
+    limits = ", ".join(
+        f"{kind.replace('money', 'dollars')} {dollars(cap) if kind.startswith('money') else cap}"
+        for kind, cap in details["limits"].items()
+    )
+    return {
+        "last_used_at": details["last_used_at"],
+        "spend": f"$ {dollars(details['month_cost_nanodollars'])}",
+        "limits": limits or None,
+    }
 
 
 def find_or_make_project(client: AdminClient, tenant_id: str, name: str) -> str:

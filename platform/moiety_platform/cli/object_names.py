@@ -89,10 +89,30 @@ def find_adapter(client: AdminClient, text: str) -> Row:
     return adapter
 
 
+def find_user(client: AdminClient, text: str, *, tenant_id: str | None = None) -> Row:
+    """Return the user with this id, or else the one with this email address. Raises CommandError.
+
+    `tenant_id` restricts addresses to one tenant; otherwise an address with roles in several is an error.
+    """
+    if "@" not in text:
+        if (found := _by_id(client, "user", text)) is not None:
+            return found
+        raise CommandError(f"there is no user with the id or email address {text!r}; see: moiety user list")
+    named = list(client.pages("/users", email=text, tenant_id=tenant_id))
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        raise CommandError(f"there is no user with the email address {text!r}; see: moiety user list")
+    names = ObjectNames(client)
+    shown = [f"{one['id']} ({one['role']} of {names.tenant_of_row(one)})" for one in named]
+    raise CommandError(f"{text!r} has {len(named)} roles; give the id of one:\n{_lines(shown)}")
+
+
 FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
     {
         "tenant": lambda client, text: client.find_tenant(text),
         "project": find_project,
+        "user": find_user,
         "webhook": find_webhook,
         "adapter": find_adapter,
     }
@@ -123,6 +143,10 @@ class ObjectNames:
         if key["project_id"] is not None:
             return self.project(key["project_id"])
         return "all tenants" if key["tenant_id"] is None else self.tenant(key["tenant_id"])
+
+    def tenant_of_row(self, row: Mapping[str, Any]) -> str:
+        """Return the tenant that a row belongs to."""
+        return "all tenants" if row["tenant_id"] is None else self.tenant(row["tenant_id"])
 
     def scope(self, level: str, scope_id: str) -> str:
         """Return the name of a tenant, project or key that a quota limits."""

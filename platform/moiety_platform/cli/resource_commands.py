@@ -117,7 +117,7 @@ def _show_rows(resource: Resource, admin: Admin, rows: list[dict[str, Any]]) -> 
     plain = resource.plain
     if TENANT in resource.columns and not admin.as_json:
         names = ObjectNames(admin.client)
-        rows = [{**row, TENANT: names.tenant(row["tenant_id"])} for row in rows]
+        rows = [{**row, TENANT: names.tenant_of_row(row)} for row in rows]
     shown = rows if admin.as_json or plain is None else [plain(row) for row in rows]
     admin.show_rows(shown, resource.columns, resource.details, resource.prose)
 

@@ -23,6 +23,8 @@ class DeclaredKind(StrEnum):
     TENANT = "tenant"
     PROJECT = "project"
     KEY = "key"
+    USER = "user"
+    KEY_POLICY = "key_policy"
     LIMIT = "limit"
     WEBHOOK = "webhook"
     GUARDRAIL = "guardrail"

@@ -43,6 +43,25 @@ class NewQuota(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alert_at: Annotated[list[Percent], shows(maxItems=MAX_THRESHOLDS)] | msgspec.UnsetType = msgspec.UNSET
 
 
+class QuotaCaps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Caps of quotas by their kinds; of a kind without a cap there is no quota. Amounts of money are nano-dollars."""
+
+    requests_per_minute: Annotated[int, shows(minimum=0, maximum=MAX_RATE)] | None = None
+    tokens_per_minute: Annotated[int, shows(minimum=0, maximum=MAX_RATE)] | None = None
+    concurrent_requests: Annotated[int, shows(minimum=0, maximum=MAX_RATE)] | None = None
+    token_counts_per_minute: Annotated[int, shows(minimum=0, maximum=MAX_RATE)] | None = None
+    tokens_per_day: Annotated[int, shows(minimum=0, maximum=MAX_CAP)] | None = None
+    tokens_per_month: Annotated[int, shows(minimum=0, maximum=MAX_CAP)] | None = None
+    money_per_day: Annotated[int, shows(minimum=0, maximum=MAX_CAP)] | None = None
+    money_per_month: Annotated[int, shows(minimum=0, maximum=MAX_CAP)] | None = None
+
+
+def caps_by_kind(caps: QuotaCaps | None) -> dict[LimitKind, int]:
+    """Return the caps that are given."""
+    found = {} if caps is None else {kind: getattr(caps, kind) for kind in LimitKind}
+    return {kind: cap for kind, cap in found.items() if cap is not None}
+
+
 class QuotaView(Tagged, frozen=True):
     """A limit and its use.
 

@@ -105,7 +105,8 @@ class ApiKey(Base):
 
     `replaced_by` of a rotated key is its successor, and `root_id` of the successor is the first key of the chain, whose
     quotas apply to all of them. `role` and `tenant_id` are an administrator's; a project's key has its tenant through
-    the project. `pepper_mark` identifies the pepper of the hash; None: the hash predates marks.
+    the project. `user_id` is that of the user who made it for itself. `pepper_mark` identifies the pepper of the hash;
+    None: the hash predates marks.
     """
 
     __tablename__ = "api_keys"
@@ -119,6 +120,7 @@ class ApiKey(Base):
         ),
         Index(None, "project_id"),
         Index(None, "tenant_id"),
+        Index(None, "user_id"),
         Index(None, "created_at", "id"),
     )
 
@@ -137,3 +139,4 @@ class ApiKey(Base):
     tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     root_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))
     pepper_mark: Mapped[str | None] = mapped_column(String(MARK_LENGTH))
+    user_id: Mapped[str | None] = mapped_column(String(ID_LENGTH))

@@ -1,0 +1,68 @@
+"""Users, the user of a key, and what developers of a tenant may make."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0042"
+down_revision = "0039"
+
+OF_DEPLOYMENT = sa.text("tenant_id IS NULL")
+
+
+def upgrade() -> None:
+    """Create the tables, and add the user of a key."""
+    op.create_table(
+        "users",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("email", sa.String(254), nullable=False),
+        sa.Column("name", sa.String(100), nullable=False),
+        sa.Column("role", sa.String(16), nullable=False),
+        sa.Column("tenant_id", sa.String(32)),
+        sa.Column("project_ids", sa.JSON()),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("issuer", sa.String(500)),
+        sa.Column("subject", sa.String(255)),
+        sa.Column("invitation_hash", sa.LargeBinary()),
+        sa.Column("invitation_expires_at", sa.DateTime(timezone=True)),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("accepted_at", sa.DateTime(timezone=True)),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_users_tenant_id_tenants"),
+        sa.UniqueConstraint("tenant_id", "email", name="uq_users_tenant_id_email"),
+        sa.CheckConstraint("state IN ('invited', 'active', 'disabled')", name=op.f("ck_users_state_known")),
+        sa.CheckConstraint(
+            "role IN ('owner', 'operator', 'tenant-admin', 'viewer', 'developer')", name=op.f("ck_users_role_known")
+        ),
+    )
+    op.create_index(
+        "ix_users_deployment_email",
+        "users",
+        ["email"],
+        unique=True,
+        sqlite_where=OF_DEPLOYMENT,
+        postgresql_where=OF_DEPLOYMENT,
+    )
+    op.create_index("ix_users_issuer_subject", "users", ["issuer", "subject"])
+    op.create_index("ix_users_created_at_id", "users", ["created_at", "id"])
+    op.create_table(
+        "key_policies",
+        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        sa.Column("makes_keys", sa.Boolean(), nullable=False),
+        sa.Column("max_keys", sa.Integer(), nullable=False),
+        sa.Column("max_days", sa.Integer()),
+        sa.Column("allowed_models", sa.JSON()),
+        sa.Column("limits", sa.JSON(), nullable=False),
+        sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_key_policies_tenant_id_tenants"),
+    )
+    op.add_column("api_keys", sa.Column("user_id", sa.String(32)))
+    op.create_index("ix_api_keys_user_id", "api_keys", ["user_id"])
+
+
+def downgrade() -> None:
+    """Drop them. Keys of users are revoked: an earlier release would accept those of a disabled user."""
+    op.execute("UPDATE api_keys SET revoked_at = CURRENT_TIMESTAMP WHERE user_id IS NOT NULL AND revoked_at IS NULL")
+    op.drop_index("ix_api_keys_user_id", "api_keys")
+    op.drop_column("api_keys", "user_id")
+    op.drop_table("key_policies")
+    op.drop_table("users")

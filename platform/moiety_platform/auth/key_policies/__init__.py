@@ -1,0 +1,1 @@
+"""Policies of tenants for keys that their developers make."""

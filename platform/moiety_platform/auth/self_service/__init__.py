@@ -1,0 +1,1 @@
+"""Self-service of users: their projects, usage and own keys."""

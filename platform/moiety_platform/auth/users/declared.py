@@ -1,0 +1,69 @@
+"""Users in a file that `moiety apply` reads. Invitations are not declared: `moiety user invite` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from moiety_platform.access.roles import Role, tenant_complaint
+from moiety_platform.resources.apply_kind import (
+    AdminRequest,
+    ApplyKind,
+    DeclaredObject,
+    Entry,
+    InvalidEntry,
+    ObjectPlace,
+    Row,
+)
+from moiety_platform.resources.paths import path_of
+
+
+class UserForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A user. `tenant` is the name of the tenant of the role, left out for a role in all tenants."""
+
+    email: str
+    role: Role
+    tenant: str | None = None
+    name: str = ""
+
+
+def _objects(entry: Entry) -> Iterator[DeclaredObject]:
+    form: UserForm = entry.form
+    if complaint := tenant_complaint(form.role, form.tenant):
+        raise InvalidEntry(entry.path, complaint)
+    fields: dict[str, Any] = {"role": form.role.value}
+    if "name" in entry.raw:
+        fields["name"] = form.name
+    parent = None if form.tenant is None else ("tenant", form.tenant)
+    email = form.email.lower()  # as the gateway stores it
+    name = _name(email, form.tenant)
+    yield DeclaredObject("user", name, email, entry.path, fields, parent, identity={"email": email})
+
+
+def _name(email: str, tenant: str | None) -> str:
+    return email if tenant is None else f"{tenant}/{email}"
+
+
+def _name_of_row(row: Row, names: Mapping[ObjectPlace, str]) -> str:
+    tenant_id = row["tenant_id"]
+    return _name(row["email"], None if tenant_id is None else names.get(("tenant", tenant_id), tenant_id))
+
+
+def _create(declared: DeclaredObject, tenant_id: str) -> AdminRequest:
+    owner = {"tenant_id": tenant_id} if tenant_id else {}
+    return AdminRequest("POST", "/users", {**declared.identity, **declared.fields, **owner})
+
+
+USER = ApplyKind(
+    kind="user",
+    form=UserForm,
+    is_paged=True,
+    objects=_objects,
+    name_of=_name_of_row,
+    create_request=_create,
+    change_request=lambda declared, row, change: AdminRequest("PATCH", path_of("users", row["id"]), dict(change)),
+    remove_request=lambda row: AdminRequest("DELETE", path_of("users", row["id"])),
+    removal_reason="left the file; its keys are revoked",
+)
