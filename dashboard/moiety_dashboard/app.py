@@ -28,13 +28,15 @@ def main() -> None:
     page = Page(settings, credential) if credential is not None and is_known else None
     views = [view for view in PAGES if page is None or view.needs is None or session.may(view.needs)]
     # keep the address of a signed-out user, so that the link still opens its page after sign-in
-    shown = {view.path: st_page(view, page) for view in views}
+    shown = {view.path: st_page(view, page, is_first=view is views[0]) for view in views}
     chosen = st.navigation(list(shown.values()), position="hidden" if page is None else "sidebar", expanded=True)
     if page is not None:
         page.others.update(shown)
         session.draw_ticket()
         draw_caller(settings)
         session.show_notice()
+        if session.ANSWERED_INVITATION in st.session_state:
+            st.html(session.DROP_INVITATION, unsafe_allow_javascript=True)
         chosen.run()
     elif credential is not None and session.credential() is not None:
         wait_for_gateway(settings, str(why))
@@ -44,6 +46,7 @@ def main() -> None:
 
 def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
     """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it rejects."""
+    not_accepted: str | None = None
     place = st.empty()  # always, so that the following elements keep their positions
     if credential is None:
         return None, False
@@ -53,24 +56,26 @@ def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str
         with place, st.spinner("Waiting for the gateway", show_time=True):
             if not session.probe_gateway(settings):
                 raise GatewayUnreachable(f"The gateway at {without_password(settings.gateway_url)} does not respond")
-            session.caller(session.client_of(settings, credential))
+            client = session.client_of(settings, credential)
+            not_accepted = session.accept_invitation(client, credential)
+            session.caller(client)
     except GatewayUnreachable as exc:
         return str(exc), False
     except (KeyRefused, RoleRefused, ApiRefused) as exc:
         session.sign_out()
-        return f"The gateway rejected the sign-in: {exc}", False
+        return f"The gateway rejected the sign-in: {not_accepted or exc}", False
     return None, True
 
 
-def st_page(view: View, page: Page | None) -> StreamlitPage:
-    """Return a page of the navigation; without a known user it never runs."""
+def st_page(view: View, page: Page | None, *, is_first: bool) -> StreamlitPage:
+    """Return a page of the navigation, of which the first is shown at the start; it never runs without a known user."""
 
     def run() -> None:
         assert page is not None, "only signed-in users reach a page"
         view.draw(page)
 
     run.__name__ = view.path  # Streamlit identifies pages by this name
-    return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=view is PAGES[0])
+    return st.Page(run, title=view.title, icon=view.icon, url_path=view.path, default=is_first)
 
 
 def wait_for_gateway(settings: DashboardSettings, why: str) -> None:
@@ -97,6 +102,7 @@ def draw_caller(settings: DashboardSettings) -> None:
     me = st.session_state[session.CALLER]
     with st.sidebar:
         st.fragment(draw_connection, run_every=settings.refresh_s)(settings)
+        session.draw_tenants()
         whose = "one tenant" if me["tenant_id"] else "all tenants"
         st.caption(f"Signed in as **{as_text(me['role'])}** of {whose}")
         if st.button("Sign out", icon=":material/logout:", width="stretch"):

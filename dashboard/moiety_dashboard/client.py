@@ -69,10 +69,22 @@ class Answer:
 class AdminClient:
     """The admin API at a URL, under one credential; all clients share `http`."""
 
-    def __init__(self, url: str, credential: str, http: httpx.Client, drawing: Drawing | None = None) -> None:
-        """Create the client. A `drawing` stores answers, and returns them while the gateway does not respond."""
+    def __init__(
+        self,
+        url: str,
+        credential: str,
+        http: httpx.Client,
+        drawing: Drawing | None = None,
+        tenant_id: str | None = None,
+    ) -> None:
+        """Create the client. A `drawing` stores answers, and returns them while the gateway does not respond.
+
+        `tenant_id` selects one of the roles of a user who has several.
+        """
         self._drawing = drawing
         self._headers = {"Authorization": f"Bearer {credential}"}
+        if tenant_id is not None:
+            self._headers["X-Moiety-Tenant"] = tenant_id
         self._http = http
         self.url = url
         self._shown_url = without_password(url)

@@ -208,6 +208,8 @@ STATES = {
     "asleep": colours.NEUTRAL,
     "waking": colours.WARN,
     "expired": colours.WARN,
+    "invited": colours.WARN,
+    "disabled": colours.BAD,
     "quarantined": colours.WARN,
     "revoked": colours.BAD,
     "unavailable": colours.BAD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -12,7 +13,7 @@ import streamlit as st
 
 from moiety_dashboard.browser_sessions import COOKIE, PATH, TICKET, browser_sessions
 from moiety_dashboard.client import CONNECT_TIMEOUT_S, TIMEOUT_S, AdminClient, ApiError, GatewayUnreachable
-from moiety_dashboard.escaping import as_text
+from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.gateway_state import Drawing, GatewayState
 from moiety_dashboard.settings import DashboardSettings, without_password
 
@@ -22,6 +23,24 @@ NOTICE = "notice"
 PENDING_TICKET = "ticket"
 SESSION_ID = "session id"
 STATE = "gateway state"
+TENANT_ID = "tenant of the session"
+INVITATION = "invitation"  # parameter of the page's address
+INVITATION_COOKIE = "moiety_invitation"
+ANSWERED_INVITATION = "answered invitation"
+KEY_PREFIX = "mty_"
+
+_INVITATION = re.compile(r"inv_[A-Za-z0-9_.]{10,190}", re.ASCII)
+# The sign-in at the identity provider leads back to the page's address without its parameters.
+KEEP_INVITATION = """
+<script>
+  const code = new URLSearchParams(location.search).get("invitation");
+  if (code && /^inv_[A-Za-z0-9_.]{10,190}$/.test(code))
+    document.cookie = `moiety_invitation=${code}; Max-Age=900; Path=/; SameSite=Lax`;
+</script>
+"""
+DROP_INVITATION = """
+<script>document.cookie = "moiety_invitation=; Max-Age=0; Path=/; SameSite=Lax";</script>
+"""
 
 
 @st.cache_resource
@@ -31,7 +50,7 @@ def connections() -> httpx.Client:
 
 
 def client_of(settings: DashboardSettings, credential: str, drawing: Drawing | None = None) -> AdminClient:
-    return AdminClient(settings.gateway_url, credential, connections(), drawing)
+    return AdminClient(settings.gateway_url, credential, connections(), drawing, st.session_state.get(TENANT_ID))
 
 
 def gateway_state() -> GatewayState:
@@ -74,6 +93,56 @@ def caller(client: AdminClient) -> Mapping[str, Any]:
     return found
 
 
+def pending_invitation() -> str | None:
+    """Return the invitation in the page's address, or the one that was there before the sign-in."""
+    found = st.query_params.get(INVITATION) or st.context.cookies.get(INVITATION_COOKIE)
+    if found is None or not _INVITATION.fullmatch(found) or found == st.session_state.get(ANSWERED_INVITATION):
+        return None
+    return found
+
+
+def accept_invitation(client: AdminClient, credential: str) -> str | None:
+    """Accept the pending invitation, if there is one; return why it was not accepted. Raises GatewayUnreachable."""
+    code = pending_invitation()
+    if code is None:
+        return None
+    if credential.startswith(KEY_PREFIX):
+        return "An invitation is accepted by a sign-in with your identity provider, not with a key."
+    why = None
+    try:
+        client.change("POST", "/invitations/accept", {"invitation": code})
+    except GatewayUnreachable:
+        raise
+    except ApiError as exc:
+        why = str(exc)
+    st.session_state[ANSWERED_INVITATION] = code
+    st.query_params.pop(INVITATION, None)
+    notify("The invitation is accepted." if why is None else f"The invitation was not accepted: {why}")
+    return why
+
+
+def draw_tenants() -> None:
+    """Let a user with several roles choose the tenant to work in."""
+    me = st.session_state[CALLER]
+    roles = {role["tenant_id"]: f"{role['tenant_name'] or 'all tenants'} ({role['role']})" for role in me["roles"]}
+    if len(roles) < 2:
+        return
+    ids = list(roles)
+    at = ids.index(me["tenant_id"]) if me["tenant_id"] in ids else 0
+    chosen = st.selectbox("Working in", ids, at, format_func=lambda tenant_id: show_unseen(roles[tenant_id]))
+    if chosen != me["tenant_id"]:
+        kept = {
+            name: st.session_state[name]
+            for name in (CREDENTIAL, SESSION_ID, PENDING_TICKET)
+            if name in st.session_state
+        }
+        st.session_state.clear()  # with everything that was read for the other tenant
+        st.session_state.update(kept)
+        st.session_state[TENANT_ID] = chosen
+        st.query_params.clear()
+        st.rerun()
+
+
 def may(action: str) -> bool:
     """Return whether the role allows the action. This is only for display: the gateway checks again."""
     return action in st.session_state[CALLER]["may"]
@@ -86,9 +155,12 @@ def is_of_one_tenant() -> bool:
 def sign_out() -> None:
     """Delete all data of this session, including what it showed."""
     with_provider = CREDENTIAL not in st.session_state
+    answered = st.session_state.get(ANSWERED_INVITATION)
     if SESSION_ID in st.session_state:
         browser_sessions().end(st.session_state[SESSION_ID])
     st.session_state.clear()
+    if answered is not None:
+        st.session_state[ANSWERED_INVITATION] = answered
     if with_provider:
         st.logout()
 
@@ -101,6 +173,9 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
         st.caption(f"Administration of the gateway at {as_text(without_password(settings.gateway_url))}")
         if why is not None:
             st.error(as_text(why), icon=":material/key_off:")
+        if pending_invitation() is not None:
+            st.info("You are invited. Sign in with your identity provider to accept.", icon=":material/mail:")
+            st.html(KEEP_INVITATION, unsafe_allow_javascript=True)
         if has_provider() and st.button("Sign in with your identity provider", type="primary", width="stretch"):
             st.login()
         with st.form("sign in", border=True):
@@ -114,12 +189,15 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
 
 
 def _try(settings: DashboardSettings, entered: str) -> None:
+    why = None
     try:
-        found = client_of(settings, entered).get("/caller").data
+        client = client_of(settings, entered)
+        why = accept_invitation(client, entered)
+        found = client.get("/caller").data
     except GatewayUnreachable as exc:
         st.error(f"{as_text(exc)}. Check that it is running.", icon=":material/cloud_off:")
     except ApiError as exc:
-        st.error(f"The gateway rejected the key: {as_text(exc)}", icon=":material/key_off:")
+        st.error(f"The gateway rejected the key: {as_text(why or exc)}", icon=":material/key_off:")
     else:
         st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
         st.session_state[SESSION_ID], st.session_state[PENDING_TICKET] = browser_sessions().start(entered)

@@ -225,7 +225,8 @@ def test_simulation_results_are_compared_side_by_side() -> None:
 def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:
     usual: dict[str, Any] = {
              "hint": "wxyz", "name": "ci", "status": "active", "created_at": "2026-01-01T10:00:00Z", "expires_at": None,
-             "allowed_models": None, "role": None, "project_id": "p"}  # fmt: skip
+             "allowed_models": None, "role": None, "project_id": "p", "scopes": ["inference"], "user_id": None,
+             "details": None}  # fmt: skip
     keys = [usual | {"id": "k1"}, usual | {"id": "k2", "project_id": None, "role": "viewer"}]
     frame = keys_frame(keys, [{"id": "p", "name": "web"}], UTC)
     assert list(frame["for"]) == ["web", "administration (viewer)"]

@@ -34,6 +34,7 @@ DEADLINE_S = 180  # a browser, five processes and a simulation share the process
 PAGES = (
     "Overview",
     "Tenants",
+    "Users",
     "Spend",
     "Service classes",
     "Engines",

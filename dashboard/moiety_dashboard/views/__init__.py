@@ -12,12 +12,14 @@ from moiety_dashboard.views import (
     engines,
     experts,
     overview,
+    own_keys,
     playground,
     quotas,
     requests,
     runs,
     simulator,
     spend,
+    users,
 )
 from moiety_dashboard.views.tenants import page as tenants
 from moiety_dashboard.views.traces import page as traces
@@ -35,16 +37,18 @@ class View:
 
 
 PAGES = (
-    View("Overview", ":material/monitoring:", "overview", overview.draw),
-    View("Tenants", ":material/groups:", "tenants", tenants.draw),
+    View("Overview", ":material/monitoring:", "overview", overview.draw, "overview.read"),
+    View("My keys", ":material/key:", "my-keys", own_keys.draw, "self_service.read"),
+    View("Tenants", ":material/groups:", "tenants", tenants.draw, "tenants.read"),
+    View("Users", ":material/person:", "users", users.draw, "users.read"),
     View("Spend", ":material/payments:", "spend", spend.draw, "usage.read"),
-    View("Service classes", ":material/speed:", "classes", classes.draw),
+    View("Service classes", ":material/speed:", "classes", classes.draw, "classes.read"),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
     View("Experts", ":material/grid_on:", "experts", experts.draw, "experts.read"),
     View("Requests", ":material/receipt_long:", "requests", requests.draw, "usage.read"),
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Agent runs", ":material/smart_toy:", "runs", runs.draw, "runs.read"),
-    View("Quotas", ":material/data_usage:", "quotas", quotas.draw),
+    View("Quotas", ":material/data_usage:", "quotas", quotas.draw, "quotas.read"),
     View("Playground", ":material/chat:", "playground", playground.draw),
     View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),
     View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),

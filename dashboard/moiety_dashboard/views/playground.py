@@ -18,7 +18,7 @@ from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.formatting import milliseconds, short
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
-from moiety_dashboard.views.tenants.keys import PLAYGROUND_KEY
+from moiety_dashboard.views.key_forms import PLAYGROUND_KEY
 from moiety_dashboard.views.traces.kept import KEPT, TRACE
 
 TIERS = {"auto": "tenant default", "priority": "priority", "default": "standard", "flex": "flex"}

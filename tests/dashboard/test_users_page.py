@@ -1,0 +1,157 @@
+"""Users on the dashboard in a real browser: an owner invites a developer, who accepts, makes a key, and is disabled."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from .test_pages import Browser, needs_browser, open_browser
+
+__all__ = ["open_browser"]  # a fixture
+
+AUDIENCE = "moiety"
+KEY = ec.generate_private_key(ec.SECP256R1())
+NOT_OF_DEVELOPERS = ("Overview", "Tenants", "Users", "Spend", "Service classes", "Requests", "Quotas", "Audit")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@contextmanager
+def issuing() -> Iterator[str]:
+    """Publish the key of an issuer; yield its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            key = {**jwt.algorithms.ECAlgorithm.to_jwk(KEY.public_key(), as_dict=True), "kid": "one", "alg": "ES256"}
+            found = {"keys": [key]} if self.path == "/keys" else {"issuer": url, "jwks_uri": f"{url}/keys"}
+            body = json.dumps(found).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Log nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[str]:
+    with issuing() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def serve(start_serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, issuer: str) -> Any:
+    config = tmp_path_factory.mktemp("config") / "moiety.toml"
+    config.write_text(f'[gateway]\noidc_issuer = "{issuer}"\noidc_audience = "{AUDIENCE}"\n')
+    running = start_serve("--dashboard-port", "0", "--config", str(config))
+    running.wait_for_line("moiety is ready at")
+    return running
+
+
+def token_of(who: str, issuer: str) -> str:
+    claims = {"iss": issuer, "aud": AUDIENCE, "sub": who, "email": f"{who}@example.com", "exp": int(time.time()) + 3600}
+    return jwt.encode(claims, KEY, "ES256", headers={"kid": "one"})
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
+    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+) -> None:
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        tenant = http.post("/tenants", json={"name": "people-inc"}).raise_for_status().json()
+        for name in ("web", "search"):
+            http.post("/projects", json={"tenant_id": tenant["id"], "name": name}).raise_for_status()
+        owner = open_browser()
+        owner.sign_in(serve.admin_key)
+        owner.go("Users")
+        page = owner.page
+        page.get_by_role("combobox", name="Tenant of the policy").click()
+        page.get_by_role("option", name="people-inc").click()
+        owner.see("Most active keys of a developer")
+        page.get_by_text("Developers make keys").click()
+        page.get_by_label("Longest lifetime in days").fill("30")
+        owner.press("Save policy")
+        owner.see("Policy saved.")
+        page.get_by_label("Email address").fill("ada@example.com")
+        page.get_by_role("combobox", name="Tenant", exact=True).click()
+        page.get_by_role("option", name="people-inc").click()
+        page.get_by_role("button", name="Invite", exact=False).first.click()
+        owner.see("Send this link to the user.")
+        link = page.get_by_test_id("stCode").first.inner_text().strip()
+        code = link.partition("invitation=")[2]
+        assert re.fullmatch(r"inv_usr_[a-z0-9]{20}\.[0-9]+\.[A-Za-z0-9]+\.[0-9a-f]{64}", code), link
+        owner.press("Done")
+        owner.see_in_table("ada@example.com")
+
+        developer = open_browser()
+        developer.sign_in(token_of("ada", issuer), f"?invitation={code}")
+        developer.page.get_by_role("heading", name="My keys", exact=True).wait_for()
+        for name in NOT_OF_DEVELOPERS:
+            navigation = developer.page.get_by_test_id("stSidebarNav")
+            assert navigation.get_by_role("link", name=name, exact=True).count() == 0, name
+        developer.see("You have no key yet.")
+        developer.page.get_by_label("Key name").fill("laptop")
+        developer.press("Make key")
+        developer.see("Copy this key now.")
+        key = developer.page.get_by_test_id("stCode").first.inner_text().strip()
+        asked = {"model": "moiety-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        chat = f"{serve.url}/v1/chat/completions"
+        sent = httpx.post(chat, json=asked, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        assert sent.status_code == 200, sent.text
+        developer.press("Done")
+        developer.see_in_table("laptop")
+        assert key.partition(".")[2] not in developer.look()
+
+        (user,) = http.get("/users", params={"email": "ada@example.com"}).json()["data"]
+        http.patch(f"/users/{user['id']}", json={"state": "disabled"}).raise_for_status()
+        developer.see("The gateway no longer accepts this sign-in")  # in the open session
+        refused = httpx.post(chat, json=asked, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "user_disabled")
+    assert owner.complaints == []
+    assert developer.complaints == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_an_invitation_survives_the_way_to_the_identity_provider(
+    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+) -> None:
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        user = http.post("/users", json={"email": "bob@example.com", "role": "viewer"}).raise_for_status().json()
+        code = http.post(f"/users/{user['id']}/invitation").raise_for_status().json()["secret"]
+        browser = open_browser()
+        browser.page.goto(f"{browser.address}/?invitation={code}")
+        browser.see("You are invited.")
+        browser.page.wait_for_function("document.cookie.includes('moiety_invitation')")
+        browser.page.goto(browser.address)  # as the provider leads back: without the parameter
+        browser.see("You are invited.")
+        browser.page.get_by_label("Administrator key").fill(token_of("bob", issuer))
+        browser.press("Sign in")
+        browser.see("Signed in as")
+        assert http.get(f"/users/{user['id']}").json()["state"] == "active"
+        browser.page.wait_for_function("!document.cookie.includes('moiety_invitation')")
+    assert browser.complaints == []
