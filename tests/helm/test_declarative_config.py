@@ -32,6 +32,8 @@ def test_the_job_applies_what_the_values_declare(chart: helm_python.Chart, tmp_p
         ("project", "acme/web"),
         ("key", "acme/web/ci"), ("limit", "acme: tokens_per_day"), ("limit", "acme: money_per_month"),
         ("guardrail", "no-secrets"), ("guardrail", "acme/acme-answers"), ("issuer", "ci"),
+        ("guardrail", "no-secrets"), ("guardrail", "acme/acme-answers"),
+        ("key_policy", "acme"), ("user", "acme/ada@example.com"),
     }  # fmt: skip
     assert {"--source=helm", "--prune"} <= {*found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]}
     assert found["Role"]["rules"][1]["resourceNames"] == ["acme-ci"]
@@ -49,6 +51,8 @@ def test_without_declared_keys_the_job_has_no_token_of_the_cluster(chart: helm_p
         {"tenants": [{"name": "a", "wieght": 2}]},
         {"tenants": [{"name": "a", "projects": [{"name": "p", "keys": [{"name": "k"}]}]}]},
         {"tenants": [{"name": "a", "limits": {"tokens_per_hour": 1}}]},
+        {"tenants": [{"name": "a", "key_policy": {"max_days": 0}}]},
+        {"users": [{"email": "nobody", "role": "viewer"}]},
     ],
 )
 def test_a_declaration_that_is_none_is_refused_by_the_schema(chart: helm_python.Chart, declared: Any) -> None:
