@@ -35,7 +35,7 @@ from moiety_platform.usage.reconciliation import take_snapshot_locks
 NameFilter = Annotated[
     str | None, QueryParameter(description="Only keys with this name.", schema_extra=NAME.extra_json_schema)
 ]
-DetailsChoice = Annotated[str | None, one_of("Whether to add the details, false if not given.", "true", "false")]
+DetailsChoice = Annotated[str | None, one_of("Add the details of each key; false if not given.", "true", "false")]
 RoleFilter = Annotated[str | None, one_of("Only keys of administrators with this role.", *Role)]
 
 

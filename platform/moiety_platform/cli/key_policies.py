@@ -28,7 +28,7 @@ def set_policy(
     admin: Admin,
     tenant: PolicyTenant,
     makes_keys: Annotated[
-        bool | None, typer.Option("--makes-keys/--no-keys", help="Whether developers make keys. A new policy: yes.")
+        bool | None, typer.Option("--makes-keys/--no-keys", help="Let developers make keys. A new policy: yes.")
     ] = None,
     max_keys: Annotated[
         int | None, typer.Option(min=0, help="Most active keys of a developer. A new policy: 5.")

@@ -27,15 +27,15 @@ PROJECTS = shows(minItems=1, maxItems=MAX_PROJECTS)
 
 def _places() -> list[dict[str, Any]]:
     """Return the possible places of a role as JSON schemas: the deployment, or one tenant."""
-    shown = []
+    shown: list[dict[str, Any]] = []
     for role in Role:
         fields: dict[str, Any] = {"role": {"const": role}}
         if role is not Role.DEVELOPER:
             fields["project_ids"] = {"type": "null"}
         if tenant_complaint(role, None) is None:
-            shown.append({"properties": {**fields, "tenant_id": {"type": "null"}}})
+            shown.append({"required": ["role"], "properties": {**fields, "tenant_id": {"type": "null"}}})
         if tenant_complaint(role, "one") is None:
-            shown.append({"required": ["tenant_id"], "properties": {**fields, "tenant_id": {"type": "string"}}})
+            shown.append({"required": ["role", "tenant_id"], "properties": {**fields, "tenant_id": {"type": "string"}}})
     return shown
 
 
