@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC
 from typing import Any
 
+import pandas as pd
+
 from moiety_dashboard.frames.tenants import keys_frame, own_projects_frame, project_days_frame, users_frame
 
 
@@ -21,7 +23,7 @@ def test_keys_are_shown_with_their_user_last_use_spend_and_quotas() -> None:
     assert (first["user"], first["last_used"], first["spend"]) == ("ada@example.com", "2026-01-02 10:00", 1.5)
     assert first["limits"] == "1,000 tokens per day, $2.00 per month"
     assert (second["last_used"], second["limits"]) == ("never", "none")
-    assert third["last_used"] is None
+    assert pd.isna(third["last_used"])
 
 
 def test_users_are_shown_with_the_names_of_tenants_and_projects() -> None:
