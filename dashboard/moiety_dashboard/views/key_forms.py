@@ -68,10 +68,17 @@ def keep(made: Mapping[str, Any]) -> None:
     st.rerun()
 
 
-def ask_terms(models: Sequence[str], *, longest_days: int | None = None, caps: Mapping[str, int] | None = None) -> Any:
+def ask_terms(
+    models: Sequence[str],
+    *,
+    only_these: bool = False,
+    longest_days: int | None = None,
+    caps: Mapping[str, int] | None = None,
+) -> Any:
     """Draw the fields of a key's expiry, models and quotas; return them as the API takes them.
 
-    `longest_days` and `caps` are the most that a policy allows.
+    `models` are offered, and the only ones with `only_these`. `longest_days` and `caps` are the most that a policy
+    allows.
     """
     bounds = caps or {}
     left, right = st.columns(2)
@@ -83,7 +90,7 @@ def ask_terms(models: Sequence[str], *, longest_days: int | None = None, caps: M
     if longest_days is not None and longest_days not in allowed.values():
         allowed[f"{longest_days} days"] = longest_days  # the longest that is allowed
     expiry = left.selectbox("Expires after", list(allowed), len(allowed) - 1 if longest_days is not None else 0)
-    chosen = right.multiselect("Models", list(models), accept_new_options=longest_days is None, placeholder="All")
+    chosen = right.multiselect("Models", list(models), accept_new_options=not only_these, placeholder="All")
     first, second, third = st.columns(3)
     limits = {
         "requests_per_minute": _cap(first, "Requests per minute", bounds.get("requests_per_minute")),

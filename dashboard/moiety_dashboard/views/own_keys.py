@@ -81,7 +81,13 @@ def ask_new(client: AdminClient, projects: list[dict[str, Any]], policy: Mapping
         left, right = st.columns(2)
         name = left.text_input("Key name", placeholder="laptop")
         project = right.selectbox("Project", list(names), format_func=lambda project_id: names[project_id])
-        terms = ask_terms(policy["allowed_models"] or [], longest_days=policy["max_days"], caps=policy["limits"])
+        allowed = policy["allowed_models"]
+        terms = ask_terms(
+            allowed or [],
+            only_these=allowed is not None,
+            longest_days=policy["max_days"],
+            caps=policy["limits"],
+        )
         if policy["limits"]:
             st.caption(f"Without other values, the key gets these quotas: {as_text(limits_text(policy['limits']))}.")
         if st.form_submit_button("Make key", type="primary"):
