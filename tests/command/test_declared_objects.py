@@ -81,6 +81,11 @@ def test_entries_in_others_are_objects_of_their_own_and_know_their_parents(tmp_p
     assert found["webhook", "ops"].fields == {"url": "https://ops.example.com"}
 
 
+def test_a_tenant_without_a_key_policy_declares_none(tmp_path: Path) -> None:
+    found = wanted_of(tmp_path, "tenants:\n  - name: acme\n  - {name: empty, key_policy: {}}\n")
+    assert set(found) == {("tenant", "acme"), ("tenant", "empty")}
+
+
 def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Path) -> None:
     found = wanted_of(tmp_path, FILE)
     assert found["key", "acme/web/ci"].fields == {"allowed_models": ["a", "b"]}

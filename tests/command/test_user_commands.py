@@ -92,6 +92,9 @@ def test_users_and_key_policies_of_a_file_are_applied_and_removed(moiety: Callab
     assert (policy["max_days"], policy["limits"]) == (60, {"money_per_month": 2_000_000_000})
     assert json.loads(moiety("user", "show", "eve@example.com", "--json").stdout)["role"] == "viewer"
     file.write_text("tenants:\n  - name: declared-users\n")
-    assert moiety("apply", "-f", str(file), "--source", "users", "--prune").returncode == 0
+    pruned = moiety("apply", "-f", str(file), "--source", "users", "--prune")
+    assert pruned.returncode == 0, pruned.stderr
+    for removed in ("key_policy declared-users", "user declared-users/eve@example.com"):
+        assert f"delete {removed}" in pruned.stdout, pruned.stdout
     assert moiety("user", "show", "eve@example.com").returncode == 1
     assert moiety("key-policy", "show", "declared-users").returncode == 1

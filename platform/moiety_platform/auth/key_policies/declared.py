@@ -35,6 +35,8 @@ class KeyPolicyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     assert entry.parent is not None
+    if not entry.raw:  # the tenant has no such part
+        return
     form: KeyPolicyForm = entry.form
     if form.limits.alert_at is not None:
         raise InvalidEntry(f"{entry.path}.limits.alert_at", "is for quotas, not for a policy; leave it out")
