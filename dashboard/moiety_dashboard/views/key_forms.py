@@ -28,13 +28,13 @@ def key_columns(*, with_user: bool) -> dict[str, Any]:
         "for": "Project",
         "user": st.column_config.TextColumn("User", help="The user who made the key for itself"),
         "status": "Status",
-        "models": "Models",
-        "limits": "Quotas",
         "last_used": st.column_config.TextColumn(
             "Last used", help="Start of the last request, as long as the rows of requests are kept"
         ),
         "spend": st.column_config.NumberColumn("Spend", format="dollar", help="This month, in UTC"),
         "expires": "Expires",
+        "models": "Models",
+        "limits": "Quotas",
         "scopes": "Scopes",
         "created": "Created",
     }
