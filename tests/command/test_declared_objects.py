@@ -17,6 +17,8 @@ from moiety_platform.resources.apply_kind import DeclaredObject
 FILE = """
 webhooks:
   - {name: ops, url: "https://ops.example.com", keySecret: ops-hook}
+  - {name: pager, url: "https://p.example.com", format: pagerduty, routing_key: 0123456789abcdef,
+     events: [slo]}
 tenants:
   - name: acme
     models: [b, a]
@@ -86,6 +88,20 @@ def test_a_tenant_without_a_key_policy_declares_none(tmp_path: Path) -> None:
     assert set(found) == {("tenant", "acme"), ("tenant", "empty")}
 
 
+def test_a_routing_key_is_sent_when_a_webhook_is_created_and_compared_by_its_end(tmp_path: Path) -> None:
+    pager = wanted_of(tmp_path, FILE)["webhook", "pager"]
+    shown = {"url": "https://p.example.com", "format": "pagerduty", "events": ["slo"]}
+    assert pager.fields == {**shown, "routing_key_hint": "cdef"}
+    request = apply_kinds()["webhook"].create_request(pager, "")
+    assert request.body == {**shown, "routing_key": "0123456789abcdef"}
+    claims = {pager.place: DeclaredEntry("default", "whk_1")}
+    terms = PlanTerms("default", shows_keys=True)
+    row = {"id": "whk_1", **shown, "routing_key_hint": "cdef"}
+    (kept,) = make_plan([pager], Current({pager.place: row}, claims), terms)
+    (replaced,) = make_plan([pager], Current({pager.place: row | {"routing_key_hint": "0000"}}, claims), terms)
+    assert (kept.action, replaced.action) == (PlanAction.KEEP, PlanAction.REPLACE)
+
+
 def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Path) -> None:
     found = wanted_of(tmp_path, FILE)
     assert found["key", "acme/web/ci"].fields == {"allowed_models": ["a", "b"]}
@@ -108,6 +124,7 @@ def test_a_key_has_the_models_of_its_tenant_unless_it_names_its_own(tmp_path: Pa
             "tenants:\n  - name: a\n    key_policy: {limits: {alert_at: [80]}}\n",
             ":3: tenants[0].key_policy.limits.alert_at: is for quotas",
         ),
+        ("webhooks:\n  - {name: a, url: u, format: teams}\n", ":2: webhooks[0].format: "),
         ("webhooks: x\n", ":1: webhooks: must be a list"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -18,7 +19,7 @@ from moiety_platform.cli.resource_commands import app_of
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.webhooks.admin_resource import WEBHOOKS
 
-WEBHOOK = {"id": "whk_1", "url": "https://example.com", "pending": 0}
+WEBHOOK = {"id": "whk_1", "url": "https://example.com", "format": "json", "events": ["engine", "slo"], "pending": 0}
 
 
 class AnsweringGateway(ThreadingHTTPServer):
@@ -78,6 +79,24 @@ def test_a_secret_is_alone_on_the_output_and_its_notice_beside_it(ask: Any) -> N
     assert (out, err) == ("whsec\n", "the secret of whk_1; it is not shown again\n")
 
 
+def test_a_webhook_is_created_in_a_format_for_groups_of_events(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("0123456789abcdef\n", encoding="utf-8")
+    options = ["--format", "pagerduty", "--routing-key", f"@{tmp_path / 'key'}", "--events", "engine, slo"]
+    asked, _, _ = ask({"webhook": WEBHOOK, "secret": "whsec"}, "create", "https://example.com", *options)
+    assert json.loads(asked[0][2]) == {
+        "url": "https://example.com", "format": "pagerduty", "routing_key": "0123456789abcdef",
+        "events": ["engine", "slo"],
+    }  # fmt: skip
+
+
+def test_a_test_delivery_shows_the_receivers_status_and_response(ask: Any) -> None:
+    report = {"event_id": "evt_1", "delivered": False, "status": 404, "error": "status_404", "excerpt": "no_service"}
+    asked, out, _ = ask(report, "test", "whk_1")
+    assert asked == [("POST", "/admin/v1/webhooks/whk_1/test", b"")]
+    for text in ("404", "status_404", "no_service"):
+        assert text in out
+
+
 def test_an_id_is_one_segment_of_the_path_whatever_it_contains(ask: Any) -> None:
     asked, out, _ = ask(WEBHOOK, "delete", "../tenants/a?b", "--json")
     assert asked == [("DELETE", "/admin/v1/webhooks/..%2Ftenants%2Fa%3Fb", b"")]
@@ -92,6 +111,7 @@ def test_an_id_is_one_segment_of_the_path_whatever_it_contains(ask: Any) -> None
         (["tenant", "change", "acme"], "nothing to change; give --name, --class, --weight"),
         (["key", "rotate", "k", "--grace-s", "-1"], "grace-s"),
         (["price", "set", "m", "--input", "1"], "--output"),
+        (["webhook", "create", "https://e.com", "--routing-key", "@/nowhere"], "--routing-key cannot be read from"),
     ],
 )
 def test_wrong_usage_is_told_before_any_gateway_is_asked(

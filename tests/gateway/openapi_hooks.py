@@ -156,7 +156,7 @@ def named(body: dict[str, Any]) -> Any:
     if "scope_id" in body:
         body["scope_id"] = WORLD.known(f"{body['level']}_id")
     if isinstance(body.get("url"), str):  # where webhooks may go to depends on the settings
-        body["url"] = "https://example.com/hook"
+        body["url"] = "https://hooks.invalid/hook"
     if isinstance(body.get("grants"), list):  # of an issuer of JWTs, whose keys must be real ones
         body["grants"] = body["grants"] if body.get("claim") else body["grants"][:1]
         for number, grant in enumerate(body["grants"]):

@@ -142,7 +142,7 @@ class World:
 
     def webhook_id(self) -> Any:
         self.make_room()
-        return self.make("/admin/v1/webhooks", {"url": "https://example.com/x"})["webhook"]["id"]
+        return self.make("/admin/v1/webhooks", {"url": "https://hooks.invalid/x"})["webhook"]["id"]
 
     def engine_id(self) -> Any:
         return self.ask("GET", "/admin/v1/engines").json()["data"][0]["card"]["engine_id"]

@@ -379,6 +379,7 @@ LOOKED_AT_ELSEWHERE = {
     "max_token_counts_per_tenant",  # test_token_counts.py
     "simulation_limit_s", "simulation_niceness",  # tenancy/test_simulations.py
     *WakeSettings.model_fields,  # test_wake_on_request.py
+    "alert_engine_down_s", "alert_disk_free_percent", "alert_slo_burn_rate",  # tenancy/test_operational_alerts.py
 }  # fmt: skip
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -15,6 +13,7 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 from tests.usage_rows import make_row
+from tests.webhook_receivers import Receiver
 
 from moiety_platform.backoff import Backoff
 from moiety_platform.clock import ManualClock
@@ -33,45 +32,14 @@ from moiety_platform.webhooks.deliveries import MAX_PENDING, MAX_TRIES, enqueue
 from moiety_platform.webhooks.models import DeliveryState, WebhookDelivery
 from moiety_platform.webhooks.sender import AlertSender
 from moiety_platform.webhooks.special_addresses import is_special
+from moiety_platform.webhooks.terms import EventGroup
+from moiety_platform.webhooks.tester import WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
 
 from .conftest import PEPPER, Admin, Demo, admin_app, listening
 
 LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
 AT_ONCE = Backoff(first_s=0.0, max_s=0.0)
-
-
-class Receiver:
-    """Keeps what is posted to it, answers `status`, and drops every connection while it is `away`."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.status = "204 No Content"
-        self.away = False
-        self.num_asked = 0
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        self.arrived: asyncio.Queue[None] = asyncio.Queue()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        self.num_asked += 1
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
-        body = await reader.readexactly(int(headers["content-length"]))
-        if not self.away:
-            self.got.append((headers, body))
-            self.arrived.put_nowait(None)
-            writer.write(f"HTTP/1.1 {self.status}\r\nContent-Length: 0\r\nLocation: {self.url}/moved\r\n\r\n".encode())
-            await writer.drain()
-        writer.close()
-
-    def events(self, secret: str) -> list[dict[str, Any]]:
-        """Return the posted events, after a check of each signature as a receiver makes it."""
-        for headers, body in self.got:
-            stamp, _, mac = headers["moiety-signature"].partition(",v1=")
-            assert headers["content-type"] == "application/json"
-            expected = hmac.new(secret.encode(), stamp.removeprefix("t=").encode() + b"." + body, hashlib.sha256)
-            assert hmac.compare_digest(mac, expected.hexdigest())
-        return [json.loads(body) for _, body in self.got]
 
 
 @pytest.fixture
@@ -91,10 +59,12 @@ async def enforcer(database: Database, clock: ManualClock) -> AsyncIterator[Quot
 
 @pytest.fixture
 async def admin(database: Database, clock: ManualClock, demo: Demo, enforcer: QuotaEnforcer) -> AsyncIterator[Admin]:
-    routes = with_services(WebhookController, reach=LOOPBACK)
-    client = Admin(admin_app(database, clock, quotas=enforcer, more=[routes]), demo.admin_key)
-    async with client.http:
-        yield client
+    async with WebhookClient(LOOPBACK) as poster:
+        tester = WebhookTester(poster, [PEPPER], clock)
+        routes = with_services(WebhookController, reach=LOOPBACK, tester=tester)
+        client = Admin(admin_app(database, clock, quotas=enforcer, more=[routes]), demo.admin_key)
+        async with client.http:
+            yield client
 
 
 @pytest.fixture
@@ -234,7 +204,7 @@ async def test_undeliverable_alerts_are_given_up_and_the_queue_is_bounded(
     assert (hook["pending"], hook["dead"]) == (0, 1)
     alerts = [QuotaAlert(id=f"evt_{number}") for number in range(MAX_PENDING + 2)]
     async with database.write() as session:
-        await enqueue(session, alerts, now_ms)
+        await enqueue(session, alerts, now_ms, EventGroup.QUOTA)
     (hook,) = (await admin.call("GET", "webhooks", 200))["data"]
     assert (hook["pending"], hook["dead"], hook["last_error"]) == (MAX_PENDING, 3, "queue_full")
     await admin.call("DELETE", f"webhooks/{hook['id']}", 200)

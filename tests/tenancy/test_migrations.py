@@ -43,6 +43,7 @@ USAGE = {"usage_hours", "ledger", "audit_log"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "tenant_deletions"}
+OPERATIONAL_ALERTS = {"operational_alerts", "alert_conditions"}
 DECLARED = {"declarations"}
 UPKEEP = {"retention_jobs", "usage_cuts", "usage_minutes", "usage_days", "usage_day_marks"}
 WAKE = {"wake_demands", "wake_leases", "wake_times"}
@@ -60,6 +61,7 @@ KEPT = {
     *BATCHES,
     *IDEMPOTENCY,
     *ALERTS,
+    *OPERATIONAL_ALERTS,
     *UPKEEP,
     *EXPORTS,
     *TRACES,

@@ -16,6 +16,7 @@ from moiety_platform.adapters.models import Adapter, AdapterChunk, AdapterState
 from moiety_platform.agent_runs.models import AgentRun
 from moiety_platform.agent_runs.store import join_run
 from moiety_platform.agent_runs.terms import RunTerms
+from moiety_platform.alerts.models import OperationalAlert
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.purge import LINES_AT_ONCE, purge_batches
 from moiety_platform.batches.results import LINES_AT_ONCE as ANSWERS_AT_ONCE
@@ -163,6 +164,13 @@ def adapter_of(name: str, state: AdapterState, touched_ms: int) -> Adapter:
     )  # fmt: skip
 
 
+def alert_of(name: str, days: int) -> OperationalAlert:
+    return OperationalAlert(
+        id=name, condition_id="c", type="engine.down", status="firing", severity="critical", subject="e", summary="s",
+        details={}, at=NOW - timedelta(days=days),
+    )  # fmt: skip
+
+
 async def fill(database: Database) -> None:
     """Old things of every kind, beside the same that are new, or old and still needed."""
     quota = Quota(id="open", level="tenant", scope_id="t", kind="concurrent_requests", cap=5, created_at=NOW)
@@ -191,6 +199,9 @@ async def fill(database: Database) -> None:
         session.add_all(adapter_of(name, *fields) for name, fields in adapters.items())
         session.add_all(AdapterChunk(adapter_id=name, start=0, data=b"xx") for name in adapters)
         session.add(Webhook(id="w", url="https://example.com", created_at=NOW))
+        session.add_all([alert_of("alert-old", OLD), alert_of("alert-new", NEW), alert_of("alert-waits", OLD)])
+        waits = {"webhook_id": "w", "alert_id": "alert-waits", "state": DeliveryState.PENDING}
+        session.add(WebhookDelivery(**waits, num_tries=1, available_ms=NOW_MS - OLD * DAY_MS))
         session.add_all(QuotaRate(quota_id=name, debt=0, at_ms=0) for name in ("open", "deleted"))
         session.add_all(QuotaWindow(quota_id=name, start=ALWAYS, granted=0, settled=0) for name in ("open", "deleted"))
     async with database.write() as session:
@@ -227,6 +238,7 @@ async def test_only_expired_rows_are_deleted(database: Database, store_clock: St
         "files": 2 + 4,  # a file and its chunk; a file and the three answers that it was made of
         "batches": 3 + 1 + 1,
         "webhook_deliveries": 1,
+        "operational_alerts": 1,
         "quota_windows": 1 + 3,
         "forsaken_limits": 2,
         "usage_minutes": 1,
@@ -249,7 +261,8 @@ async def test_only_expired_rows_are_deleted(database: Database, store_clock: St
     assert await left(database, QuotaWindow.quota_id) == {"new", "open"}
     assert await left(database, QuotaLease.quota_id) == {"new"}
     assert await left(database, QuotaAlert.id) == {"new-50", "new-60", "old-60"}
-    assert await left(database, WebhookDelivery.alert_id) == {"new-50", "new-60", "old-60"}
+    assert await left(database, WebhookDelivery.alert_id) == {"new-50", "new-60", "old-60", "alert-waits"}
+    assert await left(database, OperationalAlert.id) == {"alert-new", "alert-waits"}
     assert await left(database, QuotaRate.quota_id) == {"open"}
     for table in (UsageRecord, LedgerEntry, UsageHour):
         assert len(await left(database, *table.__table__.primary_key)) == 1

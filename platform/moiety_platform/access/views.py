@@ -33,6 +33,9 @@ DELETE_STORED_ANSWERS = AdminAction("stored_answers.delete", OPERATORS, OWN_WRIT
 READ_TRACES = AdminAction("traces.read", READERS, OWN_READERS)
 SIMULATE = AdminAction("simulations.run", OPERATORS)
 READ_SETTINGS = AdminAction("settings.read", READERS)
+READ_ALERTS = AdminAction("alerts.read", READERS, OWN_READERS)
+READ_MODELS = AdminAction("models.read", READERS, OWN_READERS)
+READ_BATCHES = AdminAction("batches.read", READERS, OWN_READERS)
 
 VIEW_ACTIONS = (
     READ_USAGE,
@@ -55,4 +58,7 @@ VIEW_ACTIONS = (
     READ_TRACES,
     SIMULATE,
     READ_SETTINGS,
+    READ_ALERTS,
+    READ_MODELS,
+    READ_BATCHES,
 )

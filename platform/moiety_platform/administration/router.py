@@ -32,6 +32,7 @@ from moiety_platform.auth.row_scope import check_tables, scoped_database, tenant
 from moiety_platform.auth.self_service.controller import SelfServiceController
 from moiety_platform.auth.users.controller import InvitationController, UserController
 from moiety_platform.auth.users.sign_in import Membership, TokenSubject, memberships_of_user
+from moiety_platform.batches.administration import BatchAdminController
 from moiety_platform.classes.cache import ClassCache
 from moiety_platform.classes.controller import ClassController
 from moiety_platform.clock import Clock
@@ -170,6 +171,7 @@ def admin_router(
             CallerController,
             TraceController,
             DeclarationController,
+            BatchAdminController,
             *more,
         ],
     )

@@ -26,7 +26,7 @@ from moiety_platform.db.session import UNRESTRICTED, Database
 
 _CHANGES = "moiety_audit_changes"
 _UNLOGGED = frozenset(
-    {"secret_hash", "pepper_mark", "folded_name", "invitation_hash"}
+    {"secret_hash", "pepper_mark", "folded_name", "invitation_hash", "routing_key"}
 )  # secrets, and values derived from others
 _ADVISORY_LOCK = 0x6175_6469  # "audi"
 

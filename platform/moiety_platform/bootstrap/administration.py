@@ -13,6 +13,8 @@ from litestar import Router
 from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.controller import AdapterController, AdapterStorage
 from moiety_platform.agent_runs.controller import RunController
+from moiety_platform.alert_watch.watch import AlertThresholds, AlertWatch
+from moiety_platform.alerts.controller import AlertController
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
@@ -23,6 +25,7 @@ from moiety_platform.experts.service import ExpertService
 from moiety_platform.guardrails.controller import GuardrailController
 from moiety_platform.jwt_issuers.controller import JwtIssuerController
 from moiety_platform.live_settings import LiveSettings
+from moiety_platform.model_catalog.controller import ModelCatalogController
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.reloading.controller import SettingController
 from moiety_platform.reloading.reloader import Reloader
@@ -39,6 +42,7 @@ from moiety_platform.tenant_deletion.engine_notice import EngineNotice, TenantDa
 from moiety_platform.webhooks.addresses import AddressPolicy, Network
 from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.sender import AlertSender
+from moiety_platform.webhooks.tester import WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
 
 
@@ -68,6 +72,8 @@ class Administration:
         self.simulations = Simulations(
             self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
         )
+        thresholds = AlertThresholds.of(settings)
+        self._watch = AlertWatch(self.database, self.replicas.states, settings.data_dir, self.clock, thresholds)
         self._stack = AsyncExitStack()
 
     def _holders_of_tenant_data(self) -> list[TenantDataHolder]:
@@ -79,6 +85,10 @@ class Administration:
         alerts = AlertSender(self.database, poster, pepper, self.clock, previous_pepper=turn.previous)
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
+        await self._watch.start()
+        self._stack.push_async_callback(self._watch.stop)
+        peppers = [one for one in (pepper, turn.previous) if one is not None]
+        self._tester = WebhookTester(poster, peppers, self.clock)
         self._stack.push_async_callback(self.simulations.stop)
         self._engine_notice.start()
         self._stack.push_async_callback(self._engine_notice.stop)
@@ -101,7 +111,9 @@ class Administration:
             with_services(EngineController, replicas=self.replicas),
             with_services(ExpertController, experts=ExpertService(self.replicas, self.clock)),
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
-            with_services(WebhookController, reach=self.reach),
+            with_services(WebhookController, reach=self.reach, tester=self._tester),
+            with_services(AlertController),
+            with_services(ModelCatalogController, replicas=self.replicas),
             with_services(GuardrailController, reach=self.reach),
             with_services(JwtIssuerController, reach=self.reach),
             with_services(RequestContentController, content_cipher=ContentCipher(*self.peppers)),
@@ -120,6 +132,7 @@ class Administration:
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
         live.follow(["webhook_networks"], self._set_webhook_networks)
+        self._watch.followed_by(live)
         live.follow(["max_adapter_bytes", "max_adapter_bytes_per_tenant"], self._set_adapter_limits)
         live.follow(["simulation_limit_s", "simulation_niceness"], self._set_simulation_limits)
 

@@ -36,9 +36,10 @@ from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
 from moiety_platform.usage.purge import purge_requests
 from moiety_platform.usage_exports.files import ExportFormat
 from moiety_platform.usage_exports.service import UsageExports
-from moiety_platform.webhooks.deliveries import forget_alerts, forget_old
+from moiety_platform.webhooks.deliveries import forget_alerts, forget_old, forget_operational_alerts
 
 DAY_MS = 24 * 3600 * 1000
+ALERTS_KEPT = timedelta(days=90)
 EXPORT_INTERVAL_S = 600.0  # between looks for days to export
 
 
@@ -57,6 +58,9 @@ def retention_jobs_of(
     async def purge_old_minutes(session: AsyncSession) -> int:
         return await purge_minutes(session, await _ago(session, timedelta(hours=KEPT_HOURS), now))
 
+    async def purge_old_alerts(session: AsyncSession) -> int:
+        return await forget_operational_alerts(session, await _ago(session, ALERTS_KEPT, now))
+
     async def purge_old_runs(session: AsyncSession) -> int:
         return await purge_runs(session, await _ago(session, RUNS_KEPT, now))
 
@@ -73,6 +77,7 @@ def retention_jobs_of(
         ObjectJob("file_contents", files.move_some),
         RetentionJob("batches", partial(purge_batches, keep_ms=settings.keep_batches_days * DAY_MS, now=now)),
         RetentionJob("webhook_deliveries", partial(forget_old, now=now)),
+        RetentionJob("operational_alerts", purge_old_alerts),
         RetentionJob("request_contents", partial(purge_contents, now=now)),
         RetentionJob("usage_minutes", purge_old_minutes),
         RetentionJob("usage_days", sum_up_days),

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import Command, Output, argument, path_argument
+from moiety_platform.resources.commands import Command, Output, Parameter, argument, path_argument
 from moiety_platform.resources.declaration import Resource
+
+_WEBHOOK = path_argument("webhook", "Id or address of the webhook.", finds="webhook")
+
+
+def parse_events(text: str) -> list[str]:
+    """Return the groups of events in a text such as `engine,slo`, which the gateway checks."""
+    return [name.strip() for name in text.split(",")]
+
+
+def parse_routing_key(text: str) -> str:
+    """Return a routing key, or the contents of the file after an @. Raises ValueError."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ValueError(f"cannot be read from {text[1:]!r}: {exc}") from exc
+
 
 WEBHOOKS = Resource(
     name="webhook",
-    help="List, create and delete webhooks, the addresses that receive alerts of quotas.",
+    help="List, create, test and delete webhooks, the addresses that receive alerts.",
     access=OPERATORS_ONLY,  # an address may contain a secret of its receiver
-    page="quotas.md#alerts",
+    page="alerts.md",
     columns={
         "url": "address",
+        "format": "format",
+        "events": "events",
         "pending": "waiting",
         "dead": "given up",
         "delivered_at": "last taken",
@@ -28,15 +50,37 @@ WEBHOOKS = Resource(
             "create",
             "Create a webhook, which receives alerts from now on. Print the secret that signs them.",
             method="POST",
-            parameters=(argument("address", "https:// URL that alerts are posted to.", field="url"),),
+            parameters=(
+                argument("address", "https:// URL that alerts are posted to.", field="url"),
+                Parameter(name="format", help="Format of the bodies: json (default), slack or pagerduty."),
+                Parameter(
+                    name="routing_key",
+                    parse=parse_routing_key,
+                    help="Integration key of an Events API v2 integration, for the format pagerduty; @FILE reads it "
+                    "from a file.",
+                ),
+                Parameter(
+                    name="events",
+                    parse=parse_events,
+                    help="Groups of events that it receives, separated by commas: quota, engine, slo, disk. If not "
+                    "given, all.",
+                ),
+            ),
             output=Output.SECRET,
             notice="the secret of {webhook[id]}; it is not shown again",
+        ),
+        Command(
+            "test",
+            "Send a test event to a webhook now, and show the receiver's status and the beginning of its response.",
+            method="POST",
+            suffix="test",
+            parameters=(_WEBHOOK,),
         ),
         Command(
             "delete",
             "Delete a webhook: no more alerts go to its address.",
             method="DELETE",
-            parameters=(path_argument("webhook", "Id or address of the webhook.", finds="webhook"),),
+            parameters=(_WEBHOOK,),
         ),
     ),
     apply_kind="moiety_platform.webhooks.declared:WEBHOOK",

@@ -15,11 +15,12 @@ from moiety_platform.webhooks import service
 from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.admin_resource import WEBHOOKS
 from moiety_platform.webhooks.events import derive_secret
-from moiety_platform.webhooks.schemas import CreatedWebhook, NewWebhook, WebhookView, WebhookViews
+from moiety_platform.webhooks.schemas import CreatedWebhook, DeliveryReport, NewWebhook, WebhookView, WebhookViews
+from moiety_platform.webhooks.tester import WebhookTester
 
 
 class WebhookController(Controller):
-    """Routes of webhooks. `reach` says which addresses they may have."""
+    """Routes of webhooks. `reach` says which addresses they may have; `tester` sends test events."""
 
     path = WEBHOOKS.path
     tags = WEBHOOKS.tags
@@ -42,6 +43,21 @@ class WebhookController(Controller):
         """List all webhooks, oldest first, and their state."""
         async with database.read() as session:
             return WebhookViews(await service.list_webhooks(session))
+
+    @post("/{webhook_id:str}/test", status_code=200, opt=needs(WEBHOOKS.write) | fails(404))
+    async def test_webhook(
+        self,
+        database: NamedDependency[Database],
+        tester: NamedDependency[SkipValidation[WebhookTester]],
+        webhook_id: FromPath[str],
+    ) -> DeliveryReport:
+        """Send a signed test event now, in the webhook's format, and return the receiver's response.
+
+        It is sent once and not queued. At PagerDuty, the incident that it opens is resolved at once.
+        """
+        async with database.read() as session:
+            webhook = await service.get_webhook(session, webhook_id)
+        return await tester.send(webhook)
 
     @delete("/{webhook_id:str}", status_code=200, opt=needs(WEBHOOKS.write))
     async def delete_webhook(self, store: NamedDependency[AuditedStore], webhook_id: FromPath[str]) -> WebhookView:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry
 from moiety_platform.resources.paths import path_of
+from moiety_platform.webhooks.terms import HINT_LENGTH, EventGroup, WebhookFormat
+
+_HINT = "routing_key_hint"
 
 
 class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"key_secret": "keySecret"}):
@@ -15,12 +19,31 @@ class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
 
     name: str
     url: str
+    format: WebhookFormat = WebhookFormat.JSON
+    routing_key: str | None = None
+    events: list[EventGroup] | None = None
     key_secret: str | None = None
 
 
 def _objects(entry: Entry) -> Iterator[DeclaredObject]:
+    """Return the object. The gateway does not show a routing key, so its last characters are compared."""
     form: WebhookForm = entry.form
-    yield DeclaredObject("webhook", form.name, form.name, entry.path, {"url": form.url}, key_secret=form.key_secret)
+    fields: dict[str, Any] = {"url": form.url}
+    if "format" in entry.raw:
+        fields["format"] = form.format.value
+    if form.events is not None:
+        fields["events"] = [group.value for group in sorted(form.events, key=list(EventGroup).index)]
+    identity = {}
+    if form.routing_key is not None:
+        fields[_HINT], identity["routing_key"] = form.routing_key[-HINT_LENGTH:], form.routing_key
+    yield DeclaredObject(
+        "webhook", form.name, form.name, entry.path, fields, key_secret=form.key_secret, identity=identity
+    )
+
+
+def _create(declared: DeclaredObject, _parent: str) -> AdminRequest:
+    shown = {name: value for name, value in declared.fields.items() if name != _HINT}
+    return AdminRequest("POST", "/webhooks", {**shown, **declared.identity})
 
 
 WEBHOOK = ApplyKind(
@@ -29,6 +52,6 @@ WEBHOOK = ApplyKind(
     objects=_objects,
     keeps_name=True,
     has_secret=True,
-    create_request=lambda declared, parent: AdminRequest("POST", "/webhooks", declared.fields),
+    create_request=_create,
     remove_request=lambda row: AdminRequest("DELETE", path_of("webhooks", row["id"])),
 )

@@ -13,9 +13,13 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.alerts.models import OperationalAlert
 from moiety_platform.quota.models import QuotaAlert
-from moiety_platform.webhooks.events import body_of
+from moiety_platform.tenants.models import Tenant
+from moiety_platform.webhooks.events import event_of_condition, event_of_quota
+from moiety_platform.webhooks.formats import body_of
 from moiety_platform.webhooks.models import DeliveryState, Webhook, WebhookDelivery
+from moiety_platform.webhooks.terms import EventGroup, WebhookFormat
 
 MAX_PENDING = 1000  # pending events per webhook
 MAX_TRIES = 12
@@ -47,12 +51,18 @@ class Sent:
     wait_ms: int | None = None
 
 
-async def enqueue(session: AsyncSession, alerts: Sequence[QuotaAlert], now: Now) -> None:
-    """Queue each alert once for each current webhook. Events beyond a full queue are dead at once."""
+async def enqueue(
+    session: AsyncSession, alerts: Sequence[QuotaAlert | OperationalAlert], now: Now, group: EventGroup
+) -> None:
+    """Queue each alert once for each current webhook of its group. Events beyond a full queue are dead at once."""
     pending = func.count().filter(WebhookDelivery.state == DeliveryState.PENDING)
-    waiting = select(Webhook.id, pending).outerjoin(WebhookDelivery, WebhookDelivery.webhook_id == Webhook.id)
+    waiting = select(WebhookDelivery.webhook_id, pending).group_by(WebhookDelivery.webhook_id)
+    counts = dict((await session.execute(waiting)).all())
     moment = await session.scalar(select(now()))
-    for webhook_id, num_pending in await session.execute(waiting.group_by(Webhook.id).order_by(Webhook.id)):
+    for webhook in (await session.scalars(select(Webhook).order_by(Webhook.id))).all():
+        if group not in webhook.groups:
+            continue
+        webhook_id, num_pending = webhook.id, counts.get(webhook.id, 0)
         room = max(0, MAX_PENDING - num_pending)
         for number, alert in enumerate(alerts):
             state = DeliveryState.PENDING if number < room else DeliveryState.DEAD
@@ -78,19 +88,24 @@ async def claim(session: AsyncSession, lease_ms: int, now: Now) -> list[Delivery
     with_due = select(WebhookDelivery.webhook_id).where(*_due(now)).distinct()
     for webhook_id in (await session.scalars(with_due.order_by(WebhookDelivery.webhook_id))).all():
         statement = (
-            select(WebhookDelivery, Webhook.url, QuotaAlert)
+            select(WebhookDelivery, Webhook, QuotaAlert, Tenant.name, OperationalAlert)
             .join(Webhook, Webhook.id == WebhookDelivery.webhook_id)
-            .join(QuotaAlert, QuotaAlert.id == WebhookDelivery.alert_id)
+            .outerjoin(QuotaAlert, QuotaAlert.id == WebhookDelivery.alert_id)
+            .outerjoin(Tenant, Tenant.id == QuotaAlert.tenant_id)
+            .outerjoin(OperationalAlert, OperationalAlert.id == WebhookDelivery.alert_id)
             .where(*_due(now), WebhookDelivery.webhook_id == webhook_id)
+            .where(or_(QuotaAlert.id.is_not(None), OperationalAlert.id.is_not(None)))
             .order_by(WebhookDelivery.available_ms, WebhookDelivery.alert_id)
             .limit(AT_ONCE)
             .with_for_update(of=WebhookDelivery, skip_locked=True)
         )
         moment = await session.scalar(select(now())) or 0
-        for row, url, alert in (await session.execute(statement)).all():
+        for row, webhook, quota_alert, tenant, alert in (await session.execute(statement)).all():
             row.num_tries += 1
             row.available_ms = moment + lease_ms
-            found.append(Delivery(webhook_id, alert.id, row.num_tries, url, body_of(alert)))
+            event = event_of_condition(alert) if quota_alert is None else event_of_quota(quota_alert, tenant)
+            body = body_of(event, WebhookFormat(webhook.format), webhook.routing_key)
+            found.append(Delivery(webhook_id, row.alert_id, row.num_tries, webhook.url, body))
     return found
 
 
@@ -123,6 +138,18 @@ async def forget_old(session: AsyncSession, *, now: Now) -> int:
     found = [tuple(row) for row in await session.execute(wanted)]
     await session.execute(delete(WebhookDelivery).where(tuple_(*key).in_(found)))
     return len(found)
+
+
+async def forget_operational_alerts(session: AsyncSession, before: datetime) -> int:
+    """Delete some operational alerts from before `before`, except pending ones; return their number."""
+    waits = exists().where(
+        WebhookDelivery.alert_id == OperationalAlert.id, WebhookDelivery.state == DeliveryState.PENDING
+    )
+    wanted = select(OperationalAlert.id).where(OperationalAlert.at < before, ~waits).order_by(OperationalAlert.at)
+    found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=OperationalAlert, skip_locked=True))
+    ids = found.all()
+    await session.execute(delete(OperationalAlert).where(OperationalAlert.id.in_(ids)))
+    return len(ids)
 
 
 async def forget_alerts(session: AsyncSession, before: datetime) -> int:

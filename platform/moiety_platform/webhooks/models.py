@@ -5,14 +5,17 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, CheckConstraint, Index, String
+from sqlalchemy import BigInteger, CheckConstraint, Index, String, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, DeploymentTable, UtcDateTime
 from moiety_platform.tenants.models import ID_LENGTH
+from moiety_platform.webhooks.terms import EventGroup
 
 MAX_URL_LENGTH = 1000
 MAX_ERROR_LENGTH = 64
+MAX_ROUTING_KEY_LENGTH = 64
+MAX_EVENTS_LENGTH = 200
 
 
 class DeliveryState(StrEnum):
@@ -21,7 +24,11 @@ class DeliveryState(StrEnum):
 
 
 class Webhook(DeploymentTable, Base):
-    """Destination of events. Its secret is not stored: it follows from its id and the deployment's pepper."""
+    """Destination of events. Its secret is not stored: it follows from its id and the deployment's pepper.
+
+    `routing_key` is the integration key of PagerDuty. `events` are the groups of events that it gets, separated by
+    commas; null: all groups.
+    """
 
     __tablename__ = "webhooks"
 
@@ -31,6 +38,14 @@ class Webhook(DeploymentTable, Base):
     delivered_ms: Mapped[int | None] = mapped_column(BigInteger)  # time of the last success
     failed_ms: Mapped[int | None] = mapped_column(BigInteger)  # time of the last failure
     last_error: Mapped[str | None] = mapped_column(String(MAX_ERROR_LENGTH))  # of the last failure
+    format: Mapped[str] = mapped_column(String(16), server_default=text("'json'"))
+    routing_key: Mapped[str | None] = mapped_column(String(MAX_ROUTING_KEY_LENGTH))
+    events: Mapped[str | None] = mapped_column(String(MAX_EVENTS_LENGTH))
+
+    @property
+    def groups(self) -> list[EventGroup]:
+        """Groups of events that the webhook gets."""
+        return list(EventGroup) if self.events is None else [EventGroup(name) for name in self.events.split(",")]
 
 
 class WebhookDelivery(DeploymentTable, Base):

@@ -1,4 +1,4 @@
-"""Sender of quota alerts: one background task of each gateway process.
+"""Sender of alerts: one background task of each gateway process.
 
 Every few seconds one read transaction checks whether a window has passed an unreported threshold, and whether an event
 is due; if neither, nothing else happens. When the database is down it waits and continues later.
@@ -28,7 +28,8 @@ from moiety_platform.webhooks.deliveries import (
     enqueue,
     store,
 )
-from moiety_platform.webhooks.events import SIGNATURE_HEADER, derive_secret, signature
+from moiety_platform.webhooks.signing import signed_headers
+from moiety_platform.webhooks.terms import EventGroup
 from moiety_platform.webhooks.webhook_client import TIMEOUT_S, WebhookClient
 
 INTERVAL_S = 5.0
@@ -70,7 +71,7 @@ class AlertSender:
         if to_tell:
             async with self.database.write() as session:
                 alerts = await tell(session, self.clock.now())
-                await enqueue(session, alerts, self.now)
+                await enqueue(session, alerts, self.now, EventGroup.QUOTA)
             num_done += len(alerts)
             for alert in alerts:
                 log.info("quota_threshold_passed", tenant_id=alert.tenant_id, kind=alert.kind, percent=alert.percent)
@@ -92,12 +93,7 @@ class AlertSender:
 
     async def _deliver(self, delivery: Delivery) -> Sent:
         peppers = [self.pepper] if self.previous_pepper is None else [self.pepper, self.previous_pepper]
-        secrets = [derive_secret(delivery.webhook_id, pepper) for pepper in peppers]
-        headers = {
-            "Content-Type": "application/json",
-            "User-Agent": "moiety-webhooks",
-            SIGNATURE_HEADER: signature(secrets, delivery.body, int(self.clock.now().timestamp())),
-        }
+        headers = signed_headers(delivery.webhook_id, peppers, delivery.body, self.clock.now())
         try:
             await self.poster.post(delivery.url, delivery.body, headers)
         except CannotReach as error:

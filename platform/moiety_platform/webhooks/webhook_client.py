@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 import httpx
@@ -15,10 +16,22 @@ from moiety_platform.webhooks.guarded_http import guarded_client, guarded_reques
 TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class WebhookResponse:
+    """Status of a response, and the beginning of its body, if it was requested."""
+
+    status: int
+    excerpt: str = ""
+
+    @property
+    def is_success(self) -> bool:
+        return httpx.codes.is_success(self.status)
+
+
 class WebhookClient:
     """HTTP client of webhooks, closed by its owner.
 
-    It reads only the status of a response.
+    It reads only the status of a response, except for a test delivery.
     """
 
     def __init__(
@@ -36,17 +49,34 @@ class WebhookClient:
 
     async def post(self, address: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Send the request and wait for a success status. Raises CannotReach."""
+        response = await self.send(address, body, headers)
+        if not response.is_success:
+            raise CannotReach(f"status_{response.status}")
+
+    async def send(
+        self, address: str, body: bytes, headers: Mapping[str, str], *, max_excerpt_bytes: int = 0
+    ) -> WebhookResponse:
+        """Send the request and return the response, whatever its status. Raises CannotReach where there is none."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._post(httpx.URL(address), body, headers)
+                return await self._send(httpx.URL(address), body, headers, max_excerpt_bytes)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise CannotReach("timeout") from exc
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as exc:
             raise CannotReach("connection_failed") from exc
 
-    async def _post(self, url: httpx.URL, body: bytes, headers: Mapping[str, str]) -> None:
+    async def _send(
+        self, url: httpx.URL, body: bytes, headers: Mapping[str, str], max_excerpt_bytes: int
+    ) -> WebhookResponse:
         request = await guarded_request(self._http, self._reach, "POST", url, headers, body)
-        answer = await self._http.send(request, stream=True)
-        await answer.aclose()
-        if not answer.is_success:
-            raise CannotReach(f"status_{answer.status_code}")
+        response = await self._http.send(request, stream=True)
+        try:
+            excerpt = b""
+            if max_excerpt_bytes:
+                async for part in response.aiter_raw():  # not decompressed
+                    excerpt += part
+                    if len(excerpt) >= max_excerpt_bytes:
+                        break
+        finally:
+            await response.aclose()
+        return WebhookResponse(response.status_code, excerpt[:max_excerpt_bytes].decode(errors="replace"))

@@ -1,0 +1,1 @@
+"""Operational alerts of engines, disks and SLOs: their tables and their list."""

@@ -1,0 +1,24 @@
+"""Terms of webhooks that commands need, too. Pure: no SQL."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+HINT_LENGTH = 4  # characters of a routing key that are shown
+
+
+class WebhookFormat(StrEnum):
+    """Form of the bodies that a webhook receives."""
+
+    JSON = "json"  # the event itself
+    SLACK = "slack"  # a message of an incoming webhook
+    PAGERDUTY = "pagerduty"  # an event of the Events API v2
+
+
+class EventGroup(StrEnum):
+    """Groups of events; a webhook can be limited to some of them."""
+
+    QUOTA = "quota"
+    ENGINE = "engine"
+    SLO = "slo"
+    DISK = "disk"
