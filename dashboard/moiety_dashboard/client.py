@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -168,6 +168,11 @@ class AdminClient:
             f'curl -sG {shlex.quote(f"{self._shown_url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
         )
         return " \\\n".join([first, *words])
+
+
+def path_with(path: str, **parameters: str | None) -> str:
+    """Return the path with a query of these parameters; those that are None are omitted."""
+    return f"{path}?{urlencode({name: value for name, value in parameters.items() if value is not None})}"
 
 
 def path_of(*segments: str) -> str:

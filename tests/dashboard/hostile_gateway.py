@@ -15,16 +15,20 @@ from typing import Any
 
 from litestar import Litestar
 
+from moiety_platform.adapters.controller import AdapterController
 from moiety_platform.administration.catalog import ACTIONS
 from moiety_platform.administration.router import admin_router
 from moiety_platform.agent_runs.controller import RunController
+from moiety_platform.alerts.controller import AlertController
 from moiety_platform.controllers import with_services
 from moiety_platform.experts.controller import ExpertController
+from moiety_platform.model_catalog.controller import ModelCatalogController
 from moiety_platform.openapi.documents import DocumentPart, make_document
 from moiety_platform.request_contents.controller import RequestContentController
 from moiety_platform.routing.controller import EngineController
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations.controller import SimulationController
+from moiety_platform.webhooks.controller import WebhookController
 
 TRACE_ID = "ab" * 16  # the form that the page of a trace accepts
 TIMES = re.compile(r".*_at|at|since|until|start|as_of|(window|month)_(start|end)|rate_since|day")
@@ -59,6 +63,10 @@ class HostileGateway:
             with_services(EngineController, replicas=nothing),
             with_services(ExpertController, experts=nothing),
             with_services(RunController),
+            with_services(AlertController),
+            with_services(ModelCatalogController, replicas=nothing),
+            with_services(WebhookController, reach=nothing, tester=nothing),
+            with_services(AdapterController, adapter_cache=nothing, adapter_storage=nothing, objects=nothing),
             with_services(SimulationController, simulations=nothing, engines=nothing),
             with_services(RequestContentController, content_cipher=nothing),
         ]
@@ -142,6 +150,7 @@ class HostileGateway:
             ("EngineViews", "data"): self._engines,
             ("KeyView", "status"): "active",
             ("ClassView", "shipped"): False,
+            ("DeliveryReport", "delivered"): False,
             ("ClassView", "on_overload"): "reject",
             ("QuotaView", "level"): "tenant",
             ("QuotaView", "kind"): "tokens_per_day",

@@ -35,6 +35,7 @@ PAGES = (
     "Overview",
     "Tenants",
     "Users",
+    "Catalogue",
     "Spend",
     "Service classes",
     "Engines",
@@ -43,11 +44,16 @@ PAGES = (
     "Traces",
     "Agent runs",
     "Quotas",
+    "Prices",
+    "Adapters",
+    "Batches",
+    "Alerts",
+    "Webhooks",
     "Playground",
     "Simulator",
     "Audit",
 )
-FOR_OPERATORS = {"Engines", "Simulator"}
+FOR_OPERATORS = {"Engines", "Simulator", "Webhooks"}
 
 pytestmark = pytest.mark.timeout(900)
 needs_browser = pytest.mark.skipif(
@@ -253,9 +259,10 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.see_in_table("website")
 
     browser.go("Playground")
-    page.get_by_label("Prompt").fill(f"what is a {MARK}?")
+    page.get_by_label("Prompt", exact=True).fill(f"what is a {MARK}?")
     browser.press("Send")
     browser.see("Decode speed")
+    browser.see(re.compile("Cost"))
     page.get_by_text("Open trace").click()
     page.get_by_role("heading", name="chat moiety-demo").wait_for()
     waterfall = page.get_by_test_id("stVegaLiteChart").first
@@ -263,8 +270,10 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     assert "trace=" in page.url
     look_at_the_trace_of_globex(browser)
     browser.go("Playground")
+    page.get_by_label("Prompt", exact=True).fill("And then?")
     browser.press("Send")
-    browser.see("Decode speed")
+    browser.see("And then?")
+    page.get_by_test_id("stMetricLabel").get_by_text("Decode speed").nth(1).wait_for()
     browser.go("Overview")
     browser.see("2 in 1 h")
 
@@ -287,6 +296,7 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     browser.press("Set quota")
     browser.see_in_table("tenant globex")
     browser.go("Playground")
+    page.get_by_label("Prompt", exact=True).fill("Once more?")
     browser.press("Send")
     browser.see(re.compile("429 request_exceeds_quota: .*"))
 

@@ -7,20 +7,26 @@ from dataclasses import dataclass
 
 from moiety_dashboard.page import Page
 from moiety_dashboard.views import (
+    adapters,
+    alerts,
     audit,
+    batches,
+    catalogue,
     classes,
     engines,
     experts,
     overview,
     own_keys,
-    playground,
+    prices,
     quotas,
     requests,
     runs,
     simulator,
     spend,
     users,
+    webhooks,
 )
+from moiety_dashboard.views.playground import page as playground
 from moiety_dashboard.views.tenants import page as tenants
 from moiety_dashboard.views.traces import page as traces
 
@@ -41,6 +47,7 @@ PAGES = (
     View("My keys", ":material/key:", "my-keys", own_keys.draw, "self_service.read"),
     View("Tenants", ":material/groups:", "tenants", tenants.draw, "tenants.read"),
     View("Users", ":material/person:", "users", users.draw, "users.read"),
+    View("Catalogue", ":material/menu_book:", "catalogue", catalogue.draw, "models.read"),
     View("Spend", ":material/payments:", "spend", spend.draw, "usage.read"),
     View("Service classes", ":material/speed:", "classes", classes.draw, "classes.read"),
     View("Engines", ":material/memory:", "engines", engines.draw, "engines.read"),
@@ -49,6 +56,11 @@ PAGES = (
     View("Traces", ":material/account_tree:", "traces", traces.draw, "traces.read"),
     View("Agent runs", ":material/smart_toy:", "runs", runs.draw, "runs.read"),
     View("Quotas", ":material/data_usage:", "quotas", quotas.draw, "quotas.read"),
+    View("Prices", ":material/sell:", "prices", prices.draw, "prices.read"),
+    View("Adapters", ":material/extension:", "adapters", adapters.draw, "adapters.read"),
+    View("Batches", ":material/stacks:", "batches", batches.draw, "batches.read"),
+    View("Alerts", ":material/notifications:", "alerts", alerts.draw, "alerts.read"),
+    View("Webhooks", ":material/webhook:", "webhooks", webhooks.draw, "webhooks.read"),
     View("Playground", ":material/chat:", "playground", playground.draw),
     View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),
     View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),

@@ -1,0 +1,1 @@
+"""The playground: conversations with one or two models under a tenant's key."""

@@ -1,0 +1,85 @@
+"""Prices per million tokens, by model and class: set and delete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from moiety_dashboard import panels, session
+from moiety_dashboard.client import AdminClient, path_with
+from moiety_dashboard.escaping import as_text
+from moiety_dashboard.frames.catalogue import prices_frame
+from moiety_dashboard.page import Page
+from moiety_dashboard.views.catalogue import price_columns
+
+ALL_CLASSES = "all classes"
+NONE = "No price is set: all requests are free of charge. Set one below."
+
+
+def draw(page: Page) -> None:
+    panels.head("Prices", "Dollars per million tokens, by model and class")
+    with page.asking() as client:
+        answer = client.get("/prices")
+        frame = prices_frame(answer.data["data"])
+        note = "a price for all classes is multiplied by the price factor of each class"
+        with panels.panel("Prices", note, [answer], key="prices", frame=frame):
+            panels.table(frame, {"model": "Model", **price_columns()}, NONE, max_rows=16)
+        if not session.may("prices.write"):
+            st.caption("Your role can view prices, but not change them.")
+            return
+        left, right = st.columns(2)
+        with left:
+            ask_price(client)
+        with right:
+            ask_deletion(client, answer.data["data"])
+
+
+def ask_price(client: AdminClient) -> None:
+    classes = [one["name"] for one in client.get("/classes").data["data"]]
+    models = [one["model"] for one in client.get("/models").data["data"]]
+    with st.form("set price", border=True):
+        st.markdown("**Set a price**")
+        model = st.selectbox("Model", models, None, accept_new_options=True, placeholder="name of the model")
+        service_class = st.selectbox("Class", [ALL_CLASSES, *classes])
+        first, second, third = st.columns(3)
+        fields = {
+            "input": first.text_input("Input, $", placeholder="0.15"),
+            "cached_input": second.text_input("Cached input, $", placeholder="same as input"),
+            "output": third.text_input("Output, $", placeholder="0.60"),
+        }
+        if st.form_submit_button("Set price", type="primary"):
+            given = {name: text.strip() for name, text in fields.items() if text.strip()}
+            body = {"model": model or "", **given}
+            if service_class != ALL_CLASSES:
+                body["service_class"] = service_class
+            set_price(client, body)
+
+
+def set_price(client: AdminClient, body: Mapping[str, Any]) -> None:
+    done = f"The price of {body['model']} is set; it applies to requests that begin from now on."
+    if panels.attempt(lambda: client.change("PUT", "/prices", body), done) is not None:
+        st.rerun()
+
+
+def ask_deletion(client: AdminClient, prices: Sequence[Mapping[str, Any]]) -> None:
+    with st.container(border=True):
+        st.markdown("**Delete a price**")
+        if not prices:
+            st.caption("There is no price.")
+            return
+        at = st.selectbox("Price", range(len(prices)), format_func=lambda number: label_of(prices[number]))
+        if st.button("Delete price", icon=":material/delete:"):
+            one = prices[at]
+            path = path_with("/prices", model=one["model"], service_class=one["service_class"])
+            panels.ask_first(
+                f"Delete the price of **{as_text(label_of(one))}**? Requests without a price are free of charge.",
+                "Delete",
+                lambda: client.change("DELETE", path),
+                "The price is deleted.",
+            )
+
+
+def label_of(price: Mapping[str, Any]) -> str:
+    return f"{price['model']}, {price['service_class'] or ALL_CLASSES}"
