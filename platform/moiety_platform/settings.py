@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, SecretStr, field_validator, model_validator
 from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
 
+from moiety_platform.alert_settings import AlertSettings
 from moiety_platform.config_file import read_config_section
 from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
@@ -51,6 +52,8 @@ class GatewaySettings(
     LogSettings, DocumentSettings, QuoteSettings, SpotSettings, ReceiptSettings, TokenCountSettings, RoutingSettings,
     ExportSettings, OidcSettings,
 ):  # fmt: skip
+    LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings, ExportSettings, AlertSettings
+):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)
@@ -102,19 +105,6 @@ class GatewaySettings(
         "Private networks in which webhooks, endpoints of guardrails and issuers of JWTs may have addresses, in "
         "addition to the public internet.",
     )
-    alert_engine_down_s: float = live(
-        60.0, "Time for which an engine must not respond before webhooks get an alert, in seconds. 0: no alert.", ge=0
-    )
-    alert_disk_free_percent: float = live(
-        5.0,
-        "Free space on the disk of the data directory below which webhooks get an alert, in percent. 0: no alert.",
-        ge=0,
-        le=90,
-    )
-    alert_slo_burn_rate: float = live(
-        14.4, "SLO error budget burn rate of a class, over an hour and over five minutes, from which on webhooks get "
-        "an alert. 0: no alert.", ge=0,
-    )  # fmt: skip
     image_link_networks: Annotated[tuple[str, ...], NoDecode] = live(
         (), "Private networks to which links to images may lead, in addition to the public internet."
     )

@@ -62,7 +62,7 @@ def pick_changes(
     observed: Sequence[Observation], rows: Mapping[Key, ConditionRow], now_ms: int
 ) -> list[tuple[Observation, ConditionRow | None]]:
     """Return the observations that change something, each with the row of its subject."""
-    changes = []
+    changes: list[tuple[Observation, ConditionRow | None]] = []
     for one in observed:
         row = rows.get(one.key)
         if row is None:

@@ -43,8 +43,9 @@ class EngineObserver:
         for state in states:
             model = "unknown" if state.card is None else state.card.model
             details = {"model": model}
+            is_bad: bool | None = False
             if state.healthy:
-                summary, is_bad = f"Engine {state.address} responds", False
+                summary = f"Engine {state.address} responds"
             else:
                 down_s = now_s - self._down_since_s[state.address]
                 summary = f"Engine {state.address} is down: {state.reason}"

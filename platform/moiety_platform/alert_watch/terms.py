@@ -23,7 +23,7 @@ ENDS: Mapping[EventGroup, AlertType] = {
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a gateway sees of one subject.
+    """State of one subject as a gateway sees it.
 
     `is_bad` None: between the bounds, so that neither begins nor ends. `summary` is the text of the alert that such a
     change makes.

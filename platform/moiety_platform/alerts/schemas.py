@@ -56,7 +56,7 @@ class AlertView(msgspec.Struct, frozen=True):
 
 
 class AlertReport(msgspec.Struct, frozen=True):
-    """What fires now, and the newest alerts, newest first."""
+    """Conditions that fire now, and the newest alerts, newest first."""
 
     firing: list[ConditionView]
     data: list[AlertView]

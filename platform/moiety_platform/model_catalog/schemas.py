@@ -30,7 +30,7 @@ class TokenPrices(msgspec.Struct, frozen=True):
         return cls(dollars(price.input), dollars(price.cached_input), dollars(price.output))
 
 
-class ModelLoad(msgspec.Struct, frozen=True):
+class ModelReplicaLoad(msgspec.Struct, frozen=True):
     """Load of all replicas of a model now, by their last heartbeats, and their tokens since they began."""
 
     num_ready: int
@@ -65,7 +65,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
     embedding_width: int
     features: list[ModelFeature]
     prices: dict[str, TokenPrices]
-    load: ModelLoad | None
+    load: ModelReplicaLoad | None
     routes: list[str]
     adapters: list[str]
     tenants: list[ModelUser]

@@ -15,7 +15,7 @@ from moiety_platform.adapters.schemas import served_name
 from moiety_platform.classes.service import load_classes
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.model_catalog.features import features_of
-from moiety_platform.model_catalog.schemas import ModelEntry, ModelLoad, ModelStatus, ModelUser, TokenPrices
+from moiety_platform.model_catalog.schemas import ModelEntry, ModelReplicaLoad, ModelStatus, ModelUser, TokenPrices
 from moiety_platform.model_routes.service import load_routes
 from moiety_platform.prices.service import load_prices
 from moiety_platform.routing.choose import cards_of
@@ -63,9 +63,9 @@ def _status_of(replicas: Sequence[EngineState]) -> ModelStatus:
     return ModelStatus.ASLEEP if sleeps else ModelStatus.UNAVAILABLE
 
 
-def _load_of(replicas: Sequence[EngineState]) -> ModelLoad:
+def _load_of(replicas: Sequence[EngineState]) -> ModelReplicaLoad:
     loads = [one.load for one in replicas if one.healthy and one.load is not None]
-    return ModelLoad(
+    return ModelReplicaLoad(
         num_ready=sum(one.can_take for one in replicas),
         num_replicas=len(replicas),
         num_running=sum(load.num_running for load in loads),

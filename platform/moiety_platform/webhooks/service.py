@@ -53,7 +53,7 @@ def _parse_groups(names: list[str] | None) -> str | None:
     """Return the stored form of groups of events, in their order. Raises BadRequest."""
     if names is None:
         return None
-    known = list(EventGroup)
+    known = [group.value for group in EventGroup]
     if not names or len(set(names)) < len(names) or not set(names) <= set(known):
         raise BadRequest(
             f"'events' must be some of {', '.join(known)}, each once; leave it out for all.", param="events"

@@ -39,7 +39,7 @@ class PlaygroundConversation:
         return [self._body(settings, model, column, prompt) for column, model in enumerate(settings.models)]
 
     def _body(self, settings: PlaygroundSettings, model: str, column: int, prompt: str) -> dict[str, Any]:
-        messages = [*self._history(column), {"role": "user", "content": prompt}]
+        messages: list[Mapping[str, str]] = [*self._history(column), {"role": "user", "content": prompt}]
         if settings.system_prompt:
             messages.insert(0, {"role": "system", "content": settings.system_prompt})
         body: dict[str, Any] = {
@@ -52,7 +52,7 @@ class PlaygroundConversation:
 
     def _history(self, column: int) -> list[Mapping[str, str]]:
         """Return the earlier turns of a column; a turn without an answer there is left out."""
-        messages = []
+        messages: list[Mapping[str, str]] = []
         for turn in self.turns:
             if column < len(turn.answers) and turn.answers[column].text:
                 messages.append({"role": "user", "content": turn.prompt})
