@@ -35,7 +35,9 @@ def draw_live(client: AdminClient) -> None:
         with panels.panel("Firing now", "until a gateway sees the end", [answer], key="firing", frame=firing):
             none = "Nothing fires: all engines respond, no SLO error budget burns too fast, and disks have space."
             panels.table(firing, firing_columns(), none)
-    with panels.panel("Newest alerts", "each was sent once to every webhook", [answer], key="alerts", frame=alerts):
+    with panels.panel(
+        "Newest alerts", "each is sent once to every webhook of its group", [answer], key="alerts", frame=alerts
+    ):
         none = "No alert yet. A quota alerts at the percentages of its cap that are set for it."
         panels.table(alerts, columns(), none, states=STATES, max_rows=16)
 

@@ -62,7 +62,7 @@ def columns() -> dict[str, Any]:
         "tenant": "Tenant",
         "tokens": column.NumberColumn("Tokens", format="localized", help="Prompt and output tokens"),
         "created": panels.time_column("Created", "YYYY-MM-DD HH:mm"),
-        "ended": panels.time_column("Ended", "YYYY-MM-DD HH:mm"),
+        "ended": panels.time_column("Ended", "YYYY-MM-DD HH:mm", width=140),
         "expires": panels.time_column("Expires", "YYYY-MM-DD HH:mm"),
         "endpoint": "Endpoint",
         "project": column.TextColumn("Project", width="medium"),
