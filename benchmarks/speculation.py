@@ -33,7 +33,7 @@ from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreSubmit
-from moiety_engine.mtp_and_draft_model.loading import load_draft_model
+from moiety_engine.mtp_and_draft_model.loading import load_draft_models
 from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 from moiety_wire.messages import Sampling
@@ -117,15 +117,14 @@ def measure(folder: Path, tokens: int, workloads: list[str], options: argparse.N
     if options.mtp:
         on = msgspec.structs.replace(off, speculate=Speculate.MTP)
         model = load_loop(on).executor.model  # another one, since that keeps more in its cache
-    draft_model = load_draft_model(on, model)
-    for one in (first.executor.model, model, draft_model):
-        if one is not None:
-            one.settle(SETTLING_S)  # its thread's time would count
+    draft_models = load_draft_models(on, model)
+    for one in (first.executor.model, model, *draft_models):
+        one.settle(SETTLING_S)  # its thread's time would count
     found = {}
     for name in workloads:
         loops = {
             "off": build_loop(first.executor.model, off, clock_ns=clock),
-            "on": build_loop(model, on, clock_ns=clock, draft_model=draft_model),
+            "on": build_loop(model, on, clock_ns=clock, draft_models=draft_models),
         }
         for loop in loops.values():
             loop.warm_up()

@@ -43,7 +43,7 @@ from moiety_engine.errors import CheckpointError, EngineError, InvalidConfig, Ou
 from moiety_engine.kv_transfer.connector import rank_transfers_of
 from moiety_engine.loopback import keep_collectives_on_loopback
 from moiety_engine.model.loading import WeightShard, load_options, load_share
-from moiety_engine.mtp_and_draft_model.loading import load_draft_model
+from moiety_engine.mtp_and_draft_model.loading import load_draft_models
 from moiety_engine.runner.expert_worker import ExpertWorker
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import Worker, WorkerBase
@@ -78,7 +78,7 @@ class Assembled:
     """A model on its ranks. `rank_group` is None where there is only one rank."""
 
     model: Transformer
-    draft_model: Transformer | None
+    draft_models: tuple[Transformer, ...]  # a draft model, or the MTP layers
     rank_group: RankGroup | None
     local_ranks: int  # ranks on this host that have a KV cache
 
@@ -94,7 +94,7 @@ def assemble(
     layout = layout_of(config)
     if rendezvous is None and layout.num_ranks == 1:
         model = _load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer()
-        return Assembled(model, _load_draft_model(config, model, progress), None, 1)
+        return Assembled(model, _load_draft_models(config, model, progress), None, 1)
     rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
@@ -105,13 +105,13 @@ def assemble(
 
     with abandon_on_error(rank_group):
         model = _load(config, rendezvous, rank_group.ranks, watched).transformer()
-        draft_model = _load_draft_model(config, model, watched)
+        draft_models = _load_draft_models(config, model, watched)
         heartbeat.wait_loaded()
     heartbeat.guard()
     if rank_group.excluded:
         _log_excluded_ranks(rank_group, layout, model)
     local_ranks = min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
-    return Assembled(model, draft_model, rank_group, local_ranks)
+    return Assembled(model, draft_models, rank_group, local_ranks)
 
 
 def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
@@ -196,12 +196,12 @@ def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, 
         return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
-    draft_model = load_draft_model(config, model)
+    draft_models = load_draft_models(config, model)
     transfers = rank_transfers_of(config.transfer, model, rank_group)
     overlaps = steps_overlap(model, config)
     in_flight = config.steps_in_flight
     return Worker(
-        model, rank_group, draft_model, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
+        model, rank_group, draft_models, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
     )
 
 
@@ -371,11 +371,11 @@ def _load(
     return load_share(Path(config.model), **options)
 
 
-def _load_draft_model(
+def _load_draft_models(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None
-) -> Transformer | None:
+) -> tuple[Transformer, ...]:
     try:
-        return load_draft_model(config, model, progress)
+        return load_draft_models(config, model, progress)
     except BaseException:
         model.close()
         raise

@@ -49,15 +49,16 @@ def build_loop(
     rank_group: RankGroup | None = None,
     local_ranks: int = 1,
     grammars: GrammarService | str = "it was made without a tokenizer",
-    draft_model: Transformer | None = None,
+    draft_models: tuple[Transformer, ...] = (),
 ) -> EngineLoop:
     """Build the loop and load the configured adapters.
 
     `rank_group` is the group of the model's other ranks; `local_ranks` ranks, including this one, run on this host.
-    `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_model` is given
-    if the configuration names one. Raises AdapterError for a configured adapter that cannot be served.
+    `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_models` are
+    the draft model that the configuration names, or the MTP layers. Raises AdapterError for a configured adapter that
+    cannot be served.
     """
-    if model.vision is not None and draft_model is not None:
+    if model.vision is not None and draft_models:
         raise InvalidConfig(
             "--speculate draft is not available with a model that takes images, since the draft model does not see "
             "them: use --speculate ngram, or leave out --draft-model"
@@ -65,8 +66,8 @@ def build_loop(
     require_recurrent_support(model, config)
     overlaps = steps_overlap(model, config)
     controls = ControlSender(rank_group, overlaps=overlaps, steps_in_flight=config.steps_in_flight)
-    sizes = sizes_for(model, config, controls, local_ranks, draft_model=draft_model)
-    draft = None if draft_model is None else DraftModel(draft_model, sizes, clock_ns, controls)
+    sizes = sizes_for(model, config, controls, local_ranks, draft_models=draft_models)
+    draft = DraftModel(draft_models, sizes, clock_ns, controls) if draft_models else None
     compile_queue = GrammarCompileQueue(grammars, config.grammar)
     kv_connector = connector_of(config.transfer, model, rank_group, controls.send)
     adapters = _load_adapters(model, controls, config, sizes)

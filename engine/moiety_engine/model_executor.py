@@ -56,7 +56,7 @@ class ModelExecutor:
         self.controls = controls
         self.overlaps = overlaps
         self._options = options
-        self._weights = Weights([model] if draft is None else [model, draft.model], controls)
+        self._weights = Weights([model] if draft is None else [model, *draft.models], controls)
         self.device_state: DeviceState | None = self._allocate()
 
     @property

@@ -40,7 +40,7 @@ def load_loop(
                 rank_group=rank_group,
                 local_ranks=local_ranks,
                 grammars=found,
-                draft_model=assembled.draft_model,
+                draft_models=assembled.draft_models,
             )
         except BaseException:
             model.close()

@@ -122,8 +122,8 @@ def make_drafting(loops: Loops, draft: Loops | None, **settings: object) -> Engi
     by = {"speculate": Speculate.NGRAM} if draft is None else {"speculate": Speculate.DRAFT}
     folder = "" if draft is None else str(draft.folder)
     config = EngineConfig(model=str(loops.folder), name="tiny", draft_model=folder, **by | settings)
-    model = None if draft is None else draft.model
-    return build_loop(loops.model, config, clock_ns=lambda: next(ticks), draft_model=model)
+    models = () if draft is None else (draft.model,)
+    return build_loop(loops.model, config, clock_ns=lambda: next(ticks), draft_models=models)
 
 
 @pytest.fixture(params=["ngram", "draft"])

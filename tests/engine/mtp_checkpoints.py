@@ -88,6 +88,21 @@ def write_one_that_reads_what_was_made(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def write_one_with_several_layers(folder: Path, num_layers: int = 3) -> None:
+    """Write the same with several MTP layers, of which each is right about one more token of the circle."""
+    write_one_that_reads_what_was_made(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(2, 1 + num_layers):
+        tensors |= {
+            name.replace("layers.1.", f"layers.{index}."): tensor.clone()
+            for name, tensor in tensors.items()
+            if "layers.1." in name
+        }
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_layers}))
+
+
 @dataclass(frozen=True)
 class TokenNames:
     """Names of the tensors between which the newest token decides, and the value of norms that change nothing."""

@@ -90,8 +90,8 @@ def test_both_models_give_their_memory_back_asleep_and_draft_on_when_woken(check
     loop = load_loop(config, clock_ns=lambda: next(ticks))
     before = tokens_of(run_all(loop, [make_submit(0)]))
     draft = loop.executor.draft
-    assert draft is not None and draft._passes._kv is not None
-    cache = weakref.ref(draft._passes._kv.layers[0].parts[0])
+    assert draft is not None and draft._passes._kvs
+    cache = weakref.ref(draft._passes._kvs[0].layers[0].parts[0])
     loop.sleep()
     gc.collect()
     assert loop.executor.model.is_offloaded and draft.model.is_offloaded

@@ -38,6 +38,7 @@ from .mtp_checkpoints import (
     let_tokens_decide,
     write_one_that_reads_tokens,
     write_one_that_reads_what_was_made,
+    write_one_with_several_layers,
 )
 
 BLOCK_SIZE = 4
@@ -58,7 +59,7 @@ class MtpLoops:
         self.plain_model = load_loop(self._config(speculate=Speculate.OFF)).executor.model
         loop = load_loop(self._config())
         assert loop.executor.draft is not None
-        self.model, self.layer = loop.executor.model, loop.executor.draft.model
+        self.model, self.layers = loop.executor.model, loop.executor.draft.models
 
     def plain(self, **settings: Any) -> EngineLoop:
         return build_loop(self.plain_model, self._config(speculate=Speculate.OFF, **settings))
@@ -66,8 +67,8 @@ class MtpLoops:
     def make(self, **settings: Any) -> EngineLoop:
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same
         config = self._config(**settings)
-        layer = self.layer if config.speculate is Speculate.MTP else None
-        return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_model=layer)
+        layers = self.layers if config.speculate is Speculate.MTP else ()
+        return build_loop(self.model, config, clock_ns=lambda: next(ticks), draft_models=layers)
 
     def check(self, loop: EngineLoop) -> None:
         """Check that enough draft tokens were accepted."""
@@ -94,7 +95,16 @@ def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> MtpLoops:
     return MtpLoops(folder, always_right=False)
 
 
-@pytest.fixture(params=["of_what_was_made", "of_tokens"])
+@pytest.fixture(scope="module")
+def of_several_layers(tmp_path_factory: pytest.TempPathFactory) -> MtpLoops:
+    folder = tmp_path_factory.mktemp("several")
+    write_one_with_several_layers(folder)
+    loops = MtpLoops(folder, always_right=True)
+    assert len(loops.layers) == 3
+    return loops
+
+
+@pytest.fixture(params=["of_what_was_made", "of_tokens", "of_several_layers"])
 def mtp(request: pytest.FixtureRequest) -> MtpLoops:
     found: MtpLoops = request.getfixturevalue(request.param)
     return found
@@ -140,7 +150,7 @@ def test_preempted_and_swapped_requests_go_on_with_what_was_made_of_their_tokens
     submits = [make_submit(key) for key in range(7)]
     expected = told(run_all(mtp.plain(), submits))
     block_bytes = mtp.model.kv_bytes_per_block(BLOCK_SIZE)
-    own_bytes = mtp.layer.kv_bytes_per_block(BLOCK_SIZE)
+    own_bytes = sum(layer.kv_bytes_per_block(BLOCK_SIZE) for layer in mtp.layers)
     loop = mtp.make(
         overlap=overlap,
         kv_memory_bytes=36 * (block_bytes + own_bytes),
@@ -196,7 +206,7 @@ def check_answers(
     tight: dict[str, Any] = {}
     if num_blocks is not None and num_host_blocks is not None:
         block_bytes = mtp.model.kv_bytes_per_block(BLOCK_SIZE)
-        both_bytes = block_bytes + mtp.layer.kv_bytes_per_block(BLOCK_SIZE)
+        both_bytes = block_bytes + mtp.layers[0].kv_bytes_per_block(BLOCK_SIZE)
         tight = {"kv_memory_bytes": num_blocks * both_bytes + 8 * mtp.model.state_bytes, "max_context_tokens": 100}
         tight |= {"policy": PolicyName.FCFS, "prefix_caching": False}
         tight |= {"host_kv_memory_bytes": num_host_blocks * block_bytes + bool(num_host_blocks) * (1 << 22)}
@@ -345,3 +355,8 @@ def test_the_last_place_of_a_block_is_taken_in_again_since_it_hangs_on_the_next_
     assert held.num_there(sequence([1, 2, 3, 4, 7], [7, 8, 2])) == 3
     assert held.num_there(sequence([1, 2, 9, 9, 9], [7, 8, 2])) == 1
     assert held.num_there(sequence([1, 2, 3], [5, 8])) == 0
+    of_three = DraftedKv(block_size=2, lag=1, num_layers=3)
+    assert of_three.num_there(one) == 0
+    of_three.record_computed(one, 0, 6, [], num_guessed=2)
+    assert (of_three.num_there(one), of_three.num_behind(one)) == (4, 2), "two were read with draft tokens"
+    assert of_three.num_there(sequence([1, 2, 3, 4, 7], [7, 8, 2])) == 1, "three hang on the next tokens"

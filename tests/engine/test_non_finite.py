@@ -145,8 +145,8 @@ def test_accepted_draft_tokens_before_a_non_finite_value_are_kept(
         given = {"speculate": Speculate.DRAFT, "draft_model": str(poisoned.folder)}  # whose guesses all come true
     config = EngineConfig(model=str(poisoned.folder), name="tiny", **given)
     ticks = iter(range(10**18, 2 * 10**18, 10**7))
-    draft = poisoned.model if by == "draft" else None
-    loop = build_loop(poisoned.model, config, clock_ns=lambda: next(ticks), draft_model=draft)
+    drafting = (poisoned.model,) if by == "draft" else ()
+    loop = build_loop(poisoned.model, config, clock_ns=lambda: next(ticks), draft_models=drafting)
     tokens, failed = step_through(loop, [submit(key) for key in PROMPTS])
     assert tokens == healthy | {BAD: healthy[BAD][: bad_token[1] + 1]}
     assert list(failed) == [BAD]

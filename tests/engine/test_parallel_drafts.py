@@ -20,6 +20,7 @@ from .mtp_checkpoints import (
     let_tokens_decide,
     write_one_that_reads_tokens,
     write_one_that_reads_what_was_made,
+    write_one_with_several_layers,
 )
 from .rank_processes import RankProcesses, assert_same, ranks_of, thorough, write_checkpoint
 
@@ -82,11 +83,12 @@ MTP_LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", MTP_LAYOUTS, ids=str)
-@pytest.mark.parametrize("reads", ["tokens", "hidden states"])
+@pytest.mark.parametrize("reads", ["tokens", "hidden states", "hidden states, three layers"])
 def test_an_mtp_layer_drafts_over_ranks(
     processes: RankProcesses, tmp_path: Path, reads: str, layout: dict[str, Any]
 ) -> None:
-    (write_one_that_reads_tokens if reads == "tokens" else write_one_that_reads_what_was_made)(tmp_path)
+    write = {"tokens": write_one_that_reads_tokens, "hidden states": write_one_that_reads_what_was_made}
+    write.get(reads, write_one_with_several_layers)(tmp_path)
     check(processes, tmp_path, layout, speculate=Speculate.MTP)
 
 

@@ -148,8 +148,8 @@ def engine(sketch_loops: Any, model: DecayModel) -> Any:
         config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
         ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
         served = DecayModel(sketch_loops.folder, arithmetic=Arithmetic("auto", invariant)) if invariant else model
-        draft = sketch_loops.model if config.speculate is Speculate.DRAFT else None
-        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_model=draft))
+        drafting = (sketch_loops.model,) if config.speculate is Speculate.DRAFT else ()
+        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_models=drafting))
 
     return make
 

@@ -163,10 +163,11 @@ class Driver:
 
     def __init__(self, folder: Path, **how: Any) -> None:
         self.model = load_model(folder, device="cpu", keeps_hidden=True, **how)
-        self.mtp = load_mtp(folder, self.model, device="cpu", **how)
+        self.mtp_layers = load_mtp(folder, self.model, device="cpu", **how)
+        self.mtp = self.mtp_layers[0]
         self.blocks = [5, 2, 7, 0, 4, 1, 3, 6]
-        self.kv, self.own_kv = (one.allocate_kv(8, BLOCK_SIZE, 1) for one in (self.model, self.mtp))
-        for layer in (*self.own_kv.layers, *self.kv.states):
+        self.kv, *self.own_kvs = (one.allocate_kv(8, BLOCK_SIZE, 1) for one in (self.model, *self.mtp_layers))
+        for layer in (*(layer for own_kv in self.own_kvs for layer in own_kv.layers), *self.kv.states):
             for part in layer.parts:
                 part.fill_(float("nan"))
 
@@ -174,13 +175,15 @@ class Driver:
         """Let the model compute tokens, and keep its hidden states."""
         self._run(self.model, self.kv, first, token_ids)
 
-    def run_mtp_layer(self, first: int, token_ids: list[int], before_TD: Tensor | None = None) -> Tensor:
-        """Let the MTP layer compute tokens from position `first`, each with the hidden state of the one before."""
+    def run_mtp_layer(
+        self, first: int, token_ids: list[int], before_TD: Tensor | None = None, index: int = 0
+    ) -> Tensor:
+        """Let an MTP layer compute tokens from position `first`, each with the hidden state of the one before."""
         assert self.kv.hidden is not None
         before_TD = (
             self.kv.hidden.rows_NPL.flatten(0, 1)[self._slots(first, token_ids)] if before_TD is None else before_TD
         )
-        return self._run(self.mtp, self.own_kv, first, token_ids, before_TD=before_TD)
+        return self._run(self.mtp_layers[index], self.own_kvs[index], first, token_ids, before_TD=before_TD)
 
     def _slots(self, first: int, token_ids: list[int]) -> Tensor:
         places_T = torch.arange(first, first + len(token_ids))

@@ -20,7 +20,7 @@ from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.head import narrow_head_bytes, with_narrow_head
 from moiety_engine.model.image_settings import with_image_settings
-from moiety_engine.model.mtp_spec import mtp_spec, require_mtp
+from moiety_engine.model.mtp_spec import mtp_spec, num_mtp_layers, require_mtp
 from moiety_engine.model.offloading import budget, most_chosen, open_store
 from moiety_engine.model.remote_experts import ExpertServer
 from moiety_engine.model.spec import LatentAttentionSpec, ModelSpec, MoeSpec
@@ -119,9 +119,11 @@ def load_model(folder: Path, **how: Unpack[LoadOptions]) -> Transformer:
     return load_share(folder, **how).transformer()
 
 
-def load_mtp(folder: Path, model: Transformer, **how: Unpack[LoadOptions]) -> Transformer:
-    """Load the multi-token prediction (MTP) layer of the model's checkpoint; see `load_share`."""
-    return load_share(folder, mtp=True, **how).transformer(model.vocabulary)
+def load_mtp(folder: Path, model: Transformer, **how: Unpack[LoadOptions]) -> tuple[Transformer, ...]:
+    """Load the multi-token prediction (MTP) layers of the model's checkpoint; see `load_share`."""
+    count = num_mtp_layers(folder, model.spec, how.get("load_format", LoadFormat.AUTO))
+    shares = [load_share(folder, mtp_index=index, **how) for index in range(count)]
+    return tuple(share.transformer(model.vocabulary) for share in shares)
 
 
 def load_share(
@@ -141,7 +143,7 @@ def load_share(
     progress: Callable[[int, int], None] | None = None,
     keeps_hidden: bool = False,
     frees_windows: bool = False,
-    mtp: bool = False,
+    mtp_index: int | None = None,
     max_context_tokens: int | None = None,
     expert_all2all: ExpertAll2All = ExpertAll2All.AUTO,
 ) -> WeightShard:
@@ -161,7 +163,7 @@ def load_share(
     `offload`: which experts need not be on the device. `local_ranks`: ranks of this host, which share its memory.
     `progress` is called with (bytes read, bytes in all).
     `keeps_hidden`: the KV cache keeps hidden states for an MTP layer. `frees_windows`: see TransformerOptions.
-    `mtp`: load only the MTP layer.
+    `mtp_index`: load only the MTP layer with this index.
     `max_context_tokens`: longest context that is served, on which LongRoPE depends; None: the model's longest.
     `expert_all2all`: how ranks with different tokens exchange them for experts.
 
@@ -172,7 +174,7 @@ def load_share(
     where = torch.device(device)
     compiler = begin() if where.type == "cpu" else None
     spec = _spec(folder, load_format, max_context_tokens, keeps_hidden=keeps_hidden)
-    spec = mtp_spec(spec) if mtp else spec
+    spec = spec if mtp_index is None else mtp_spec(spec, mtp_index)
     stored = None if load_format is LoadFormat.DUMMY else spec.weight_format
     wanted = _form(quantization, stored, exact=dtype == "float32")
     dtype = _dtype_name(dtype, spec)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+_INDEX = re.compile(r"^((?:model\.)?mtp\.(?:layers\.)?)0\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,19 @@ class MtpNames:
     second_projection: str | None = None
     copies: tuple[tuple[str, str], ...] = ()
     streams: str | None = None
+
+    def at(self, index: int) -> MtpNames:
+        """Return the names of the MTP layer with this index; these are those of the first one.
+
+        What names have no index is shared by all layers.
+        """
+
+        def renamed(name: Any) -> Any:
+            if isinstance(name, tuple):
+                return tuple(map(renamed, name))
+            return name if name is None else _INDEX.sub(rf"\g<1>{index}.", name)
+
+        return replace(self, **{field.name: renamed(getattr(self, field.name)) for field in fields(self)})
 
 
 QWEN_MTP = MtpNames(  # of Qwen3-Next, Qwen 3.5 and K-EXAONE

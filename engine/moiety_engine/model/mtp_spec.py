@@ -1,7 +1,8 @@
-"""Multi-token prediction (MTP) layer, as published with DeepSeek-V3.
+"""Multi-token prediction (MTP) layers, as published with DeepSeek-V3.
 
-It follows a model's last layer, and predicts the token after the next one from the next token and the model's hidden
-state. It is loaded as a model of one layer that uses the model's vocabulary.
+The first one follows a model's last layer, and predicts the token after the next one from the next token and the
+model's hidden state; each further one predicts the token after that. Each is loaded as a model of one layer that uses
+the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from safetensors import safe_open
 
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
 _NUM_COMPARED = 16  # rows of a vocabulary
 _INSTEAD = "use --speculate ngram, or --speculate draft with a --draft-model"
 
+log = structlog.get_logger()
 
-def mtp_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of the MTP layer alone. Raises UnsupportedModelError if the model has none."""
+
+def mtp_spec(spec: ModelSpec, index: int = 0) -> ModelSpec:
+    """Return the spec of an MTP layer alone. Raises UnsupportedModelError if the model has none."""
     if spec.mtp is None:
         raise UnsupportedModelError(
             f"--speculate mtp needs an MTP layer, which this {spec.family} checkpoint with "
@@ -38,10 +42,11 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
         )
     return replace(
         spec,
-        layers=(spec.mtp,),
+        layers=(spec.mtp_layers[index],),
         ignored_prefixes=("",),  # all other tensors belong to the model
-        mtp=None,
+        mtp_layers=(),
         mtp_after=len(spec.layers),
+        mtp_index=index,
         block_starts=(),
     )
 
@@ -60,14 +65,47 @@ def require_mtp(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> None:
             "transformers leaves MTP layers out; download the checkpoint as it was published, or "
             f"{_INSTEAD}"
         )
+    for index in range(len(spec.mtp_layers)):
+        for copy, own in _copies(spec, index, files):
+            name, of_model = f"{copy}.weight", f"{own}.weight"
+            if name in files and not _alike(files, name, of_model):
+                raise UnsupportedModelError(
+                    f"{name} differs from {of_model}, and an MTP layer must share the model's own: {_INSTEAD}"
+                )
+
+
+def _copies(spec: ModelSpec, index: int, files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
+    """Return the names of copies of the model's vocabulary that an MTP layer may have, with those of the model."""
+    if spec.mtp_names is not None:
+        return spec.mtp_names.at(index).copies
+    prefix = mtp_prefix("model.", len(spec.layers), files, index)
     head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
-    copies = ((f"{prefix}embed_tokens", "model.embed_tokens"), (f"{prefix}shared_head.head", head))
-    for copy, own in copies if names is None else names.copies:
-        name, of_model = f"{copy}.weight", f"{own}.weight"
-        if name in files and not _alike(files, name, of_model):
-            raise UnsupportedModelError(
-                f"{name} differs from {of_model}, and an MTP layer must share the model's own: {_INSTEAD}"
-            )
+    return (f"{prefix}embed_tokens", "model.embed_tokens"), (f"{prefix}shared_head.head", head)
+
+
+def num_mtp_layers(folder: Path, spec: ModelSpec, load_format: LoadFormat) -> int:
+    """Return how many MTP layers of the checkpoint are loaded: those in the files, from the first one on.
+
+    Some checkpoints have fewer of them than config.json says; a warning is logged then. With random weights there are
+    as many as config.json says.
+    """
+    num_layers = len(spec.mtp_layers)
+    if load_format is LoadFormat.DUMMY:
+        return num_layers
+    files = tensor_files(folder)
+    count = 0
+    while count < num_layers and _has_layer(spec, count, files):
+        count += 1
+    if count < num_layers:
+        log.warning("mtp_layers_missing", num_layers=num_layers, num_found=count, folder=str(folder))
+    return max(1, count)
+
+
+def _has_layer(spec: ModelSpec, index: int, files: dict[str, Path]) -> bool:
+    if spec.mtp_names is None:
+        return f"{mtp_prefix('model.', len(spec.layers), files, index)}eh_proj.weight" in files
+    prefixes = [prefix for _, prefix in spec.mtp_names.at(index).layer]
+    return any(name.startswith(prefix) for prefix in prefixes for name in files)
 
 
 def _alike(files: dict[str, Path], name: str, of_model: str) -> bool:

@@ -1,4 +1,4 @@
-"""Draft model, or MTP layer of the served model: its weights, its KV cache, and its part of a step.
+"""Draft model, or MTP layers of the served model: weights, KV caches, and their part of a step.
 
 It proposes one token per pass for all sequences that get a draft at once, each from the token of the pass before,
 without the host in between. Tokens are drawn like those of the served model, with the same random number for the same
@@ -6,7 +6,9 @@ position, so that two models with similar distributions draw the same token at a
 tokens before the draft only, and adapters are ignored; neither changes which tokens are output.
 
 An MTP layer reads each token together with the served model's hidden state of the token before it, which the KV cache
-keeps; in the passes after the first it reads its own hidden state instead.
+keeps. Of several layers, each proposes one token: layer i reads the token i positions further ahead, at the same
+positions as the first one, with the hidden states of layer i - 1, or again those of the model in some families. After
+the last layer, it is run again with its own hidden state for each further token.
 """
 
 from __future__ import annotations
@@ -46,28 +48,32 @@ _TIMING_S = 1.0
 
 
 class DraftModel:
-    """Draft model with its KV cache. Used by the step loop's thread only.
+    """Draft model or MTP layers with their KV caches. Used by the step loop's thread only.
 
-    `held` tracks the contents of the cache; the scheduler reads it.
+    `model` is the first one of `models`; only MTP layers are several. `held` tracks the contents of the caches; the
+    scheduler reads it.
     """
 
-    def __init__(self, model: Transformer, sizes: Sizes, clock_ns: Callable[[], int], controls: ControlSender) -> None:
-        self.model = model
+    def __init__(
+        self, models: tuple[Transformer, ...], sizes: Sizes, clock_ns: Callable[[], int], controls: ControlSender
+    ) -> None:
+        self.models, self.model = models, models[0]
+        model = self.model
         self._sizes, self._clock_ns, self._controls = sizes, clock_ns, controls
         self._staging = Staging(model.device)
-        self._passes = DraftPasses(model, self._staging)
-        self.held = DraftedKv(sizes.block_size, self._passes.lag)
+        self._passes = DraftPasses(models, self._staging)
+        self.held = DraftedKv(sizes.block_size, self._passes.lag, len(models))
         self.proposer = DraftModelProposer(self.held, model.spec.max_context_tokens)
         self._sampler = Sampler(model.spec.vocab_size, model.device, self._staging)
         self._tables = BlockTables()
 
     def allocate(self, kv: KvCache) -> None:
-        """Allocate the cache: one block for each block of `kv`, the served model's cache. Raises OutOfMemory."""
+        """Allocate the caches: one block for each block of `kv`, the served model's cache. Raises OutOfMemory."""
         self.held.forget()
         self._passes.allocate(kv, self._sizes.num_blocks, self._sizes.block_size)
 
     def release(self) -> None:
-        """Release the cache."""
+        """Release the caches."""
         self._passes.release()
 
     def fill(self, plan: Plan, sampled_L: Tensor | None) -> Plan:
@@ -88,7 +94,9 @@ class DraftModel:
         drafts = self._run(rows, sampled_L)
         said = {piece.sequence: draft for piece, draft in zip(rows.drafting, drafts, strict=True)}
         for piece in rows.pieces:
-            self.held.record_computed(piece.sequence, piece.first, piece.end, said.get(piece.sequence, [])[:-1])
+            num_guessed = len(self.models) - 1 if piece.drafts else 0
+            proposed = said.get(piece.sequence, [])[:-1]
+            self.held.record_computed(piece.sequence, piece.first, piece.end, proposed, num_guessed)
         chunks = [
             chunk._replace(draft=tuple(said[chunk.sequence])) if chunk.draft else chunk
             for chunk in plan.chunks[: plan.num_decode]
@@ -124,36 +132,42 @@ class DraftModel:
 
     def _piece(self, sequence: Sequence, at_most: int | None, drafts: int = 0) -> DraftChunk:
         first, end = self.held.num_there(sequence), len(sequence.tokens) - self._passes.lag
-        return DraftChunk(sequence, first, end if at_most is None else min(end, first + at_most), drafts)
+        if at_most is None:
+            return DraftChunk(sequence, first, end, drafts)
+        end -= len(self.models) - 1  # the tokens that further layers read are not drafted here
+        return DraftChunk(sequence, first, min(end, first + at_most), drafts)
 
     def _rows(self, pieces: Iterable[DraftChunk]) -> DraftRows:
         num_groups = self.model.ranks.num_cache_groups
-        return DraftRows(pieces, self._sizes.block_size, self._tables, self._passes.lag, num_groups)
+        sizes = self._sizes.block_size, self._tables, self._passes.lag, num_groups, len(self.models)
+        return DraftRows(pieces, *sizes)
 
     @torch.inference_mode()
     def _run(self, rows: DraftRows, sampled_L: Tensor | None) -> list[list[int]]:
         """Run all passes on all ranks; return the draft tokens of each sequence in `rows.drafting`."""
-        self._passes.begin()
+        passes = self._passes
+        passes.begin(sampled_L)
         drafted_rows = [DraftedRow(piece.sequence) for piece in rows.drafting]
         said: list[Tensor] = []
-        hosts, before_L, number = rows.first_pass(), sampled_L, 0
+        hosts, before_L, number = rows.first_pass(), None, 0
         with one_torch_thread() if self.model.only_kernels else contextlib.nullcontext():
             while hosts:
                 self._controls.draft_pass(hosts, number, before_L)
-                hidden_LD = self._passes.run(hosts[0], before_L, self._spread(hosts))
-                if not drafted_rows:
-                    break
-                wanting = [drafted_rows[row].after(number) for row in rows.wanting(number)]
-                drawn = self._sampler.sample(self.model.logits(hidden_LD), wanting, sampled_L)
-                said.append(self._staging.download(drawn.token_L))
-                before_L, number = drawn.token_L, number + 1
+                hidden_LD = passes.run(hosts[0], number, self._spread(hosts))
+                if drafted_rows:
+                    wanting = [drafted_rows[row].after(number) for row in rows.wanting(number)]
+                    drawn = self._sampler.sample(passes.model_of(number).logits(hidden_LD), wanting, sampled_L)
+                    said.append(self._staging.download(drawn.token_L))
+                    before_L = drawn.token_L
+                    passes.add_drafted(before_L)
+                number += 1
                 hosts = rows.next_pass(number)
         self._staging.mark().wait()
         drafts: list[list[int]] = [[] for _ in rows.drafting]
         for number, token_L in enumerate(said):
             for row, token in zip(rows.wanting(number), token_L.tolist(), strict=True):
                 drafts[row].append(token)
-        return drafts
+        return [draft[: piece.drafts] for draft, piece in zip(drafts, rows.drafting, strict=True)]
 
     def _spread(self, hosts: list[HostBatch]) -> Spread | None:
         if len(hosts) == 1:

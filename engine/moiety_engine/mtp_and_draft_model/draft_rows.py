@@ -1,6 +1,7 @@
 """Inputs of a draft model's passes, as the arrays of a batch.
 
-An MTP layer reads the served model's hidden state of each position together with the token `lag` positions later.
+An MTP layer reads the served model's hidden state of each position together with the token `lag` positions later. Of
+several MTP layers, each has a pass over the same positions, and reads one token further ahead.
 
 T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a draft.
 """
@@ -8,6 +9,7 @@ T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,14 @@ class _DraftPart(NamedTuple):
     num_tokens: int
 
 
+class _FirstPass(NamedTuple):
+    """First pass of a group, whose positions those of further MTP layers share."""
+
+    host: HostBatch
+    parts: list[_DraftPart]
+    sequence_T: np.ndarray  # part of each token
+
+
 class DraftRows:
     """Passes of one step's drafts, with one batch for each rank group.
 
@@ -44,19 +54,29 @@ class DraftRows:
     """
 
     def __init__(
-        self, pieces: Iterable[DraftChunk], block_size: int, tables: BlockTables, lag: int = 0, num_groups: int = 1
+        self,
+        pieces: Iterable[DraftChunk],
+        block_size: int,
+        tables: BlockTables,
+        lag: int = 0,
+        num_groups: int = 1,
+        num_layers: int = 1,
     ) -> None:
-        self.pieces = list(pieces)
+        self.pieces, self._num_layers = list(pieces), num_layers
         tables.keep_only([piece.sequence for piece in self.pieces])
         of_groups: list[list[DraftChunk]] = [[] for _ in range(num_groups)]
         for piece in self.pieces:
             of_groups[piece.sequence.kv.group].append(piece)
-        self._groups = [_GroupRows(own, block_size, tables, lag) for own in of_groups]
+        self._groups = [_GroupRows(own, block_size, tables, lag, num_layers) for own in of_groups]
         self.drafting = [piece for group in self._groups for piece in group.drafting]
 
     def wanting(self, number: int) -> list[int]:
-        """Return the indices in `drafting` of the sequences that pass `number` drafts a token for."""
-        return [row for row, piece in enumerate(self.drafting) if piece.drafts > number]
+        """Return the indices in `drafting` of the sequences that pass `number` drafts a token for.
+
+        A pass of each MTP layer drafts one for all sequences, since the next layer needs it.
+        """
+        is_layer = number < self._num_layers
+        return [row for row, piece in enumerate(self.drafting) if is_layer or piece.drafts > number]
 
     def first_pass(self) -> list[HostBatch]:
         """Return the inputs of pass 0, which prefills the tokens that the model lacks.
@@ -66,16 +86,28 @@ class DraftRows:
         return [group.first_pass() if group.pieces else HostBatch.empty() for group in self._groups]
 
     def next_pass(self, number: int) -> list[HostBatch]:
-        """Return the inputs of pass `number`, 1 or later, which reads the token of the pass before in each row.
+        """Return the inputs of pass `number`, 1 or later.
 
-        Contains the rows whose drafts continue; empty if none does.
+        A pass of a further MTP layer has the rows of the first pass. A later one reads the token of the pass before in
+        each row, and contains the rows whose drafts continue; empty if none does.
         """
+        if number < self._num_layers:
+            return self._layer_pass(number)
         if not any(group.count(number) for group in self._groups):
             return []
         hosts, first = list[HostBatch](), 0
         for group in self._groups:
             hosts.append(group.next_pass(number, first) if group.count(number) else HostBatch.empty())
             first += group.count(number - 1)
+        return hosts
+
+    def _layer_pass(self, number: int) -> list[HostBatch]:
+        hosts, first = list[HostBatch](), 0
+        for group in self._groups:
+            rows = range(first, first + len(group.drafting))
+            empty = HostBatch.empty()
+            hosts.append(group.layer_pass(number, rows, len(self.drafting)) if group.pieces else empty)
+            first = rows.stop
         return hosts
 
 
@@ -86,9 +118,12 @@ class _GroupRows:
     before.
     """
 
-    def __init__(self, pieces: list[DraftChunk], block_size: int, tables: BlockTables, lag: int) -> None:
+    def __init__(
+        self, pieces: list[DraftChunk], block_size: int, tables: BlockTables, lag: int, num_layers: int
+    ) -> None:
         self.pieces = sorted(pieces, key=lambda piece: -piece.drafts)
-        self._block_size, self._tables, self._lag = block_size, tables, lag
+        self._block_size, self._tables, self._lag, self._num_layers = block_size, tables, lag, num_layers
+        self._rows: _FirstPass | None = None
         self.drafting = [piece for piece in self.pieces if piece.drafts]
         width = max((len(piece.sequence.kv.blocks) for piece in self.drafting), default=1)
         self._table_DB = np.zeros((len(self.drafting), width), dtype=np.int32)
@@ -99,7 +134,7 @@ class _GroupRows:
 
     def count(self, number: int) -> int:
         """Return the number of rows of pass `number` that draft a token."""
-        return int((self._drafts_D > number).sum())
+        return len(self.drafting) if number < self._num_layers else int((self._drafts_D > number).sum())
 
     def first_pass(self) -> HostBatch:
         parts = sorted(self._parts(), key=lambda part: part.num_tokens > 1)
@@ -118,7 +153,7 @@ class _GroupRows:
         pending_P = np.flatnonzero(token_ids_T == PENDING)
         token_ids_T[pending_P] = 0
         last_row = {id(p): end - 1 for (p, first, n), end in zip(parts, starts[1:], strict=True) if first + n == p.end}
-        return self._batch(
+        host = self._batch(
             token_ids_T,
             positions_T,
             table_SB,
@@ -130,12 +165,42 @@ class _GroupRows:
             sampled_P=np.array([parts[s].piece.sequence.pending_row for s in sequence_T[pending_P]], dtype=np.int64),
             num_decode=int((counts == 1).sum()),
         )
+        self._rows = _FirstPass(host, parts, sequence_T) if self._num_layers > 1 else None
+        return host
+
+    def layer_pass(self, number: int, drafting: range, num_drafting: int) -> HostBatch:
+        """Return the inputs of MTP layer `number`, which reads tokens `number` positions after those of the first one.
+
+        Tokens after the newest one are those of the passes before, which come before the running step's; `drafting` are
+        the rows of this group among the `num_drafting` ones of each pass.
+        """
+        assert self._rows is not None, "the passes of further layers follow the first one"
+        host, parts, sequence_T = self._rows
+        row_of = {id(piece): row for piece, row in zip(self.drafting, drafting, strict=True)}
+        token_ids_T, pending, sampled = np.zeros(len(host.token_ids_T), dtype=np.int64), list[int](), list[int]()
+        for row, (part, position) in enumerate(zip(sequence_T.tolist(), host.positions_T.tolist(), strict=True)):
+            piece = parts[part].piece
+            tokens, index = piece.sequence.tokens, position + self._lag + number
+            if index < len(tokens) and tokens[index] != PENDING:
+                token_ids_T[row] = tokens[index]
+                continue
+            pending.append(row)
+            if index < len(tokens):
+                sampled.append(number * num_drafting + piece.sequence.pending_row)
+            else:
+                sampled.append((index - len(tokens)) * num_drafting + row_of[id(piece)])
+        return replace(
+            host,
+            token_ids_T=token_ids_T,
+            pending_rows_P=np.array(pending, dtype=np.int64),
+            sampled_rows_P=np.array(sampled, dtype=np.int64),
+        )
 
     def next_pass(self, number: int, first: int) -> HostBatch:
         """Return the inputs of pass `number`. `first`: index of the group's first token in the pass before."""
         count = self.count(number)
         rows = np.arange(count)
-        positions_T = self._ends_D[:count] + number - 1
+        positions_T = self._ends_D[:count] + number - self._num_layers
         return self._batch(
             np.zeros(count, dtype=np.int64),
             positions_T,

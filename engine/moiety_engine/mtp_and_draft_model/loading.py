@@ -1,4 +1,4 @@
-"""Loading of the draft model or MTP layer, with a check that a draft model has the served model's vocabulary."""
+"""Loading of the draft model or MTP layers, with a check that a draft model has the served model's vocabulary."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def load_draft_model(
+def load_draft_models(
     config: EngineConfig, model: Transformer, progress: Callable[[int, int], None] | None = None
-) -> Transformer | None:
+) -> tuple[Transformer, ...]:
     """Load the draft model that the configuration names, with the model's device, dtype and quantization.
 
-    Returns a draft model, the checkpoint's MTP layer, or None. Of several ranks each loads its own part only. Raises
+    Returns a draft model, the checkpoint's MTP layers, or (). Of several ranks each loads its own part only. Raises
     InvalidConfig if the vocabularies differ, or if the layout cannot divide the model, and the errors of `load_model`.
     """
     how = load_options(config, str(model.device), progress)
@@ -40,7 +40,7 @@ def load_draft_model(
     if config.speculate is Speculate.MTP:
         return load_mtp(Path(config.model), model, **how)
     if config.speculate is not Speculate.DRAFT:
-        return None
+        return ()
     folder = Path(config.draft_model)
     ours, its = model.spec.vocab_size, read_spec(folder).vocab_size
     if ours != its:
@@ -61,7 +61,8 @@ def load_draft_model(
             "them, --speculate mtp if the model has an MTP layer, or --speculate ngram"
         )
     _check_tokens(Path(config.model), folder)
-    return load_model(folder, **how | {"ranks": model.ranks if has_experts else without_experts(model.ranks)})
+    ranks = model.ranks if has_experts else without_experts(model.ranks)
+    return (load_model(folder, **how | {"ranks": ranks}),)
 
 
 def without_experts(ranks: Ranks) -> Ranks:

@@ -217,9 +217,9 @@ class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RunDraftPass(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run a pass of the draft model or MTP layer. `number` counts the passes of a step from 0.
+    """Run a pass of the draft model or of an MTP layer. `number` counts the passes of a step from 0.
 
-    Rank 0 then broadcasts the tokens of the pass before, which this pass reads. Each wanted row gets a token.
+    Rank 0 then broadcasts the tokens of the pass before, if it had any. Each wanted row gets a token.
     """
 
     parts: list[GroupStep]
@@ -364,11 +364,10 @@ class ControlSender:
         self.send(EndStep())
 
     def draft_pass(self, hosts: list[HostBatch], number: int, before_L: Tensor | None) -> None:
-        """Let the other ranks run a pass of the draft model. `before_L`: tokens of the pass before, unless it is 0."""
+        """Let the other ranks run a pass of the draft model. `before_L`: tokens of the pass before, if it had any."""
         if self._rank_group is not None:
             self.send(RunDraftPass([GroupStep.of(host) for host in hosts], number))
-            if number:
-                assert before_L is not None, "a pass after the first reads the tokens of the one before"
+            if before_L is not None:
                 self._rank_group.ranks.everyone.broadcast_first(before_L)
 
     def swap(self, outs: list[tuple[int, int]], ins: list[tuple[int, int]]) -> None:

@@ -50,12 +50,12 @@ def sizes_for(
     controls: ControlSender,
     local_ranks: int = 1,
     *,
-    draft_model: Transformer | None = None,
+    draft_models: tuple[Transformer, ...] = (),
 ) -> Sizes:
     """Return the sizes; choose those that the configuration leaves open.
 
     A GPU's memory is measured with the largest step. A host's memory is shared with its other ranks. The budget of the
-    KV cache covers a draft model's cache too. Raises InvalidConfig and OutOfMemory.
+    KV cache covers the caches of a draft model or MTP layers too. Raises InvalidConfig and OutOfMemory.
     """
     on_cuda = model.device.type == "cuda"
     adapter_bytes = adapter_budget_bytes(model, config)
@@ -89,7 +89,7 @@ def sizes_for(
     budget -= num_state_slots * slot_bytes
     block_bytes = model.kv_bytes_per_block(block_size)
     layout = TableLayout(block_size, table_windows(model, config), max_chunk_tokens=max_batch_tokens)
-    drafts_bytes = 0 if draft_model is None else draft_model.kv_bytes_per_block(block_size)
+    drafts_bytes = sum(drafting.kv_bytes_per_block(block_size) for drafting in draft_models)
     num_blocks = num_kv_blocks(
         budget_bytes=budget,
         block_bytes=block_bytes + drafts_bytes,

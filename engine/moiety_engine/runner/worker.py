@@ -279,7 +279,7 @@ class Worker(WorkerBase):
         self,
         model: Transformer,
         rank_group: RankGroup,
-        draft_model: Transformer | None = None,
+        draft_models: tuple[Transformer, ...] = (),
         *,
         overlaps: bool,
         disk: RankDisk | None = None,
@@ -288,13 +288,13 @@ class Worker(WorkerBase):
     ) -> None:
         """Create a worker of a group that has `steps_in_flight` steps in its stages at once.
 
-        `draft_model` is this rank's share of the draft model or MTP layer, `disk` its part of the disk tier, and
+        `draft_models` are this rank's shares of the draft model or MTP layers, `disk` its part of the disk tier, and
         `transfers` its KV transfer to or from other engines, if there are any.
         """
         super().__init__(model, rank_group, overlaps=overlaps)
         self._disk, self._transfers = disk, transfers
         self._model = model
-        self._passes = None if draft_model is None else DraftPasses(draft_model, Staging(model.device))
+        self._passes = DraftPasses(draft_models, Staging(model.device)) if draft_models else None
         self._num_drafted = 0  # tokens of the newest pass
         position = rank_group.ranks.rank_position
         self._group, self._part = position.cache_group, position.dp_rank  # its part of a step
@@ -328,7 +328,7 @@ class Worker(WorkerBase):
             self._transfers.close()
 
     def _shares(self) -> list[Transformer | ExpertServer]:
-        return [self._model] if self._passes is None else [self._model, self._passes.model]
+        return [self._model] if self._passes is None else [self._model, *self._passes.models]
 
     def _swap(self, swap: Swap) -> None:
         assert self._host_kv is not None, "blocks are swapped without a host tier"
@@ -390,17 +390,17 @@ class Worker(WorkerBase):
 
     @torch.inference_mode()
     def _draft(self, message: RunDraftPass) -> None:
-        passes, before_L = self._passes, self._sampled_L
+        passes = self._passes
         assert passes is not None, "a draft is requested from a rank without a draft model"
-        if message.number:
+        if not message.number:
+            passes.begin(self._sampled_L)
+        elif self._num_drafted:
             token_L = torch.empty(self._num_drafted, dtype=torch.int64, device=self._model.device)
-            before_L = self._rank_group.ranks.everyone.broadcast_first(token_L)
-        else:
-            passes.begin()
+            passes.add_drafted(self._rank_group.ranks.everyone.broadcast_first(token_L))
         self._num_drafted = message.num_wanted
-        hidden_LD = passes.run(message.parts[self._part].batch(), before_L, message.spread(passes.staging))
+        hidden_LD = passes.run(message.parts[self._part].batch(), message.number, message.spread(passes.staging))
         if message.num_wanted:
-            passes.model.logits(hidden_LD)
+            passes.model_of(message.number).logits(hidden_LD)
 
     def _release(self) -> None:
         self._model.ranks.pipeline.finish_sends()

@@ -146,8 +146,7 @@ def checkpoint_dtype(config: Config) -> str:
 def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> Features:
     """Return the features of multi-token prediction (MTP).
 
-    These are the spec of the first MTP layer, if there is one, and the prefixes of all MTP layers, which decoding
-    ignores.
+    These are the specs of the MTP layers, and their prefixes, which decoding ignores.
     """
     last, num_mtp_layers = (
         config["num_hidden_layers"],
@@ -155,7 +154,7 @@ def read_mtp(config: Config, read_layer: Callable[[Config, int], LayerSpec]) -> 
     )
     return {
         "ignored_prefixes": tuple(f"model.layers.{last + index}." for index in range(num_mtp_layers)),
-        "mtp": read_layer(config, last) if num_mtp_layers else None,
+        "mtp_layers": tuple(read_layer(config, last + index) for index in range(num_mtp_layers)),
     }
 
 

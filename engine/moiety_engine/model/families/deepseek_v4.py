@@ -39,20 +39,23 @@ def deepseek_v4(config: Config, index: int) -> LayerSpec:
 
 
 def deepseek_v4_features(config: Config) -> Features:
-    """Return the residual streams, and the MTP layer, if there is one."""
+    """Return the residual streams, and the MTP layers, if there are any."""
     streams = StreamsSpec(config["hc_mult"], config["hc_sinkhorn_iters"], float(config["hc_eps"]))
     if not 1 <= streams.num_streams <= _MOST_STREAMS:
         raise ConfigError(f"hc_mult {streams.num_streams} must be in 1 … {_MOST_STREAMS}")
     if streams.iterations < 1:
         raise ConfigError(f"hc_sinkhorn_iters {streams.iterations} must be at least 1")
     features: Features = {"streams": streams, "ignored_prefixes": ("mtp.", "model.mtp.")}
-    if not first(config, "num_nextn_predict_layers", default=0):
+    num_mtp_layers = first(config, "num_nextn_predict_layers", default=0)
+    if not num_mtp_layers:
         return features
     ratios = (config.get("compress_ratios") or ())[config["num_hidden_layers"] :]
-    if ratios and ratios[0]:
-        raise UnsupportedModelError(f"an MTP layer with compress_ratios {ratios[0]} is not supported in deepseek_v4")
+    if any(ratios):
+        compressed = next(ratio for ratio in ratios if ratio)
+        raise UnsupportedModelError(f"an MTP layer with compress_ratios {compressed} is not supported in deepseek_v4")
     attention = replace(_attention(config, _SLIDING), rows_in_blocks=True)
-    return features | {"mtp": LayerSpec(attention, _mixture(config, hashed=False)), "mtp_names": DEEPSEEK_V4_MTP}
+    layer = LayerSpec(attention, _mixture(config, hashed=False))
+    return features | {"mtp_layers": (layer,) * num_mtp_layers, "mtp_names": DEEPSEEK_V4_MTP}
 
 
 def _attention_kind(config: Config, index: int) -> str:

@@ -50,16 +50,19 @@ def _slides_by_pattern(config: Config, index: int) -> bool:
 
 
 def exaone_features(config: Config) -> Features:
-    """Return the features of multi-token prediction (MTP): the first MTP layer, which is dense, and its names.
+    """Return the features of multi-token prediction (MTP): the MTP layers, which are dense, and their names.
 
-    Its kind of attention is the first of `mtp_layer_types`, or else that of the model's first layer.
+    Their kinds of attention are those of `mtp_layer_types`, or else that of the model's first layer.
     """
     features: Features = {"ignored_prefixes": ("mtp.", "model.mtp.")}
-    if not first(config, "num_nextn_predict_layers", default=0):
+    num_mtp_layers = first(config, "num_nextn_predict_layers", default=0)
+    if not num_mtp_layers:
         return features
     if config.get("mtp_sliding_windows") is not None:
         raise UnsupportedModelError("mtp_sliding_windows is not supported in exaone_moe: remove MTP layers or the key")
-    kinds = first(config, "mtp_layer_types", "layer_types")
-    of_mtp = config if kinds is None else config | {"layer_types": kinds}
-    sliding = is_sliding_layer(of_mtp, 0, otherwise=_slides_by_pattern(config, 0))
-    return features | {"mtp": LayerSpec(_attention(config, sliding=sliding), _dense(config)), "mtp_names": QWEN_MTP}
+    kinds = config.get("mtp_layer_types") or (config.get("layer_types") or [])[:1]
+    of_mtp = config | {"layer_types": [*kinds, *kinds[-1:] * num_mtp_layers] or None}
+    otherwise = _slides_by_pattern(config, 0)
+    slides = [is_sliding_layer(of_mtp, index, otherwise=otherwise) for index in range(num_mtp_layers)]
+    layers = tuple(LayerSpec(_attention(config, sliding=sliding), _dense(config)) for sliding in slides)
+    return features | {"mtp_layers": layers, "mtp_names": QWEN_MTP}

@@ -42,7 +42,7 @@ def longcat_flash_features(config: Config) -> Features:
     return {
         "block_starts": starts,
         "ignored_prefixes": ("model.mtp.",),
-        "mtp": LayerSpec(_attention(config), dense) if num_mtp_layers else None,
+        "mtp_layers": (LayerSpec(_attention(config), dense),) * num_mtp_layers,
         "mtp_names": LONGCAT_MTP,
     }
 

@@ -16,6 +16,7 @@ from moiety_engine.model.families.config import (
 )
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec
 
+_NUM_MTP_LAYERS = 3  # of the published checkpoints
 _FULL_EVERY = 6  # the first layer, and from then on every sixth has full attention, unless layer_types says otherwise
 
 
@@ -74,6 +75,12 @@ def _check_old_keys(config: Config) -> None:
 
 
 def mimo_features(config: Config) -> Features:
-    """Return the first multi-token prediction (MTP) layer, which is dense and has a window, and the prefix of all."""
+    """Return the multi-token prediction (MTP) layers, which are dense and have a window, and their prefix.
+
+    Config.json does not say how many there are; those in the files are used. Each reads the hidden states of the model
+    (source: SGLang's multi-layer MTP).
+    """
+    count = first(config, "num_nextn_predict_layers", default=_NUM_MTP_LAYERS)
     dense = DenseSpec(config["intermediate_size"], activation=read_activation(config))
-    return {"ignored_prefixes": ("model.mtp.",), "mtp": LayerSpec(_attention(config, slides=True), dense)}
+    layers = (LayerSpec(_attention(config, slides=True), dense),) * count
+    return {"ignored_prefixes": ("model.mtp.",), "mtp_layers": layers, "mtp_reads_model": True}

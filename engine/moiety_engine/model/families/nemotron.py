@@ -56,7 +56,7 @@ def nemotron_h_features(config: Config) -> Features:
         return features
     kinds = _mtp_kinds(config)
     layer = _layer(config, kinds[0], kinds[1] if len(kinds) > 1 else None)
-    return features | {"mtp": layer, "mtp_names": nemotron_mtp_names(len(kinds))}
+    return features | {"mtp_layers": (layer,), "mtp_names": nemotron_mtp_names(len(kinds))}
 
 
 def _layer(config: Config, mixer_kind: str, following: str | None) -> LayerSpec:

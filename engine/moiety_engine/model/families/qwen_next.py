@@ -41,7 +41,7 @@ def qwen3_5_moe(config: Config, index: int) -> LayerSpec:
 
 
 def qwen3_next_features(config: Config) -> Features:
-    """Return the norms, the MTP layer, and its tensors and those of the vision encoder as ignored.
+    """Return the norms, the MTP layers, and their tensors and those of the vision encoder as ignored.
 
     Config.json of Qwen3-Next does not say that there is an MTP layer; whether there is one is seen when it is loaded.
     """
@@ -49,22 +49,22 @@ def qwen3_next_features(config: Config) -> Features:
     return {
         "norm": norm,
         "ignored_prefixes": ("mtp.", "model.visual.", "visual."),
-        "mtp": _mtp_layer(config),
+        "mtp_layers": _mtp_layers(config),
         "mtp_names": QWEN_MTP,
     }
 
 
-def _mtp_layer(config: Config) -> LayerSpec | None:
-    """Return the MTP layer, with full attention; None if there is none or if it has a vocabulary of its own."""
-    count = first(config, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
+def _mtp_layers(config: Config) -> tuple[LayerSpec, ...]:
+    """Return the MTP layers, with full attention; () if there are none or if they have a vocabulary of their own."""
+    count: int = first(config, "mtp_num_hidden_layers", "num_nextn_predict_layers", default=1)
     if not count or config.get("mtp_use_dedicated_embeddings"):
-        return None
+        return ()
     if config["model_type"] in ("qwen3_5", "qwen3_5_text"):
         ffn: DenseSpec | MoeSpec = DenseSpec(config["intermediate_size"], activation=read_activation(config))
     else:
         renormalize = config["model_type"] != "qwen3_next" or bool(config["norm_topk_prob"])
         ffn = _mixture(config, renormalize=renormalize)
-    return LayerSpec(_full(config), ffn)
+    return (LayerSpec(_full(config), ffn),) * count
 
 
 def _with_experts(config: Config, index: int, *, renormalize: bool) -> LayerSpec:

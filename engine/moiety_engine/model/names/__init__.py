@@ -73,9 +73,10 @@ def placements(spec: ModelSpec, weights: ModelWeights, present: set[str]) -> dic
         prefix = f"{layers_root}{index}."
         if spec.mtp_after is not None:
             if spec.mtp_names is not None:
-                found.update(_stored(layer_spec, layer, "", dict(spec.mtp_names.layer), present))
+                stored_as = dict(spec.mtp_names.at(spec.mtp_index).layer)
+                found.update(_stored(layer_spec, layer, "", stored_as, present))
                 continue
-            prefix = mtp_prefix(root, spec.mtp_after, present)
+            prefix = mtp_prefix(root, spec.mtp_after, present, spec.mtp_index)
         local = {name.removeprefix(prefix) for name in present if name.startswith(prefix)}
         found.update((prefix + name, place) for name, place in _layer(layer_spec, layer, local))
     if spec.vision is not None and weights.vision is not None:
@@ -113,10 +114,11 @@ def _of_zero_expert(name: str, spec: ModelSpec) -> bool:
     return expert is not None and int(expert[1]) >= max(counts)
 
 
-def mtp_prefix(root: str, num_layers: int, present: Collection[str]) -> str:
-    """Return the prefix of the tensors of a model's MTP layer: MiMo's has a number of its own."""
-    own = f"{root}mtp.layers.0."
-    return own if f"{own}eh_proj.weight" in present else f"{root}layers.{num_layers}."
+def mtp_prefix(root: str, num_layers: int, present: Collection[str], index: int = 0) -> str:
+    """Return the prefix of the tensors of a model's MTP layer with this index: MiMo's are numbered from 0."""
+    if f"{root}mtp.layers.0.eh_proj.weight" in present:
+        return f"{root}mtp.layers.{index}."
+    return f"{root}layers.{num_layers + index}."
 
 
 def _usual_mtp_names(prefix: str, present: Collection[str]) -> MtpNames:
@@ -142,7 +144,8 @@ def _around(spec: ModelSpec, weights: ModelWeights, root: str, embedding: str, p
     """Yield the names and mappings of the weights outside the layers."""
     mtp_input = weights.mtp_input
     if mtp_input is not None:
-        names = spec.mtp_names or _usual_mtp_names(mtp_prefix(root, spec.mtp_after or 0, present), present)
+        usual = _usual_mtp_names(mtp_prefix(root, spec.mtp_after or 0, present, spec.mtp_index), present)
+        names = usual if spec.mtp_names is None else spec.mtp_names.at(spec.mtp_index)
         yield from _mtp_places(names, weights, mtp_input)
         return
     outside = "language_model." if root == "language_model.model." else ""

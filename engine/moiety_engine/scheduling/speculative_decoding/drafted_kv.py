@@ -30,13 +30,14 @@ class _SequenceKv:
 class DraftedKv:
     """Draft model's KV of one engine. Used by the step loop's thread only.
 
-    A draft model that reads each token together with the next one (`lag` 1) has one token less to process. The last
+    An MTP layer reads each token together with the next one (`lag` 1), and has one token less to process. The last
     position of a block then depends on the next block, and is written by each sequence that shares it. Its KV for its
-    own draft tokens is not reused, since it differs from their KV after acceptance.
+    own draft tokens is not reused, since it differs from their KV after acceptance. Of several MTP layers each reads
+    one token further ahead, so the last `num_layers` - 1 positions depend on draft tokens and are processed again.
     """
 
-    def __init__(self, block_size: int, lag: int = 0) -> None:
-        self._block_size, self.lag = block_size, lag
+    def __init__(self, block_size: int, lag: int = 0, num_layers: int = 1) -> None:
+        self._block_size, self.lag, self._num_ahead = block_size, lag, lag * num_layers
         self._hash_of: dict[tuple[int, int], bytes] = {}  # of full blocks, by rank group and block
         self._held: dict[Sequence, _SequenceKv] = {}
         self._pruned_from = _PRUNED_FROM
@@ -55,13 +56,18 @@ class DraftedKv:
         """Return how many tokens must be processed before a token after the newest one can be drafted; at least one."""
         return len(sequence.tokens) - self.lag - self.num_there(sequence)
 
-    def record_computed(self, sequence: Sequence, first: int, end: int, proposed: list[int]) -> None:
-        """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `proposed`."""
+    def record_computed(
+        self, sequence: Sequence, first: int, end: int, proposed: list[int], num_guessed: int = 0
+    ) -> None:
+        """Record that tokens `first` to `end` - 1 were processed, and then the draft tokens `proposed`.
+
+        `num_guessed`: number of the last tokens before `end` that were processed with draft tokens after them.
+        """
         held = self._held[sequence]
         assert held.blocks is sequence.kv.blocks and first <= held.num_there, (
             "taken in after something that is not there"
         )
-        held.num_there, held.proposed = end, [] if self.lag else proposed
+        held.num_there, held.proposed = max(0, end - num_guessed), [] if self.lag else proposed
         first_block, size = first // self._block_size, self._block_size
         for block in sequence.kv.blocks[first_block : -(-(end + len(proposed)) // size)]:
             self._hash_of.pop((sequence.kv.group, block), None)
@@ -80,7 +86,7 @@ class DraftedKv:
             if hash_of.get((sequence.kv.group, block)) != sequence.block_hashes.at(count, size):
                 break
             count += 1
-        num_there = max(0, count * size - self.lag)
+        num_there = max(0, count * size - self._num_ahead)
         held = self._held[sequence] = _SequenceKv(sequence.kv.blocks, count, num_there)
         return held
 
