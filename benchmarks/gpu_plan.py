@@ -30,7 +30,10 @@ FEW_BITS = ("--kernels", "moe_layer_fp8,moe_layer_mxfp4,moe_layer_int4", "--shap
 FEW_ROWS = ("--tokens", "1,4,16,64", "--routing", "uniform")
 OTHERS = "paged_attention_decode,paged_attention_prefill,rms_norm,add_rms_norm,invariant_linear,route,sample"
 OTHERS_OF = "Qwen3-30B-A3B,gpt-oss-20b"
-RECURRENT = ("--kernels", "gated_delta_decode,gated_delta_prefill", "--shapes", "Qwen3-Next")
+RECURRENCES = "gated_delta", "kimi_delta", "mamba2", "lightning_attention"
+RECURRENT_KERNELS = ",".join(f"{kind}_{part}" for kind in RECURRENCES for part in ("decode", "prefill"))
+RECURRENT_SHAPES = "Qwen3-Next,Kimi-Linear-48B,Nemotron-3-Nano,MiniMax-Text-01"
+RECURRENT = ("--kernels", RECURRENT_KERNELS, "--shapes", RECURRENT_SHAPES)
 SPARSE = ("--kernels", "index_select,sparse_attention_decode,sparse_attention_prefill", "--shapes", "DeepSeek-V3.2")
 ENGINE_LAYERS = "24"  # of 48: drawing, capturing and running all of them would take longer than there is
 SANITIZERS = ("memcheck", "racecheck")
@@ -66,7 +69,7 @@ def on_gpu(scratch: Path, arch: str) -> list[Stage]:
         Stage("engine_tests", pytest_command(scratch, *engine_tests), 45.0, needs=("msgspec",)),
         _measuring("few_bits", [*bench, "20", *FEW_BITS, *FEW_ROWS], 35.0, scratch),
         _measuring("kernels", [*bench, "25", "--kernels", OTHERS, "--shapes", OTHERS_OF], 45.0, scratch),
-        _measuring("recurrent", [*bench, "10", *RECURRENT], 25.0, scratch),
+        _measuring("recurrent", [*bench, "25", *RECURRENT], 45.0, scratch),
         _measuring("sparse", [*bench, "10", *SPARSE], 25.0, scratch),
         Stage("report", [*KERNELS, "report", "--target", arch], 90.0),
     ]
@@ -85,7 +88,7 @@ def rehearsal(scratch: Path) -> list[Stage]:
         _measuring("fp8_layer", [*bench, *small, "moe_layer_fp8"], 60.0, scratch),
         _measuring("few_bits", [*bench, *small, "moe_layer_mxfp4,moe_layer_int4"], 60.0, scratch),
         _measuring("kernels", [*bench, *small, "rms_norm"], 60.0, scratch),
-        _measuring("recurrent", [*bench, *small, "gated_delta_decode"], 60.0, scratch),
+        _measuring("recurrent", [*bench, *small, ",".join(f"{kind}_decode" for kind in RECURRENCES)], 60.0, scratch),
         _measuring("sparse", [*bench, *small, "index_select,sparse_attention_decode"], 60.0, scratch),
         _measuring("engine", engine, 120.0, scratch, needs=("msgspec",)),
         Stage("smallest_tests", pytest_command(scratch, "-p", "gpu_smallest", *tests), 60.0),

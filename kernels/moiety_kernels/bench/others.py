@@ -5,25 +5,20 @@ T tokens, S sequences, E experts, D model width, H query and G key-value heads o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moiety_kernels.bench import work
-from moiety_kernels.bench.clocks import Call
+from moiety_kernels.bench.operation import Operation, Point, dtype_name, dtype_on
+from moiety_kernels.bench.recurrences import recurrent_operations
 from moiety_kernels.bench.routings import draw_logits, spec_of
 from moiety_kernels.bench.shapes import DECODE_CONTEXT, SPARSE_CONTEXT, LayerShape, SparseShape
-from moiety_kernels.bench.work import Work
-from moiety_kernels.gated_delta import gated_delta_rule
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.lightning_indexer import select_tokens
 from moiety_kernels.linear import linear
 from moiety_kernels.paged_attention import paged_attention
 from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
-from moiety_kernels.recurrent.inputs import RecurrentHeads, RecurrentSequences
 from moiety_kernels.rms_norm import add_rms_norm, rms_norm
 from moiety_kernels.route import route
 from moiety_kernels.route.reference import route as route_in_torch
@@ -35,28 +30,10 @@ _EPS = 1e-6
 _PLACES = 16  # slots per cache block
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One timed size of an operation and the least work that it must do."""
-
-    ours: Call
-    rivals: dict[str, Call]
-    work: Work
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    name: str
-    tokens: Callable[[LayerShape, int], bool]  # whether it is measured with this many tokens
-    bytes: Callable[[LayerShape, int], int]  # approximate memory in bytes
-    make: Callable[[LayerShape, int, torch.device], Point]
-
-
 def _rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point:
     x, weight = _rows(tokens, shape, device), torch.rand(shape.width, device=device) + 0.5
     narrow = weight.to(x.dtype)
-    dtype = _name(x)
+    dtype = dtype_name(x)
     return Point(
         lambda: rms_norm(x, weight, _EPS),
         {"torch_rms_norm": lambda: functional.rms_norm(x, (shape.width,), narrow, _EPS)},
@@ -70,7 +47,7 @@ def _add_rms_norm(shape: LayerShape, tokens: int, device: torch.device) -> Point
     x, delta = _rows(tokens, shape, device), torch.zeros_like(_rows(tokens, shape, device))
     weight = torch.ones(shape.width, device=device)
     narrow = weight.to(x.dtype)
-    dtype = _name(x)
+    dtype = dtype_name(x)
 
     def in_torch() -> object:
         total = x + delta
@@ -87,14 +64,14 @@ def _invariant_linear(shape: LayerShape, tokens: int, device: torch.device) -> P
     return Point(
         lambda: linear(x_TD, weight_ND, invariant=True),
         {"torch_linear": lambda: functional.linear(x_TD, weight_ND)},
-        work.linear(tokens, weight_ND.shape[0], weight_ND.shape[1], _name(x_TD)),
-        _name(x_TD),
+        work.linear(tokens, weight_ND.shape[0], weight_ND.shape[1], dtype_name(x_TD)),
+        dtype_name(x_TD),
     )
 
 
 def _projection(shape: LayerShape, device: torch.device) -> Tensor:
     drawn_ND = torch.randn(shape.heads * shape.head_width, shape.width, device=device)
-    return torch.mul(drawn_ND, shape.width**-0.5).to(_dtype(device))
+    return torch.mul(drawn_ND, shape.width**-0.5).to(dtype_on(device))
 
 
 def _route(shape: LayerShape, tokens: int, device: torch.device) -> Point:
@@ -155,8 +132,8 @@ def _decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
             q_THd[:, :, None], k.view(flat), v.view(flat), scale=parameters.scale, enable_gqa=True
         )
 
-    least = work.attention_decode(shape, sequences, context, _name(k))
-    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, _name(k))
+    least = work.attention_decode(shape, sequences, context, dtype_name(k))
+    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, dtype_name(k))
 
 
 def _prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
@@ -177,49 +154,17 @@ def _prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
             q_THd.transpose(0, 1)[None], k_HTd, v_HTd, is_causal=True, scale=parameters.scale, enable_gqa=True
         )
 
-    least = work.attention_prefill(shape, tokens, _name(k))
-    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, _name(k))
-
-
-def _delta_decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
-    return _gated_delta(shape, [1] * sequences, device)
-
-
-def _delta_prefill(shape: LayerShape, tokens: int, device: torch.device) -> Point:
-    return _gated_delta(shape, [tokens], device)
-
-
-def _gated_delta(shape: LayerShape, lengths: list[int], device: torch.device) -> Point:
-    assert shape.delta_heads is not None
-    (heads, value_heads, width), tokens = shape.delta_heads, sum(lengths)
-    qkv = RecurrentHeads(
-        *(torch.randn(tokens, count, width, device=device).to(_dtype(device)) for count in (heads, heads, value_heads))
-    )
-    decay = -torch.rand(tokens, value_heads, 1, device=device)
-    strength = torch.rand(tokens, value_heads, device=device)
-    states = torch.randn(len(lengths), value_heads, width, width, device=device)
-    sequences = RecurrentSequences(
-        torch.arange(len(lengths), device=device),
-        torch.ones(len(lengths), dtype=torch.int32, device=device),
-        torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
-        max_query=max(lengths),
-        num_decode=lengths.count(1),
-    )
-
-    def run() -> Tensor:
-        return gated_delta_rule(qkv, decay, strength, states, sequences)
-
-    dtype = _name(qkv.v_TMV)
-    return Point(run, {}, work.gated_delta(shape, tokens, len(lengths), dtype), dtype)
+    least = work.attention_prefill(shape, tokens, dtype_name(k))
+    return Point(run, {"torch_sdpa_contiguous": in_torch}, least, dtype_name(k))
 
 
 def _index_select(shape: LayerShape, sequences: int, device: torch.device) -> Point:
     """Return decodes that each score a context of their own and select from it."""
     sparse, context = _sparse(shape), _sparse_context(device)
-    q = torch.randn(sequences, sparse.index_heads, sparse.index_width, device=device).to(_dtype(device))
+    q = torch.randn(sequences, sparse.index_heads, sparse.index_width, device=device).to(dtype_on(device))
     weight = torch.randn(sequences, sparse.index_heads, device=device)
     blocks = context // _PLACES
-    keys = torch.randn(sequences * blocks, _PLACES, sparse.index_width, device=device).to(_dtype(device))
+    keys = torch.randn(sequences * blocks, _PLACES, sparse.index_width, device=device).to(dtype_on(device))
     table = torch.randperm(sequences * blocks, device=device).to(torch.int32).view(sequences, blocks)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device=device)
@@ -233,7 +178,9 @@ def _index_select(shape: LayerShape, sequences: int, device: torch.device) -> Po
         products = torch.einsum("shi,sci->shc", q, own).relu()
         return (weight.unsqueeze(1) @ products.float()).squeeze(1).topk(sparse.top_k).indices
 
-    return Point(run, {"torch_einsum_topk": in_torch}, work.index_select(shape, sequences, context, _name(q)), _name(q))
+    return Point(
+        run, {"torch_einsum_topk": in_torch}, work.index_select(shape, sequences, context, dtype_name(q)), dtype_name(q)
+    )
 
 
 def _sparse_decode(shape: LayerShape, sequences: int, device: torch.device) -> Point:
@@ -248,8 +195,8 @@ def _sparse_attention(shape: LayerShape, tokens: int, num_decode: int, device: t
     """Return attention to slots at random places of a context per decode, or of one that all tokens share."""
     sparse, context = _sparse(shape), _sparse_context(device)
     blocks = max(1, num_decode) * context // _PLACES
-    q = torch.randn(tokens, sparse.heads, sparse.row_width, device=device).to(_dtype(device))
-    rows = torch.randn(blocks, _PLACES, sparse.row_width, device=device).to(_dtype(device))
+    q = torch.randn(tokens, sparse.heads, sparse.row_width, device=device).to(dtype_on(device))
+    rows = torch.randn(blocks, _PLACES, sparse.row_width, device=device).to(dtype_on(device))
     cache = LatentCache(rows, sparse.value_width)
     slots = torch.randint(blocks * _PLACES, (tokens, sparse.top_k), dtype=torch.int32, device=device)
     counts = torch.full((tokens,), sparse.top_k, dtype=torch.int32, device=device)
@@ -258,7 +205,7 @@ def _sparse_attention(shape: LayerShape, tokens: int, num_decode: int, device: t
     def run() -> Tensor:
         return sparse_mla_attention(q, cache, slots, counts, scale, num_decode=num_decode)
 
-    return Point(run, {}, work.sparse_attention(shape, tokens, _name(q)), _name(q))
+    return Point(run, {}, work.sparse_attention(shape, tokens, dtype_name(q)), dtype_name(q))
 
 
 def _sparse(shape: LayerShape) -> SparseShape:
@@ -277,27 +224,13 @@ def _sparse_bytes(shape: LayerShape, tokens: int, contexts: int) -> int:
     return 8 * rows + 16 * tokens * sparse.heads * sparse.row_width + 8 * tokens * sparse.top_k
 
 
-def _delta_bytes(shape: LayerShape, tokens: int) -> int:
-    heads, value_heads, width = shape.delta_heads or (0, 0, 0)
-    return 8 * tokens * width * (2 * heads + 4 * value_heads) + 8 * tokens * value_heads * width * width
-
-
 def _rows(tokens: int, shape: LayerShape, device: torch.device) -> Tensor:
-    return torch.randn(tokens, shape.width, device=device).to(_dtype(device))
+    return torch.randn(tokens, shape.width, device=device).to(dtype_on(device))
 
 
 def _cache(shape: LayerShape, sequences: int, context: int, device: torch.device) -> Tensor:
     blocks = sequences * -(-context // _PLACES)
-    return torch.randn(blocks, shape.kv_heads, _PLACES, shape.head_width, device=device).to(_dtype(device))
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    """Return float32 on a CPU, which has no fast 16-bit arithmetic beside its matrix tiles, else the GPU's type."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return torch.randn(blocks, shape.kv_heads, _PLACES, shape.head_width, device=device).to(dtype_on(device))
 
 
 def _context(device: torch.device) -> int:
@@ -335,15 +268,6 @@ OPERATIONS = {
             _prefill,
         ),
         Operation(
-            "gated_delta_decode", lambda s, t: s.delta_heads is not None and t <= 256, _delta_bytes, _delta_decode
-        ),
-        Operation(
-            "gated_delta_prefill",
-            lambda s, t: s.delta_heads is not None and t >= 256,
-            lambda s, t: _delta_bytes(s, t) // 16,
-            _delta_prefill,
-        ),
-        Operation(
             "index_select",
             lambda s, t: s.sparse is not None and t <= 64,
             lambda s, t: 2 * _sparse_bytes(s, t, t),
@@ -361,5 +285,6 @@ OPERATIONS = {
             lambda s, t: _sparse_bytes(s, t, 1),
             _sparse_prefill,
         ),
+        *recurrent_operations(),
     )
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moiety_kernels.bench import moe_layer, work
 from moiety_kernels.bench.clocks import Call, CallFailed, Clock, Timing, clock_of, measure
-from moiety_kernels.bench.others import OPERATIONS, Point
+from moiety_kernels.bench.operation import Point
+from moiety_kernels.bench.others import OPERATIONS
 from moiety_kernels.bench.shapes import LayerShape
 from moiety_kernels.bench.speeds import measure_speeds, roofline_speeds
 from moiety_kernels.bench.work import Speeds, Work, floor_s
@@ -184,13 +185,15 @@ def _run_operation(state: _Run, kernel: str, shape: LayerShape) -> None:
     operation = OPERATIONS[kernel]
     for tokens in state.settings.tokens:
         state.on_point(f"{kernel} {shape.name}, {tokens} tokens", state.report)
+        if not operation.tokens(shape, tokens):
+            state.points_left -= 1
+            continue
         refused = state.refusal(operation.bytes(shape, tokens))
-        if operation.tokens(shape, tokens) and refused is None:
+        if refused is None:
             state.measure(kernel, shape, tokens, partial(_operation_row, state, kernel, shape, tokens))
             continue
         state.points_left -= 1
-        if operation.tokens(shape, tokens) and refused is not None:
-            state.skip(kernel, shape, [tokens], refused)
+        state.skip(kernel, shape, [tokens], refused)
 
 
 def _operation_row(state: _Run, kernel: str, shape: LayerShape, tokens: int) -> Row:

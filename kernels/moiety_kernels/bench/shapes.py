@@ -22,6 +22,22 @@ class SparseShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrenceShape:
+    """A recurrent layer's heads: key heads and value heads with their widths, and decays per token and value head."""
+
+    heads: int
+    value_heads: int
+    width: int
+    value_width: int
+    gates: int = 1
+
+    @property
+    def state_entries(self) -> int:
+        """Entries of the state of one sequence."""
+        return self.value_heads * self.width * self.value_width
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer of a model, without biases and with SiLU as its activation.
 
@@ -39,10 +55,12 @@ class LayerShape:
     vocabulary: int
     routing: Mapping[str, Any] = field(default_factory=lambda: {"renormalize": True})  # further fields of RoutingSpec
     dtype: str = "bfloat16"  # of the weights
-    delta_heads: tuple[int, int, int] | None = None  # key heads, value heads and their width, of gated DeltaNet layers
+    recurrences: Mapping[str, RecurrenceShape] = field(default_factory=dict)  # by kind, of RECURRENCES
     sparse: SparseShape | None = None
 
 
+DELTA_RULES = ("gated_delta", "kimi_delta")
+RECURRENCES = (*DELTA_RULES, "mamba2", "lightning_attention")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf")
 DECODE_CONTEXT = 4096  # cached tokens of every decoding sequence
@@ -63,7 +81,24 @@ MODELS = (
     # Not a model's layer: published figures of fused kernels use it.
     LayerShape("E128-2816x704", 128, 8, 2816, 704, 0, 0, 0, 0),
 )
-RECURRENT = (LayerShape("Qwen3-Next", 512, 10, 2048, 512, 16, 2, 256, 151936, delta_heads=(16, 32, 128)),)
+RECURRENT = (  # Kimi Linear without heads, since paged_attention does not compute latent attention
+    LayerShape(
+        *("Qwen3-Next", 512, 10, 2048, 512, 16, 2, 256, 151936),
+        recurrences={"gated_delta": RecurrenceShape(16, 32, 128, 128)},
+    ),
+    LayerShape(
+        *("Kimi-Linear-48B", 256, 8, 2304, 1024, 0, 0, 0, 163840),
+        recurrences={"kimi_delta": RecurrenceShape(32, 32, 128, 128, gates=128)},
+    ),
+    LayerShape(
+        *("Nemotron-3-Nano", 128, 6, 2688, 1856, 32, 2, 128, 131072),
+        recurrences={"mamba2": RecurrenceShape(8, 64, 128, 64)},
+    ),
+    LayerShape(
+        *("MiniMax-Text-01", 32, 2, 6144, 9216, 64, 8, 128, 200064),
+        recurrences={"lightning_attention": RecurrenceShape(64, 64, 128, 128)},
+    ),
+)
 SPARSE = (  # without heads, since paged_attention does not compute latent attention
     LayerShape("DeepSeek-V3.2", 256, 8, 7168, 2048, 0, 0, 0, 129280, sparse=SparseShape(64, 128, 128, 576, 512, 2048)),
 )
@@ -71,7 +106,12 @@ SPARSE = (  # without heads, since paged_attention does not compute latent atten
 SMALL = (
     LayerShape(
         *("moiety-demo", 16, 2, 128, 96, 4, 2, 32, 2048),
-        delta_heads=(2, 4, 64),
+        recurrences={
+            "gated_delta": RecurrenceShape(2, 4, 64, 64),
+            "kimi_delta": RecurrenceShape(2, 2, 64, 64, gates=64),
+            "mamba2": RecurrenceShape(1, 4, 64, 64),
+            "lightning_attention": RecurrenceShape(2, 2, 64, 64),
+        },
         sparse=SparseShape(8, 64, 8, 96, 64, 64),
     ),
     LayerShape("random-669M", 32, 4, 1024, 512, 16, 4, 64, 16000),

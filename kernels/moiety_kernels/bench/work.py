@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moiety_kernels.bench.shapes import LayerShape
+from moiety_kernels.bench.shapes import DELTA_RULES, LayerShape
 
 _FOUR_BITS = 0.5 + 4 / 32  # and a number's part of the scale that 32 numbers share
 ITEM_BYTES = {"int4": _FOUR_BITS, "mxfp4": _FOUR_BITS, "float8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
@@ -80,12 +80,17 @@ def attention_prefill(shape: LayerShape, tokens: int, dtype: str = "bfloat16") -
     return Work(flops=4.0 * seen * shape.heads * shape.head_width, bytes=rows * ITEM_BYTES[dtype])
 
 
-def gated_delta(shape: LayerShape, tokens: int, states: int, dtype: str = "bfloat16") -> Work:
-    """Return the work of the gated delta rule: recall, correct and read; float32 states in and out, rows once each."""
-    heads, value_heads, width = shape.delta_heads or (0, 0, 0)
-    rows = tokens * width * (2 * heads + 2 * value_heads) * ITEM_BYTES[dtype]
-    state = value_heads * width * width
-    return Work(flops=6.0 * tokens * state, bytes=rows + 8.0 * states * state)
+def recurrence(kind: str, shape: LayerShape, tokens: int, states: int, dtype: str = "bfloat16") -> Work:
+    """Return the work of a recurrence of `states` sequences, each entry of a state in turn: write and read, and recall.
+
+    Only delta rules recall. Rows count once each, float32 states in and out, and decays, and a delta rule's strengths,
+    are float32.
+    """
+    r, is_delta = shape.recurrences[kind], kind in DELTA_RULES
+    rows = tokens * 2 * (r.heads * r.width + r.value_heads * r.value_width) * ITEM_BYTES[dtype]
+    gates = 4.0 * tokens * r.value_heads * (r.gates + is_delta)
+    flops = (6.0 if is_delta else 4.0) * tokens * r.state_entries
+    return Work(flops=flops, bytes=rows + gates + 8.0 * states * r.state_entries)
 
 
 def index_select(shape: LayerShape, sequences: int, context: int, dtype: str = "bfloat16") -> Work:

@@ -24,9 +24,10 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     "kernels",
     [
         ["moe_layer", "rms_norm"],
+        ["kimi_delta_decode", "mamba2_decode", "lightning_attention_decode"],
         pytest.param(["moe_layer_fp8", "moe_layer_mxfp4", "paged_attention_decode"], marks=pytest.mark.thorough),
     ],
-    ids=["bf16", "other kernels"],
+    ids=["bf16", "recurrences", "other kernels"],
 )
 def test_rows_have_times_rivals_and_fractions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kernels: list[str]

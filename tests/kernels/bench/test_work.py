@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moiety_kernels.bench import work
 from moiety_kernels.bench.clocks import CallFailed
+from moiety_kernels.bench.others import OPERATIONS
 from moiety_kernels.bench.routings import draw_logits, popularity, spec_of
 from moiety_kernels.bench.run import checked_difference
-from moiety_kernels.bench.shapes import ROUTINGS, SHAPES, LayerShape
+from moiety_kernels.bench.shapes import RECURRENCES, ROUTINGS, SHAPES, LayerShape, RecurrenceShape
 from moiety_kernels.bench.work import Speeds, expected_active, floor_s
 from moiety_kernels.gpu.targets import H200
 from moiety_kernels.route.reference import route
 
 ON_H200 = Speeds(H200.memory_bytes_per_s, H200.flops_bf16)
 TINY = LayerShape("tiny", 4, 2, width=8, hidden=16, heads=4, kv_heads=2, head_width=8, vocabulary=32)
+RECURRENT = replace(
+    TINY,
+    recurrences={
+        "gated_delta": RecurrenceShape(1, 2, width=3, value_width=5),
+        "kimi_delta": RecurrenceShape(2, 2, width=3, value_width=3, gates=3),
+        "mamba2": RecurrenceShape(1, 2, width=3, value_width=5),
+        "lightning_attention": RecurrenceShape(2, 2, width=3, value_width=3),
+    },
+)
 FLOORS_US = {
     "Mixtral-8x7B": (164, 658, 913, 14614),
     "OLMoE": (23, 189, 211, 2088),
@@ -50,6 +62,35 @@ def test_attention_by_hand() -> None:
     prefill = work.attention_prefill(TINY, tokens=3)
     assert prefill.flops == 2 * 2 * 4 * 8 * (1 + 2 + 3)
     assert prefill.bytes == 2 * (2 * 3 * 4 * 8 + 2 * 3 * 2 * 8)
+
+
+def test_recurrences_by_hand() -> None:
+    """Of 7 tokens in 2 sequences: 2 value heads, whose states have 3 rows of 5 or of 3."""
+    delta = work.recurrence("gated_delta", RECURRENT, tokens=7, states=2)
+    assert delta.flops == 3 * 2 * 7 * (2 * 3 * 5)  # recall, correct and read
+    rows = 7 * (3 + 3 + 2 * 5 + 2 * 5)  # one key head's query and key, values and outputs
+    assert delta.bytes == 2 * rows + 4 * 7 * 2 * (1 + 1) + 2 * 4 * 2 * (2 * 3 * 5)
+    kimi = work.recurrence("kimi_delta", RECURRENT, tokens=7, states=2)
+    assert kimi.bytes == 2 * 7 * 4 * (2 * 3) + 4 * 7 * 2 * (3 + 1) + 2 * 4 * 2 * (2 * 3 * 3)
+    mamba = work.recurrence("mamba2", RECURRENT, tokens=7, states=2)
+    assert mamba.flops == 2 * 2 * 7 * (2 * 3 * 5)  # write and read
+    assert mamba.bytes == 2 * rows + 4 * 7 * 2 + 2 * 4 * 2 * (2 * 3 * 5)
+    lightning = work.recurrence("lightning_attention", RECURRENT, tokens=7, states=2, dtype="float32")
+    assert lightning.bytes == 4 * 7 * 4 * (2 * 3) + 4 * 7 * 2 + 2 * 4 * 2 * (2 * 3 * 3)
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_each_recurrence_is_measured_with_the_widths_of_a_model(kind: str) -> None:
+    """And with those of the small layer, whose calls run here."""
+    with_it = [name for name, shape in SHAPES.items() if kind in shape.recurrences]
+    assert len(with_it) == 2 and "moiety-demo" in with_it
+    shape, cpu = SHAPES["moiety-demo"], torch.device("cpu")
+    for part, tokens in (("decode", 3), ("prefill", 256)):
+        operation = OPERATIONS[f"{kind}_{part}"]
+        assert operation.tokens(shape, tokens) and not operation.tokens(TINY, tokens)
+        point = operation.make(shape, tokens, cpu)
+        assert torch.as_tensor(point.ours()).isfinite().all()
+        assert point.work.bytes < operation.bytes(shape, tokens) < 20 * point.work.bytes
 
 
 def test_rows_and_scores_by_hand() -> None:
