@@ -51,8 +51,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         | {"vision_output_dim": 32, "image_size": 28, "patch_size": 14, "projector_input_dim": 32}
         | {"projector_output_dim": 32},
     ),
+    "glm4v": (
+        "glm4v_moe",
+        "Glm4vMoeForConditionalGeneration",
+        "glm4_moe",
+        {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": SMALL["hidden_size"],
+        }
+        | {"image_size": 28, "patch_size": 14},
+    ),
     "kimi": ("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3", VISION | {"patch_size": 14}),
 }
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+TEXT_SETTINGS = {"glm4v_moe": {"model_type": "glm4v_moe_text", "rope_parameters": _SECTIONS}}
 
 
 @dataclass
@@ -75,7 +90,7 @@ def wrapped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name, class_name, variant, vision = CASES[request.param]
     family, more = VARIANTS[variant]
     torch.manual_seed(1)
-    text = SMALL | more | {"model_type": family, "tie_word_embeddings": False}
+    text = SMALL | more | {"model_type": family, "tie_word_embeddings": False} | TEXT_SETTINGS.get(name, {})
     config = AutoConfig.for_model(name, text_config=text, vision_config=dict(vision), tie_word_embeddings=False)
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -100,7 +115,7 @@ def test_the_text_model_says_what_transformers_says(
     }
     if layout == "as held in memory":
         tensors = {name: tensor.clone() for name, tensor in wrapped.oracle.state_dict().items()}
-    assert any("vision" in name for name in tensors)
+    assert any("vision" in name or "visual" in name for name in tensors)
     (tmp_path / "config.json").write_text((wrapped.folder / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
     logits = make_driver(tmp_path).prefill(make_sequence(PROMPT), 64)

@@ -39,7 +39,7 @@ from moiety_engine.model.families.exaone import exaone_features, exaone_moe
 from moiety_engine.model.families.falcon import falcon_h1, falcon_h1_features
 from moiety_engine.model.families.gemma import gemma3, gemma3_features, gemma3_text_config
 from moiety_engine.model.families.gemma4 import gemma4_features, gemma4_text
-from moiety_engine.model.families.glm import glm4_moe, solar_open
+from moiety_engine.model.families.glm import glm4_moe, glm4v_text_config, solar_open
 from moiety_engine.model.families.gpt_oss import gpt_oss
 from moiety_engine.model.families.granite import (
     granite,
@@ -218,8 +218,9 @@ TEXT_PART: dict[str, Callable[[Config], Config]] = {
     "qwen3_vl_moe": qwen3_vl_moe_text_config,
 }
 
-# Readers of the configurations of first releases, under a `model_type` of their own, into those of a family.
+# Readers of configurations under a `model_type` of their own, such as those of first releases, into those of a family.
 FIRST_RELEASES: dict[str, Callable[[Config], Config]] = {
+    "glm4v_moe_text": glm4v_text_config,
     "minimax_m1": first_minimax_config,
     "minimax_text_01": first_minimax_config,
 }

@@ -12,7 +12,6 @@ _NO_DEFINITION = "a public definition, which transformers 5.24 does not have"
 UNSUPPORTED: dict[str, str] = {
     "dots3": _NO_DEFINITION,
     "ernie4_5_vl_moe": "experts of their own for tokens of images, and a vision encoder",
-    "glm4v_moe": "a vision encoder, and M-RoPE of part of each head",
     "glm5_next": f"{_HYPER_CONNECTIONS} around Kimi Delta Attention and sparse latent attention",
     "hy_v4": f"{_HYPER_CONNECTIONS}, and sinks and output gates in sparse latent attention",
     "inkling": _NO_DEFINITION,

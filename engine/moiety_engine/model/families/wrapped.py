@@ -36,6 +36,7 @@ WRAPPERS: dict[str, Wrapper] = {
         "gemma4_text",
         tuple(f"{root}{part}." for root in ("", "model.") for part in _GEMMA_PARTS),
     ),
+    "glm4v_moe": Wrapper("GLM-4.5V, 4.6V", "glm4v_moe_text", ("model.visual.", "visual.")),
     "kimi_k25": Wrapper("Kimi K2.5, K2.6", "kimi_k2", (*_VISION, "mm_projector.", "model.mm_projector.")),
     "llama4": Wrapper(
         "Llama 4 Scout, Maverick",
