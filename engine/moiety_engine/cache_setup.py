@@ -49,7 +49,9 @@ def require_recurrent_support(model: Transformer, config: EngineConfig) -> None:
     if config.block_size is not None:
         _require_block_size(model.spec, config.block_size)
     refused = {
-        "the disk cache does not store states: leave out --disk-cache": bool(config.disk_cache),
+        "the disk cache stores states only if each rank has all layers: leave out --disk-cache, or --pp": (
+            bool(config.disk_cache) and config.pp > 1
+        ),
         "padded batching computes rows beyond a sequence: use another --batching": config.batching is Batching.PADDED,
         "not all of them can replay tokens when a draft is rejected: leave out --speculate": (
             config.speculate is not Speculate.OFF and not can_undo_drafts(model.spec)

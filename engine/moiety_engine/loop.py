@@ -149,7 +149,7 @@ class EngineLoop:
         """Queue the requests whose waits are over, plan a step, and run the copies that it needs."""
         disk, draft, waits = self.intake.disk, self.executor.draft, self.intake.pending_requests.waits
         if disk is not None:
-            disk.run_copies(device_state.move)
+            disk.run_copies(device_state)
         if waits:
             self.intake.queue_ready()
         plan = self.scheduler.plan(self._clock_ns(), may_prefill_ahead=not waits)
@@ -237,7 +237,7 @@ class EngineLoop:
             self.experts.finish(self._clock_ns() / 1e9, device_state.runner.staging)
         freed = self.executor.offload_weights(on_progress)
         if self.intake.disk is not None:
-            self.intake.disk.detach(device_state.move)
+            self.intake.disk.detach(device_state)
         del device_state
         self.scheduler.groups.forget()
         self.scheduler.speculative_prefill.forget()
@@ -288,7 +288,7 @@ class EngineLoop:
             with executor.controls.explaining():
                 self._drain(executor.device_state)  # later stages still send results
         if disk is not None:
-            disk.close(None if executor.device_state is None else executor.device_state.move)
+            disk.close(executor.device_state)
         self.intake.close()
         self.experts.close()
         executor.model.close()

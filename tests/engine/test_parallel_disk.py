@@ -22,14 +22,21 @@ ANSWERS = ("token_ids", "best", "vectors")
 
 
 def start(
-    processes: RankProcesses, alone: Alone, disk: Path, layout: str, lacks: str = "", first: int = 0, naps: bool = False
+    processes: RankProcesses,
+    alone: Alone,
+    disk: Path,
+    layout: str,
+    lacks: str = "",
+    first: int = 0,
+    naps: bool = False,
+    family: str = FAMILY,
 ) -> dict[str, Any]:
     """Start an engine on the ranks of a layout, answer the waves of requests from `first` on, and end it.
 
     Return the answers of rank 0."""
-    config = settings_of(alone.folders[FAMILY], **LAYOUTS[layout])
+    config = settings_of(alone.folders[family], **LAYOUTS[layout])
     config = msgspec.structs.replace(config, disk_cache=str(disk))
-    waves, expected = requests()[first:], alone.says(FAMILY)
+    waves, expected = requests()[first:], alone.says(family)
     keys = [str(one.key) for wave in waves for one in wave]
     answers = {name: {key: expected[name][key] for key in keys if key in expected[name]} for name in ANSWERS}
     ours, *others = processes.work(*ranks_of(config), waves=waves, hurries=0.01, lacks=lacks, naps=naps)
@@ -70,6 +77,18 @@ def test_ranks_restore_what_they_wrote_before_a_restart_and_say_the_same(
         names = [[path.name for path in of_rank] for of_rank in written]
         assert names[0] == names[1], "a file is whole only where each rank has its part"
     again = start(processes, alone, tmp_path, layout, first=2)
+    assert again["num_restored"] > 0
+    assert again["disk"] == {"lost": 0, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    "layout", [one if one in SHOWN else thorough(one) for one in OVER_RANKS if "pp" not in LAYOUTS[one]]
+)
+def test_ranks_restore_their_parts_of_recurrent_states(
+    processes: RankProcesses, alone: Alone, tmp_path: Path, layout: str
+) -> None:
+    start(processes, alone, tmp_path, layout, family="qwen3_next")
+    again = start(processes, alone, tmp_path, layout, first=2, family="qwen3_next")
     assert again["num_restored"] > 0
     assert again["disk"] == {"lost": 0, "failed": 0}
 

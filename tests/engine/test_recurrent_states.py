@@ -273,7 +273,7 @@ def test_rejected_drafts_leave_no_trace_in_states(
     ("settings", "match"),
     [
         ({"batching": Batching.PADDED}, "use another --batching"),
-        ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
+        ({"disk_cache": "/nowhere", "pp": 2}, "leave out --disk-cache"),
     ],
 )
 def test_settings_unsupported_by_recurrent_layers_are_refused_at_the_start(

@@ -165,6 +165,11 @@ class Restorer:
                 self.lost_files_total += 1
             # otherwise the rows stay taken, because a rank may still fill them, and the file stays known
 
+    def expects(self, hashes: list[bytes]) -> bool:
+        """Return whether any of these is being read, or the last one is still to be read for a waiting request."""
+        wanted = any(hashes[-1] in pending.wanted for pending in self._pending.values())
+        return wanted or any(one in self._read_by for one in hashes)
+
     def record_restored(self, num_blocks: int, num_bytes: int) -> None:
         self.restored_blocks_total += num_blocks
         self.restored_bytes_total += num_bytes

@@ -1,4 +1,4 @@
-"""Host memory between the device and the disk: rows of one block each, taken, filled, emptied and returned."""
+"""Host memory between the device and the disk: rows of one block or piece of a state, taken, filled and returned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moiety_engine.disk.state_rows import HostKvWithStates
 from moiety_engine.runner.kv_swap import CopyMark, HostKv
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def num_rows(block_bytes: int, num_bytes: int) -> int:
 
 def host_rows(kv: KvCache, count: int) -> HostKv:
     """Allocate the memory of `count` rows. Raises RuntimeError where memory is short, as torch does."""
-    return HostKv(kv, count, staging_bytes=_STAGING_BYTES)
+    kind = HostKvWithStates if kv.num_state_slots else HostKv
+    return kind(kv, count, staging_bytes=_STAGING_BYTES)
 
 
 class Rows:

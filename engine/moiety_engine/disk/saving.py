@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from moiety_engine.disk.index import DiskIndex, Stored
     from moiety_engine.disk.records import Kept
     from moiety_engine.disk.rows import Rows
-    from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 
 PAUSE_S = 60.0  # without writes after the disk was full or failed
 MAX_IN_A_FILE = 512  # blocks
@@ -114,8 +113,11 @@ class Saver:
         while len(self._known) > self._most_waiting and len(self._offers) > 1:
             self._drop(self._offers.popleft())
 
-    def save(self, ledger: KvLedger, rows: Rows, most_bytes: int) -> None:
-        """Copy out offered blocks, as far as rows and bytes allow, and start their writes."""
+    def save(self, find: Callable[[bytes], int | None], rows: Rows, most_bytes: int) -> None:
+        """Copy out offered blocks, as far as rows and bytes allow, and start their writes.
+
+        `find` returns the device block with a hash; None if the device has none any more.
+        """
         left = most_bytes // rows.block_bytes or 1
         in_a_file = max(1, min(MAX_IN_A_FILE, FILE_BYTES // rows.block_bytes))
         while self._offers and left > 0 and (count := min(rows.num_free, left, in_a_file)):
@@ -123,7 +125,7 @@ class Saver:
             part, offer.hashes = offer.hashes[:count], offer.hashes[count:]
             if not offer.hashes:
                 self._offers.popleft()
-            there = [(one, block) for one in part if (block := ledger.pool.find(one)) is not None]
+            there = [(one, block) for one in part if (block := find(one)) is not None]
             gone = set(part).difference(one for one, _ in there)
             self._known -= gone
             self.dropped_blocks_total += len(gone)

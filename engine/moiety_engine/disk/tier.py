@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moiety_engine.disk.folder import DiskFolder, Folder
 from moiety_engine.disk.group_cache import SCAN_WAIT_S, GroupCache
@@ -16,6 +16,7 @@ from moiety_engine.disk.rank_disk import identities
 from moiety_engine.disk.rank_files import GroupFolder
 from moiety_engine.disk.rows import RankRows, Rows, host_rows, num_rows
 from moiety_engine.disk.saving import TURN_BYTES
+from moiety_engine.disk.state_rows import num_state_pieces
 from moiety_engine.distribution.rank_requests import RankRequests
 from moiety_engine.errors import InvalidConfig, OutOfMemory
 from moiety_engine.runner.control_messages import CopyDiskRows, OpenDiskRows
@@ -41,6 +42,16 @@ EXPIRY_INTERVAL_S = 10.0
 KNOWN_STEPS = 16  # observed steps after which predictions are more than a guess
 
 
+class CacheMover(Protocol):
+    """Mover of a cache's contents, of all ranks."""
+
+    def move(self, copies: Copies) -> None:
+        """Copy blocks between the cache and the host tier now."""
+
+    def move_states(self, replays: list[tuple[int, int]], copies: list[tuple[int, int]]) -> None:
+        """Advance and copy recurrent states now."""
+
+
 class DiskTier:
     """Disk tier, used by the step loop's thread. Raises InvalidConfig where the folder is not available.
 
@@ -58,6 +69,12 @@ class DiskTier:
             raise InvalidConfig(
                 f"disk_cache_bytes ({config.disk_cache_bytes}) must be at least two blocks of {self._block_bytes} bytes"
             )
+        num_pieces = num_state_pieces(kv)
+        if config.disk_cache_bytes < (2 + num_pieces) * self._block_bytes:
+            raise InvalidConfig(
+                f"disk_cache_bytes ({config.disk_cache_bytes}) must be at least two blocks and a recurrent state, "
+                f"{(2 + num_pieces) * self._block_bytes} bytes"
+            )
         self._kind = model.device.type
         self._adapters = {
             name: digest_of_folder(Path(folder), self._parent) for name, folder in sorted(config.adapters.items())
@@ -67,7 +84,7 @@ class DiskTier:
         self._identity = b""
         self._rows = self._open_rows(kv, lambda: self._identify(config, model, kv))
         self.groups = [
-            GroupCache(folder, ledger, config.disk_cache_bytes)
+            GroupCache(folder, ledger, config.disk_cache_bytes, num_pieces)
             for folder, ledger in zip(self._open_folders(), scheduler.groups, strict=True)
         ]
         self._expires_s = 0.0
@@ -155,26 +172,26 @@ class DiskTier:
         for group, (out, into) in zip(self.groups, self._rows, strict=True):
             group.rows_out, group.rows_in = out, into
 
-    def detach(self, copy: Callable[[Copies], None]) -> None:
+    def detach(self, mover: CacheMover) -> None:
         """Write blocks for a few seconds at most, then detach the cache. Only while no request is open."""
-        self._flush(copy)
+        self._flush(mover)
         self._rows = []
         for group in self.groups:
             group.detach()
 
-    def _flush(self, copy: Callable[[Copies], None]) -> None:
+    def _flush(self, mover: CacheMover) -> None:
         until_s = time.monotonic() + FLUSH_S
         while (left_s := until_s - time.monotonic()) > 0:
             writing = [group for group in self.groups if not group.saver.is_quiet]
             if not writing:
                 break
-            self.run_copies(copy, most_bytes=ROW_BYTES[self._kind])
+            self.run_copies(mover, most_bytes=ROW_BYTES[self._kind])
             writing[0].saver.wait(left_s)
 
-    def close(self, copy: Callable[[Copies], None] | None) -> None:
-        """Close the tier. `copy`: None while there is no cache."""
-        if copy is not None:
-            self._flush(copy)
+    def close(self, mover: CacheMover | None) -> None:
+        """Close the tier. `mover`: None while there is no cache."""
+        if mover is not None:
+            self._flush(mover)
         if self._requests is not None:
             self._requests.close()
         for group in self.groups:
@@ -187,19 +204,26 @@ class DiskTier:
         """
         return submit.cache_salt + self._adapters.get(submit.adapter, b"")
 
-    def run_copies(self, copy: Callable[[Copies], None], most_bytes: int | None = None) -> None:
-        """Copy restored blocks to the device and released blocks from it, between two steps.
-
-        `copy` runs copies between device and host memory.
-        """
+    def run_copies(self, mover: CacheMover, most_bytes: int | None = None) -> None:
+        """Copy restored blocks and states to the device and released ones from it, between two steps."""
         if not self._rows:
             return
         self.run_maintenance()
+        groups = self._scheduler.groups
+        if self.first.states is not None:
+            if self.is_quiet:
+                self._forget_keys()
+                return
+            mover.move_states(groups.take_state_replays(), groups.take_state_copies())  # snapshots that are only queued
         for group in self.groups:
             if not group.restorer.is_quiet:
-                group.restore(lambda: copy(self._scheduler.groups.take_copies()))
-            if not group.saver.is_quiet and group.rows_out is not None:
-                group.saver.save(group.ledger, group.rows_out, most_bytes or TURN_BYTES[self._kind])
+                group.restore(lambda: mover.move(groups.take_copies()))
+            group.save(most_bytes or TURN_BYTES[self._kind])
+
+    def _forget_keys(self) -> None:
+        for group in self.groups:
+            if group.states is not None:
+                group.states.forget_keys()
 
     def forget_tenants(self, tenant_ids: Collection[str]) -> int:
         """Delete the tenants' files, now and whenever more are found; return the number of known files."""
@@ -208,7 +232,7 @@ class DiskTier:
     def invalidate(self, hashes: Collection[bytes]) -> None:
         """Prevent blocks with these hashes from being restored or written."""
         for group in self.groups:
-            group.saver.invalidate(hashes)
+            group.invalidate(hashes)
 
     def run_maintenance(self) -> None:
         """Do the work that continues during sleep: add found files, finish writes, delete expired files."""

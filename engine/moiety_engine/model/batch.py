@@ -269,11 +269,10 @@ class KvCache:
         return {number: one for number, one in states if isinstance(one, RecurrentStateCache)}
 
     @property
-    def everything(self) -> tuple[LayerCache | LatentCache, ...]:
-        """Cache of each layer, and of the hidden states if they are kept. The model has no recurrent layers."""
-        layers = tuple(one for one in self.layers if not isinstance(one, RecurrentStateCache | CompressedCache))
-        assert len(layers) == len(self.layers), "recurrent states are no part of what moves with blocks"
-        return layers if self.hidden is None else (*layers, self.hidden)
+    def everything(self) -> tuple[Cache, ...]:
+        """Cache of each layer, the states beside compressed entries, and the hidden states if they are kept."""
+        beside = [one.state for one in self.layers if isinstance(one, CompressedCache)]
+        return (*self.layers, *beside, *(() if self.hidden is None else (self.hidden,)))
 
     @property
     def places(self) -> tuple[LayerCache | LatentCache | CompressedCache, ...]:

@@ -107,9 +107,7 @@ class DeviceState:
         if plan.swap_out or plan.swap_in:
             self.move(Copies(plan.swap_out, plan.swap_in))
         if plan.state_replays or plan.state_copies:
-            self._controls.move_states(plan.state_replays, plan.state_copies)
-            self._state_copier.replay(0, plan.state_replays)
-            self._state_copier.run(0, plan.state_copies)
+            self.move_states(plan.state_replays, plan.state_copies)
         for kv_load in plan.kv_loads:
             assert self._kv_receiver is not None, "KV is loaded without a receiver"
             self._kv_receiver.load(*kv_load)
@@ -119,6 +117,13 @@ class DeviceState:
         if self.host_kv is not None:
             self._controls.swap(copies.outs, copies.ins)
             self.host_kv.run_own(0, copies.outs, copies.ins)
+
+    def move_states(self, replays: list[tuple[int, int]], copies: list[tuple[int, int]]) -> None:
+        """Advance recurrent states by recorded tokens, and then copy states between slots."""
+        if replays or copies:
+            self._controls.move_states(replays, copies)
+            self._state_copier.replay(0, replays)
+            self._state_copier.run(0, copies)
 
     def warm_up(self) -> SwapCost:
         """Run a prefill and a decode without a request, and capture the decode graphs. Returns the cost of swapping.

@@ -80,6 +80,10 @@ class TableBlocks:
         """Return whether a block on the device or on the host has these contents."""
         return self._find(block_hash) is not None
 
+    def is_forgotten(self, block_hash: bytes) -> bool:
+        """Return whether the block belongs to a tenant whose data was deleted."""
+        return block_hash[:MARK_BYTES] in self._forgotten
+
     def adopt(self, hashes: list[bytes]) -> dict[bytes, int]:
         """Allocate device blocks for contents that the device lacks, and return them by hash.
 
