@@ -65,7 +65,7 @@ def ours(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--tokens", type=int, default=40, help="largest number of tokens per answer")
+    parser.add_argument("--tokens", type=int, default=24, help="largest number of tokens per answer")
     arguments = parser.parse_args()
     prompts, answers, logprobs = expected(arguments.file, arguments.tokens)
     rows = {}
