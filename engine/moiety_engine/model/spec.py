@@ -318,16 +318,15 @@ class ModelSpec:
     contributions to the residual stream, and of the logits. `logit_softcap`: bound of the logits, applied with tanh.
     `weight_format`: format of a checkpoint whose weights (for mxfp4: experts) are quantized. `ignored_prefixes`:
     prefixes of tensors in the checkpoint that decoding does not use. `zero_if_absent`: suffixes of tensors that are
-    zero if the checkpoint lacks them. `mtp_layers`: the multi-token prediction layers after the last layer; the first
-    one predicts a token from the token before it and the hidden state before that, and each further one the token after
-    that. `mtp_reads_model`: each MTP layer reads the hidden states of the model, not those of the MTP layer before it.
-    `mtp_after`: set if this spec is itself that of an MTP layer: the number of layers of its model, whose vocabulary it
-    uses. `mtp_index`: its index among the MTP layers then. `mtp_names`: names of the first MTP layer's tensors, if they
-    are not named as those of a further layer of the model. `vision`: the encoder of images, if the model has one.
-    `streams`: hyper-connections, if the residual stream has several rows for each token.
-    `layer_embeddings`: the embeddings of tokens for each layer, if some layers add them.
-    `block_starts`: index of each layer's attention on disk, where its feed-forward, if it has one, is the next layer
-    (Nemotron-H), or where two layers are one on disk (LongCat-Flash, Falcon-H1); (): layers are as on disk.
+    zero if the checkpoint lacks them. `mtp_layers`: the multi-token prediction layers; the first one predicts a token
+    from the token and the hidden state before it, each further one the token after that. `mtp_reads_model`: each reads
+    the hidden states of the model, not those of the layer before it. `mtp_after`: set for the spec of an MTP layer: the
+    number of layers of its model, whose vocabulary it uses. `mtp_index`: its index then. `mtp_names`: names of the
+    first MTP layer's tensors, if they are not those of a further layer. `vision`: the encoder of images, if the model
+    has one. `streams`: hyper-connections, if the residual stream has several rows for each token. `layer_embeddings`:
+    the embeddings of tokens for each layer, if some layers add them. `block_starts`: index of each layer's attention on
+    disk, where its feed-forward, if it has one, is the next layer (Nemotron-H), or where two layers are one on disk
+    (LongCat-Flash, Falcon-H1); (): layers are as on disk.
     """
 
     family: str
@@ -357,10 +356,7 @@ class ModelSpec:
     block_starts: tuple[int, ...] = ()
 
     def within(self, max_context_tokens: int | None) -> ModelSpec:
-        """Return the spec for contexts of at most `max_context_tokens`; None: the model's maximum.
-
-        Only LongRoPE depends on this.
-        """
+        """Return the spec for contexts of at most `max_context_tokens`, on which LongRoPE depends; None: no limit."""
         if max_context_tokens is None or max_context_tokens >= self.max_context_tokens:
             return self
         layers = tuple(_layer_within(layer, max_context_tokens) for layer in self.layers)
@@ -369,7 +365,7 @@ class ModelSpec:
 
     @property
     def mtp(self) -> LayerSpec | None:
-        """First multi-token prediction layer; None if the model has none."""
+        """First MTP layer; None if the model has none."""
         return self.mtp_layers[0] if self.mtp_layers else None
 
     @property
