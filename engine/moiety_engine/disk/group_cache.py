@@ -154,7 +154,7 @@ class GroupCache:
             self.restorer.record_restored(len(pairs), len(pairs) * self.folder.block_bytes)
         self.restorer.read(self.rows_in)
         if self.states is not None:
-            self.states.end_filled(self.restorer)
+            self.states.end_filled(self.restorer.expects)
 
     def _place_state(self, key: bytes) -> int | None:
         return None if self.states is None or self.ledger.is_forgotten(key) else self.states.place(key)

@@ -18,13 +18,12 @@ from moiety_engine.runner.kv_swap import HostKv
 from moiety_wire.block_hashes import HASH_BYTES, MARK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from moiety_engine.cache.state_slots import StateSlots
     from moiety_engine.disk.index import DiskIndex
-    from moiety_engine.disk.restoring import Restorer
     from moiety_engine.model.batch import KvCache
 
 
@@ -152,14 +151,14 @@ class StateRestores:
         pieces.add(piece)
         return self._number(slot, piece)
 
-    def end_filled(self, restorer: Restorer) -> None:
-        """Make whole states snapshots, and release the slots of those of which no further piece is being read."""
+    def end_filled(self, expects: Callable[[list[bytes]], bool]) -> None:
+        """Make whole states snapshots, and release the slots of those of which no further piece is expected."""
         pool = self._states.pool
         for block_hash, (slot, pieces) in list(self._filling.items()):
             is_whole = len(pieces) == self.num_pieces
             if is_whole:
                 pool.seal(slot, block_hash)
-            elif restorer.expects(piece_keys(block_hash, self.num_pieces)):
+            elif expects(piece_keys(block_hash, self.num_pieces)):
                 continue
             pool.free([slot])
             del self._filling[block_hash]
