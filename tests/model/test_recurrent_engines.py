@@ -143,8 +143,9 @@ def test_rejected_drafts_leave_no_trace_in_states(make_checkpoint: Any, variant:
     for engine in engines:
         for key in range(4):
             prompt = tokens(checkpoint.vocab_size, 20 + key, seed=key) + [17, 230, 41] * 4
-            # drawn, since the likeliest of the few words may always be the same one, and no draft is wrong then
-            engine.submit(key, prompt, num_output=40, temperature=1.0, seed=key, **few_words)
+            # falcon_h1 draws, since its likeliest word is always the same one, and no draft is wrong then
+            temperature = float(variant == "falcon_h1")
+            engine.submit(key, prompt, num_output=40, temperature=temperature, seed=key, **few_words)
         engine.run()
     load = engines[1].loop.load()
     assert 0 < load.accepted_tokens_total < load.drafted_tokens_total
