@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from moiety_platform.process_settings import ProcessSettings
 from moiety_platform.reloadable import live
-from moiety_platform.wake_settings import WakeSettings
 
 
 class PrefixRouting(StrEnum):
@@ -15,7 +15,7 @@ class PrefixRouting(StrEnum):
     AFFINITY = "affinity"  # by a hash of the first tokens
 
 
-class RoutingSettings(WakeSettings):
+class RoutingSettings(ProcessSettings):
     """Settings of the choice of engines, and of engines that sleep."""
 
     prefix_routing: PrefixRouting = live(

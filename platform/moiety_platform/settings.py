@@ -28,6 +28,7 @@ from moiety_platform.routing_settings import RoutingSettings
 from moiety_platform.spot_settings import SpotSettings
 from moiety_platform.token_count_settings import TokenCountSettings
 from moiety_platform.trace_store_url import traces_beside
+from moiety_platform.wake_settings import WakeSettings
 from moiety_wire.grammars import MAX_GRAMMAR_BYTES
 
 SECTION = "gateway"
@@ -50,10 +51,8 @@ def _also(name: str, variable: str) -> AliasChoices:
 
 class GatewaySettings(
     LogSettings, DocumentSettings, QuoteSettings, SpotSettings, ReceiptSettings, TokenCountSettings, RoutingSettings,
-    ExportSettings, OidcSettings,
+    ExportSettings, OidcSettings, AlertSettings, WakeSettings,
 ):  # fmt: skip
-    LogSettings, DocumentSettings, QuoteSettings, TokenCountSettings, RoutingSettings, ExportSettings, AlertSettings
-):
     """All settings of one gateway process."""
 
     model_config = SettingsConfigDict(env_prefix="MOIETY_", frozen=True, extra="forbid", validate_default=True)

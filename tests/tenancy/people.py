@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from tests.token_issuer import AUDIENCE, TokenIssuer
 
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.oidc import OidcTerms, OidcVerifier
@@ -15,7 +16,6 @@ from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 
 from .conftest import PEPPER, Demo, admin_app, listening
-from .test_oidc import AUDIENCE, Issuer
 
 
 @dataclass
@@ -23,7 +23,7 @@ class People:
     """`tokens` are those of people by their names; the owner is `owner`, a key."""
 
     http: httpx.AsyncClient
-    issuer: Issuer
+    issuer: TokenIssuer
     authenticator: Authenticator
     clock: ManualClock
     demo: Demo
@@ -68,7 +68,7 @@ class People:
 
 @asynccontextmanager
 async def people_of(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
-    issuer = Issuer()
+    issuer = TokenIssuer()
     authenticator = Authenticator(database, PEPPER, clock)
     async with listening(issuer.serve) as issuer.url, httpx.AsyncClient() as http:
         oidc = OidcVerifier(OidcTerms(issuer.url, AUDIENCE, "moiety_roles", "moiety_tenant"), database, http, clock)

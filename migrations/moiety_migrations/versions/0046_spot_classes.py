@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0046"
-down_revision = "0039"
+down_revision = "0044"
 
 
 def upgrade() -> None:

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0048"
-down_revision = "0039"
+down_revision = "0047"
 
 
 def upgrade() -> None:

@@ -15,10 +15,10 @@ from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.page import Page
+from moiety_dashboard.views.key_forms import PLAYGROUND_KEY
 from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
 from moiety_dashboard.views.playground.details import draw_details, draw_figures, draw_known_cost
 from moiety_dashboard.views.playground.stream import StreamedAnswer, streaming
-from moiety_dashboard.views.key_forms import PLAYGROUND_KEY
 
 TIERS = {"auto": "tenant default", "priority": "priority", "default": "standard", "flex": "flex"}
 CONVERSATION = "playground conversation"
