@@ -18,7 +18,8 @@ from pydantic import SecretStr
 
 from clients.scripted_answers import CHAT_TEMPLATE, IMAGE, MARKERS, ScriptedAnswers
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
-from moiety_platform.bootstrap.composition import Overrides, assembled
+from moiety_platform.bootstrap.composition import assembled
+from moiety_platform.bootstrap.overrides import Overrides
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class
 from moiety_platform.clock import SystemClock

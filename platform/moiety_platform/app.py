@@ -47,7 +47,8 @@ from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
-from moiety_platform.inference.pipeline import PipelineLimits, PipelineServices, RequestPipeline
+from moiety_platform.inference.pipeline import RequestPipeline
+from moiety_platform.inference.pipeline_services import PipelineLimits, PipelineServices
 from moiety_platform.inference.request_body import BodyLimits, BodyReader
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
 from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink

@@ -18,8 +18,9 @@ from sqlalchemy import ColumnElement
 
 from moiety_platform.auth.bootstrap import BootstrapResult, ensure_bootstrap
 from moiety_platform.backoff import Backoff
-from moiety_platform.bootstrap.composition import AssembledGateway, Overrides, assembled
+from moiety_platform.bootstrap.composition import AssembledGateway, assembled
 from moiety_platform.bootstrap.engine_waker import OpenScaler, open_scaler
+from moiety_platform.bootstrap.overrides import Overrides
 from moiety_platform.classes.schemas import NewClass
 from moiety_platform.classes.service import create_class, load_classes
 from moiety_platform.clock import Clock, SystemClock

@@ -33,7 +33,8 @@ from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.auth.users.schemas import NewUser
 from moiety_platform.auth.users.service import create_user
-from moiety_platform.bootstrap.composition import Overrides, assembled
+from moiety_platform.bootstrap.composition import assembled
+from moiety_platform.bootstrap.overrides import Overrides
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.jwt_issuers.schemas import NewJwtGrant, NewJwtIssuer
@@ -431,14 +432,12 @@ async def call(world: World) -> AsyncIterator[Any]:
             values = {**side.__dict__, "new": f"x-{next(_numbers)}"}
             for name in re.findall(r"{(\w+)}", path):
                 path = path.replace(f"{{{name}}}", fill(ask.path.get(name, f"{{{name}}}"), values))
-            key = world.keys.get(who)
             return await http.request(
-                method,
-                path,
+                method, path,
                 params={name: fill(value, values) for name, value in ask.query.items()},
                 json=None if ask.body is None else {name: fill(value, values) for name, value in ask.body.items()},
-                headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            )
+                headers={"Authorization": f"Bearer {world.keys[who]}"} if who in world.keys else {},
+            )  # fmt: skip
 
         yield send
 

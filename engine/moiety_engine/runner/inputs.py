@@ -178,6 +178,7 @@ class BatchBuilder:
         pending = [s for s, token in enumerate(token_ids) if token == PENDING] if PENDING in token_ids else []
         for s in pending:
             token_ids[s] = 0
+        sampled = [sequences[s].pending_row for s in pending]
         context_len_S = np.array(positions, dtype=np.int32)
         context_len_S += 1
         ones, rows, starts = _of_decodes(len(sequences))
@@ -193,9 +194,7 @@ class BatchBuilder:
             wanted_rows_L=rows,
             num_scored=0,
             pending_rows_P=np.array(pending, dtype=np.int64) if pending else _NO_ROWS,
-            sampled_rows_P=np.array([sequences[s].pending_row for s in pending], dtype=np.int64)
-            if pending
-            else _NO_ROWS,
+            sampled_rows_P=np.array(sampled, dtype=np.int64) if pending else _NO_ROWS,
             num_decode=len(sequences),
             max_context=max(positions) + 1,
             max_query=1,

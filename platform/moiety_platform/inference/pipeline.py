@@ -11,28 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import structlog
 from litestar.types import Receive, Scope, Send
 
-from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.adapters.naming import adapting_card, allowed_of
-from moiety_platform.admission.gate import AdmissionGate, StreamGate, is_unattainable, refuse_unattainable
-from moiety_platform.agent_runs.service import AgentRuns
+from moiety_platform.admission.gate import is_unattainable, refuse_unattainable
 from moiety_platform.agent_runs.terms import RUN_HEADER, RUN_TAG, names_run
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, missing_scope
-from moiety_platform.classes.cache import ClassCache
-from moiety_platform.clock import Clock
 from moiety_platform.errors import Forbidden, Overloaded, PlatformError, Unauthenticated, Unavailable, forget_frames
 from moiety_platform.guardrails.terms import ALL_TENANTS
 from moiety_platform.http_errors import internal_error
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.keys import HEADER as IDEMPOTENCY_KEY
-from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Body, Endpoint
 from moiety_platform.inference.engine_placement import Placement
 from moiety_platform.inference.engine_submits import (
@@ -53,32 +45,26 @@ from moiety_platform.inference.generation import (
     with_single_texts,
 )
 from moiety_platform.inference.guarded_run import guarded_runs
-from moiety_platform.inference.guardrail_checks import GuardrailChecks
 from moiety_platform.inference.idempotency import claim_key
-from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.least_reservation import reserve_least
 from moiety_platform.inference.matched_request import MatchedRequest
 from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
-from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.option_scores import billed_prompt_tokens
+from moiety_platform.inference.pipeline_services import PipelineLimits, PipelineServices
 from moiety_platform.inference.prompt_encoding import encode_specially
 from moiety_platform.inference.quota_reservation import Tariff, Tariffs
-from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
-from moiety_platform.inference.request_recorder import STOPPING, RequestRecorder
+from moiety_platform.inference.request_recorder import STOPPING
 from moiety_platform.inference.response import ClientDisconnected, HttpResponse, KeepAlive, WatchingForDisconnect
 from moiety_platform.inference.run import InferenceRun
-from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.known_parameters import check_query
-from moiety_platform.metrics import Metrics
 from moiety_platform.openapi.tags_header import TAGS_HEADER
 from moiety_platform.prices.token_cost import PriceList
-from moiety_platform.quotes.quote import QUOTE_FIELD, QuoteSigner
+from moiety_platform.quotes.quote import QUOTE_FIELD
 from moiety_platform.quotes.quoted_request import QuotedRequest, quoted_class
 from moiety_platform.randomness import ordered_hex
 from moiety_platform.receipts.capture import RECEIPT_FIELD, salt_of
 from moiety_platform.request_head import fields_of, request_id_of
-from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.choose import (
     RequestNeed,
     are_extensible,
@@ -88,57 +74,14 @@ from moiety_platform.routing.choose import (
     choose,
     engines_with_vision,
 )
-from moiety_platform.routing.replicas import Replicas
-from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
-from moiety_platform.spot.service import SpotPrices
 from moiety_platform.tenants.models import SpeculativePrefillMode
 from moiety_platform.traces.tracing import Phase
-from moiety_platform.wake_on_request.waker import EngineWaker
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
 RUN_FIELD, TAGS_FIELD = RUN_HEADER.encode(), TAGS_HEADER.encode()
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineServices:
-    """Services that the pipeline calls. Opened and closed by the entry point."""
-
-    authenticator: Authenticator
-    idempotency: IdempotencyKeys
-    recorder: RequestRecorder
-    bodies: BodyReader
-    gate: AdmissionGate
-    streams: StreamGate
-    classes: ClassCache
-    rules: RequestRulesCache
-    replicas: Replicas
-    texts: ModelTexts
-    metrics: Metrics
-    clock: Clock
-    images: ImagePreparation
-    documents: DocumentPreparation
-    quotes: QuoteSigner
-    shadow: ShadowTraffic
-    guardrails: GuardrailChecks
-    runs: AgentRuns
-    spot: SpotPrices
-    adapters: AdapterCache | None = None
-    next_turn_prefill: NextTurnPrefill | None = None
-    waker: EngineWaker | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineLimits:
-    """Settings of the pipeline that can change while it runs."""
-
-    credit_window_tokens: int  # output tokens that an engine may generate ahead of the client
-    max_sequences: int  # of one request
-    failover_wait_s: float  # time that a sequence without a usable engine waits for one
-    sse_keep_alive_s: float  # silence after which a stream gets a keep-alive event; 0: none
-    clamps_max_tokens: bool = False  # for every API; otherwise only where a request's API does so
 
 
 class RequestPipeline:
