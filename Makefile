@@ -104,6 +104,7 @@ $(VENV)/.made:
 $(VENV)/.serve: $(VENV)/.made $(INPUTS)
 	@echo 'installing Moiety into $(VENV); this takes a few minutes the first time …'
 	@$(PIP) --editable '.[all]'
+	@$(BIN)/moiety precompile # here and not at the first start, which would take longer
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(INPUTS)

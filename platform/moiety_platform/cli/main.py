@@ -76,6 +76,7 @@ SUMMARIES = {
     "models": "List the model families, or say whether a checkpoint would be served, and with which memory.",
     "plan": "Compute memory, speed and cost of a model on GPUs by layout, and recommend one.",
     "kernels": "Report the resources of the GPU kernels, and tune them for this GPU.",
+    "precompile": "Compile the CPU kernels that a model needs, so that the first start of its engine is short.",
     "quantize": "Write a checkpoint with weights of 8 or 4 bits, and measure its quality.",
     "demo": "Train and evaluate the bundled demo model, or print examples of its tasks.",
 }
@@ -111,6 +112,7 @@ ORDER = [
     "plan",
     "quantize",
     "kernels",
+    "precompile",
     "demo",
 ]
 BENCHES = {
