@@ -95,8 +95,8 @@ def caller(client: AdminClient) -> Mapping[str, Any]:
 
 def pending_invitation() -> str | None:
     """Return the invitation in the page's address, or the one that was there before the sign-in."""
-    found = st.query_params.get(INVITATION) or st.context.cookies.get(INVITATION_COOKIE)
-    if found is None or not _INVITATION.fullmatch(found) or found == st.session_state.get(ANSWERED_INVITATION):
+    found = str(st.query_params.get(INVITATION) or st.context.cookies.get(INVITATION_COOKIE) or "")
+    if not _INVITATION.fullmatch(found) or found == st.session_state.get(ANSWERED_INVITATION):
         return None
     return found
 
