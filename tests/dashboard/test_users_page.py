@@ -22,7 +22,17 @@ __all__ = ["open_browser"]  # a fixture
 
 AUDIENCE = "moiety"
 KEY = ec.generate_private_key(ec.SECP256R1())
-NOT_OF_DEVELOPERS = ("Overview", "Tenants", "Users", "Spend", "Service classes", "Requests", "Quotas", "Audit")
+NOT_OF_DEVELOPERS = (
+    "Overview",
+    "Tenants",
+    "Users",
+    "Spend",
+    "Service classes",
+    "Requests",
+    "Quotas",
+    "Prices",
+    "Audit",
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,11 +101,14 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
         page = owner.page
         page.get_by_role("combobox", name="Tenant of the policy").click()
         page.get_by_role("option", name="people-inc").click()
-        owner.look()  # the form of the chosen tenant is another one
+        owner.see("people-inc has no policy yet")  # the form of the tenant before is still there until then
         page.get_by_text("Developers make keys").click()
         page.get_by_label("Longest lifetime in days").fill("30")
         owner.press("Save policy")
         owner.see("Policy saved.")
+        owner.see("Policy of people-inc: its developers make keys within these bounds.")
+        (policy,) = http.get("/key-policies", params={"tenant_id": tenant["id"]}).json()["data"]
+        assert (policy["makes_keys"], policy["max_days"]) == (True, 30)
         page.get_by_label("Email address").fill("ada@example.com")
         page.get_by_role("combobox", name="Tenant", exact=True).click()
         page.get_by_role("option", name="people-inc").click()
@@ -123,6 +136,10 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
         sent = httpx.post(chat, json=asked, headers={"Authorization": f"Bearer {key}"}, timeout=60)
         assert sent.status_code == 200, sent.text
         developer.press("Done")
+        developer.see_in_table("laptop")
+        developer.go("Catalogue")
+        developer.see_in_table("moiety-demo")
+        developer.go("My keys")
         developer.see_in_table("laptop")
         assert key.partition(".")[2] not in developer.look()
 

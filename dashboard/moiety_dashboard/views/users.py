@@ -178,6 +178,7 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
         )
         known: Mapping[str, Any] = by_tenant.get(tenant_id) or {}
         with st.form(f"policy {tenant_id}", border=False):
+            st.caption(as_text(policy_text(tenants[tenant_id], known)))
             makes = st.toggle("Developers make keys", value=bool(known.get("makes_keys", False)))
             first, second, third = st.columns(3)
             max_keys = first.number_input("Most active keys of a developer", 0, 1000, known.get("max_keys", 5))
@@ -205,6 +206,15 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
                 }
                 if panels.attempt(lambda: client.change("PUT", "/key-policies", body), "Policy saved.") is not None:
                     st.rerun()
+
+
+def policy_text(tenant: str, policy: Mapping[str, Any]) -> str:
+    """Return the state of a tenant's policy, which also says whose form is shown."""
+    if not policy:
+        return f"{tenant} has no policy yet: its developers make no keys."
+    if not policy["makes_keys"]:
+        return f"Policy of {tenant}: its developers make no keys."
+    return f"Policy of {tenant}: its developers make keys within these bounds."
 
 
 def _ask_caps(known: Mapping[str, int]) -> dict[str, int]:
