@@ -67,7 +67,9 @@ def scripted() -> Iterator[ScriptedGateway]:
                 self.wfile.write(told)
                 return
             self._head(200, {"content-type": "text/event-stream", "x-ratelimit-limit-requests": "9"})
-            self._event({"choices": [{"delta": {"reasoning_content": "hm "}, "finish_reason": None}]})
+            self._event(
+                {"id": "chatcmpl-1", "choices": [{"delta": {"reasoning_content": "hm "}, "finish_reason": None}]}
+            )
             if model == "slow":
                 gateway.fast_ended.wait(DEADLINE_S)
             self._event({"choices": [{"delta": {"content": f"{model} says"}, "finish_reason": "stop"}]})
@@ -76,7 +78,7 @@ def scripted() -> Iterator[ScriptedGateway]:
 
         def _head(self, status: int, headers: dict[str, str]) -> None:
             self.send_response(status)
-            for name, value in {"x-request-id": "chatcmpl-1", "connection": "close", **headers}.items():
+            for name, value in {"x-request-id": "req_1", "connection": "close", **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
 
@@ -111,7 +113,8 @@ def test_two_answers_arrive_at_the_same_time() -> None:
                     gateway.fast_ended.set()
         assert (slow.text, fast.text) == ("slow says", "b says")
         assert (slow.reasoning, slow.finish_reason, slow.usage["completion_tokens"]) == ("hm ", "stop", 3)
-        assert (slow.request_id, slow.limits) == ("chatcmpl-1", {"x-ratelimit-limit-requests": "9"})
+        assert (slow.request_id, slow.completion_id) == ("req_1", "chatcmpl-1"), "the request log has the second"
+        assert slow.limits == {"x-ratelimit-limit-requests": "9"}
         assert slow.ended_s is not None
         assert fast.ended_s is not None
         assert slow.ended_s >= fast.ended_s
@@ -132,6 +135,7 @@ def test_a_refusal_of_one_model_does_not_end_the_other_answer() -> None:
                 pass
         refused, served = answers
         assert refused.error == "429 quota_exceeded: Used up. Retry after 7 s."
+        assert (refused.request_id, refused.completion_id) == ("req_1", "")
         assert (served.error, served.text) == ("", "b says")
 
 

@@ -38,7 +38,7 @@ def draw_figures(answer: StreamedAnswer) -> None:
 
 def draw_details(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float) -> None:
     """Draw the cost as the request log has it, and the trace, once both are stored."""
-    if session.may("usage.read"):
+    if answer.completion_id and session.may("usage.read"):
         draw_cost(client, answer, waited_s)
     if TRACES in page.others:
         draw_trace(client, page, answer, waited_s)
@@ -51,7 +51,7 @@ def draw_details(client: AdminClient, page: Page, answer: StreamedAnswer, waited
 def draw_cost(client: AdminClient, answer: StreamedAnswer, waited_s: float) -> None:
     """Draw the request's cost as its usage row has it, once that is stored."""
     if answer.cost_nanodollars is None:
-        row = find(client, path_of("requests", answer.request_id))
+        row = find(client, path_of("requests", answer.completion_id))
         if row is None:
             is_early = waited_s < STORED_WITHIN_S
             st.caption("Waiting for the cost …" if is_early else "The request has no usage row.")
@@ -62,7 +62,7 @@ def draw_cost(client: AdminClient, answer: StreamedAnswer, waited_s: float) -> N
 
 def draw_known_cost(answer: StreamedAnswer) -> None:
     cost = dollars(answer.cost_nanodollars)
-    st.caption(f"Cost **{as_text(cost)}** · request {as_text(answer.request_id)}")
+    st.caption(f"Cost **{as_text(cost)}** · request {as_text(answer.completion_id)}")
 
 
 def draw_trace(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float) -> None:

@@ -130,7 +130,7 @@ def draw_arriving(prompt: str, answers: list[StreamedAnswer]) -> list[Callable[[
 def draw_conversation(page: Page, conversation: PlaygroundConversation) -> None:
     """Draw the turns, newest first, with the figures and the trace of each answer beside it."""
     if not conversation.turns:
-        st.caption("No request sent yet. Create a key on the Tenants page if you have none.")
+        st.caption(f"No request sent yet. {where_to_get_a_key(page)}")
         return
     for number, turn in reversed(list(enumerate(conversation.turns))):
         with st.container(border=True):
@@ -141,6 +141,15 @@ def draw_conversation(page: Page, conversation: PlaygroundConversation) -> None:
     if st.button("New conversation", icon=":material/restart_alt:"):
         del st.session_state[CONVERSATION]
         st.rerun()
+
+
+def where_to_get_a_key(page: Page) -> str:
+    """Return what a person of this role does to get a key."""
+    if session.may("keys.write"):
+        return "Create a key on the Tenants page if you have none."
+    if "my-keys" in page.others:
+        return "Make a key on the page My keys if you have none."
+    return "Ask an administrator for a key if you have none."
 
 
 def draw_prompt(prompt: str) -> None:
@@ -161,7 +170,8 @@ def draw_answer(page: Page, answer: StreamedAnswer, *, is_newest: bool) -> None:
         return
     draw_figures(answer)
     if not is_newest:
-        draw_known_cost(answer)
+        if answer.cost_nanodollars is not None:
+            draw_known_cost(answer)
         return
     since_s = time.monotonic()
     page.live(lambda client: draw_details(client, page, answer, time.monotonic() - since_s))

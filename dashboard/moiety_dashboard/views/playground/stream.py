@@ -34,7 +34,8 @@ class StreamedAnswer:
     first_s: float | None = None
     ended_s: float | None = None
     trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    request_id: str = ""
+    request_id: str = ""  # of the response header; empty until a gateway has answered
+    completion_id: str = ""  # under which the request log has the request; empty for a refused one
     tier: str = ""
     text: str = ""
     reasoning: str = ""
@@ -141,6 +142,7 @@ def take(event: Mapping[str, Any], answer: StreamedAnswer) -> None:
     """Add one event to the answer. Raises Refused for an answer that failed midway."""
     if "error" in event:
         raise Refused(f"The answer failed midway: {show_unseen(str(event['error']['message']))}")
+    answer.completion_id = event.get("id") or answer.completion_id
     answer.tier = event.get("service_tier") or answer.tier
     answer.usage = event.get("usage") or answer.usage
     for choice in event.get("choices", []):
