@@ -184,7 +184,7 @@ class HostileGateway:
         return [healthy, away]
 
     def _group(self) -> dict[str, str]:
-        names = ("tenant_id", "tenant_name", "project_id", "key_id", "service_class", "model")
+        names = ("tenant_id", "tenant_name", "project_id", "project_name", "key_id", "service_class", "model")
         slot = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=1)
         times = {"hour": slot.isoformat(), "day": f"{slot:%Y-%m-%d}"}
         return {**{one: self.text("id" if one.endswith("_id") else one) for one in names}, **times}
@@ -221,7 +221,8 @@ class HostileGateway:
         """Return the events of a streamed answer."""
         choice = {"index": 0, "delta": {"content": self.text("content")}, "finish_reason": None}
         usage = {"prompt_tokens": 1, "completion_tokens": 2}
-        return [{"choices": [choice], "service_tier": self.text("tier")}, {"choices": [], "usage": usage}]
+        first = {"id": self.text("completion"), "choices": [choice], "service_tier": self.text("tier")}
+        return [first, {"choices": [], "usage": usage}]
 
 
 _CALLER = "CallerView"

@@ -262,6 +262,7 @@ def look_at_answers(looks: Looks) -> None:
     looks.page.get_by_role("textbox", name="API key").fill(KEY)
     looks.press("Send")
     looks.see("Decode speed")
+    looks.see("· request")
     looks.look("an answer")
 
 
