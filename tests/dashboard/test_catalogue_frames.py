@@ -30,6 +30,11 @@ def test_models_have_prices_of_the_usual_class_and_load() -> None:
     assert frame["replicas"].isna().tolist() == [False, True]
 
 
+def test_requests_name_models_with_their_adapters_and_then_routes_each_once() -> None:
+    other = MODEL | {"model": "large", "adapters": [], "routes": ["best", "cheap"]}
+    assert frames.names_for_requests([MODEL, other]) == ["tiny", "tiny:a", "tiny:b", "large", "best", "cheap"]
+
+
 def test_the_usual_class_is_standard_or_the_first_priced_one() -> None:
     assert frames.usual_class_of([MODEL]) == "standard"
     assert frames.usual_class_of([MODEL | {"prices": {"gold": {}}}]) == "gold"

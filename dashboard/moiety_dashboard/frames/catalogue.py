@@ -64,6 +64,12 @@ def models_frame(models: Rows, usual_class: str, rates: Mapping[str, float | Non
     return pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
 
 
+def names_for_requests(models: Rows) -> list[str]:
+    """Return the names that requests can have: models, their adapters, and routes."""
+    names = [name for one in models for name in (one["model"], *one["adapters"])]
+    return list(dict.fromkeys([*names, *(route for one in models for route in one["routes"])]))
+
+
 def usual_class_of(models: Rows) -> str:
     """Return the class whose prices the table of models shows: standard, or the first that is priced."""
     names = [name for one in models for name in one["prices"]]

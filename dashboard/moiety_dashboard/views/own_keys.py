@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import dollars, short
+from moiety_dashboard.frames.catalogue import names_for_requests
 from moiety_dashboard.frames.limits import quotas_frame
 from moiety_dashboard.frames.tenants import keys_frame, limits_text, own_projects_frame, project_days_frame
 from moiety_dashboard.page import Page
@@ -69,12 +70,16 @@ def draw_keys(client: AdminClient, keys: Any, projects: list[dict[str, Any]], me
         elif not projects:
             st.info("Your tenant has no project yet. Ask its administrator for one.")
         else:
-            ask_new(client, projects, policy)
+            served = names_for_requests(client.get("/models").data["data"])
+            ask_new(client, projects, policy, served)
     with right:
         ask_change(client, [key for key in keys.data if key["status"] == "active"], ("me", "keys"))
 
 
-def ask_new(client: AdminClient, projects: list[dict[str, Any]], policy: Mapping[str, Any]) -> None:
+def ask_new(
+    client: AdminClient, projects: list[dict[str, Any]], policy: Mapping[str, Any], served: Sequence[str]
+) -> None:
+    """Draw the form of a new key. The models that are `served` are offered if the policy names none."""
     names = {project["id"]: project["name"] for project in projects}
     with st.form("new own key", border=True):
         st.markdown("**New key**")
@@ -83,7 +88,7 @@ def ask_new(client: AdminClient, projects: list[dict[str, Any]], policy: Mapping
         project = right.selectbox("Project", list(names), format_func=lambda project_id: names[project_id])
         allowed = policy["allowed_models"]
         terms = ask_terms(
-            allowed or [],
+            served if allowed is None else allowed,
             only_these=allowed is not None,
             longest_days=policy["max_days"],
             caps=policy["limits"],

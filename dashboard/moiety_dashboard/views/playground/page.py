@@ -14,6 +14,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.escaping import as_text, show_unseen
+from moiety_dashboard.frames.catalogue import names_for_requests
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.key_forms import PLAYGROUND_KEY
 from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
@@ -44,12 +45,10 @@ def draw(page: Page) -> None:
 
 
 def usable_models(client: AdminClient) -> list[str]:
-    """Return the names that requests can have: models, their adapters, and routes."""
+    """Return the names that requests can have, as far as the user may see them."""
     if not session.may("models.read"):
         return []
-    models = client.get("/models").data["data"]
-    names = [name for one in models for name in (one["model"], *one["adapters"])]
-    return list(dict.fromkeys([*names, *(route for one in models for route in one["routes"])]))
+    return names_for_requests(client.get("/models").data["data"])
 
 
 def ask(models: list[str], *, is_first: bool) -> tuple[str, PlaygroundSettings, str | None]:
