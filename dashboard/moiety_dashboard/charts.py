@@ -134,7 +134,7 @@ def _over_time(
                 scale=_scale_of(figure, frame),
                 axis=_axis_of(figure, frame),
             ),
-            color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top", columns=6)),
+            color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top", columns=4)),
             tooltip=[
                 alt.Tooltip("middle:T", title="around", format="%d %b %H:%M:%S"),
                 alt.Tooltip(f"{field}:N", title=field),

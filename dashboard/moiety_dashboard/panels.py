@@ -38,9 +38,11 @@ STYLE = """
   /* the sign of a running script is shown once it has run for a second: refreshes are shorter */
   [data-testid="stStatusWidget"] { visibility: hidden; animation: shown-late 0s linear 1s forwards; }
   @keyframes shown-late { to { visibility: visible; } }
-  [data-testid="stDataFrame"][data-hidden-columns="true"] {
-    position: relative; margin-bottom: 1.4rem; overflow: visible;
-  }
+  [data-testid="stDataFrame"][data-hidden-columns="true"] { position: relative; overflow: visible; }
+  /* the margin is that of the container, whose height can be fixed */
+  [data-testid="stElementContainer"]:has([data-hidden-columns="true"]) { margin-bottom: 1.4rem; }
+  /* the picture that redeems the ticket of a sign-in takes no place */
+  [data-testid="stElementContainer"]:has(img[src*="moiety-session"]) { position: absolute; }
   [data-testid="stDataFrame"][data-hidden-columns="true"]::after {
     content: "Some columns are hidden: scroll sideways"; position: absolute; right: 0; bottom: -1.3rem;
     font-size: 0.75rem; opacity: 0.8;
@@ -77,7 +79,7 @@ class Tile:
 
 def head(title: str, purpose: str) -> None:
     """Draw a page's title and purpose."""
-    left, right = st.columns([5, 1], vertical_alignment="bottom")
+    left, right = st.columns([3, 1], vertical_alignment="bottom")
     left.title(as_text(title), anchor=False)
     left.caption(as_text(purpose))
     state = session.gateway_state()

@@ -11,6 +11,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
+from moiety_dashboard.formatting import short
 from moiety_dashboard.views.tenants.names import forget_names
 
 MADE = "made key"
@@ -117,7 +118,7 @@ def _cap(place: Any, label: str, most: int | None) -> int | None:
 def _most(cap: int | None, *, is_money: bool) -> str:
     if cap is None:
         return "no quota"
-    return f"at most {cap / NANO:g}" if is_money else f"at most {cap}"
+    return f"max {cap / NANO:g}" if is_money else f"max {short(cap)}"  # the field is narrow
 
 
 def ask_change(client: AdminClient, keys: Sequence[Mapping[str, Any]], collection: Sequence[str]) -> None:

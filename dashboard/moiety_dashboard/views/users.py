@@ -19,11 +19,11 @@ ALL_TENANTS = ""  # in place of a tenant's id
 ROLES_OF_TENANT = ("developer", "viewer", "tenant-admin")
 ROLES_OF_ALL = ("viewer", "operator", "owner")
 EXPLAINED = {
-    "developer": "sees its projects, and makes keys for itself",
-    "viewer": "reads everything, changes nothing",
-    "tenant-admin": "manages the tenant's projects, keys and users",
-    "operator": "runs the platform",
-    "owner": "everything",
+    "developer": "sees its projects and the models, and makes keys for itself",
+    "viewer": "reads everything, and changes nothing",
+    "tenant-admin": "manages the projects, keys and users of the tenant",
+    "operator": "runs the deployment: engines, classes, tenants, prices",
+    "owner": "may do everything",
 }
 
 
@@ -93,7 +93,8 @@ def ask_invitation(client: AdminClient, tenants: Mapping[str, str], projects: li
             st.caption("There is no tenant yet.")
             return
         roles = [one for one in (ROLES_OF_TENANT if tenant_id else ROLES_OF_ALL) if _may_give(one, tenant_id)]
-        role = st.selectbox("Role", roles, format_func=lambda one: f"{one}: {EXPLAINED[one]}")
+        role = st.selectbox("Role", roles)
+        st.caption(as_text(f"A user with this role {EXPLAINED[role]}."))
         body: dict[str, Any] = {"email": email.strip(), "name": name.strip(), "role": role}
         if tenant_id:
             body["tenant_id"] = tenant_id
@@ -138,8 +139,9 @@ def ask_change(client: AdminClient, users: list[dict[str, Any]], names: Mapping[
         }
         chosen = st.selectbox("User", list(labels), format_func=lambda user_id: labels[user_id])
         user, path = by_id[chosen], path_of("users", chosen)
-        left, middle, right = st.columns(3)
-        if user["state"] != "active" and left.button("New invitation", width="stretch"):
+        invites = user["state"] != "active"
+        *first, middle, right = st.columns(3 if invites else 2)
+        if invites and first[0].button("New invitation", width="stretch"):
             made = panels.attempt(lambda: client.change("POST", f"{path}/invitation"), "Invitation made.")
             if made is not None:
                 _keep(made)
