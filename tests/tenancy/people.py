@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,12 +67,14 @@ class People:
 
 
 @asynccontextmanager
-async def people_of(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
+async def people_of(
+    database: Database, clock: ManualClock, demo: Demo, more: Sequence[Any] = ()
+) -> AsyncIterator[People]:
     issuer = TokenIssuer()
     authenticator = Authenticator(database, PEPPER, clock)
     async with listening(issuer.serve) as issuer.url, httpx.AsyncClient() as http:
         oidc = OidcVerifier(OidcTerms(issuer.url, AUDIENCE, "moiety_roles", "moiety_tenant"), database, http, clock)
-        app = admin_app(database, clock, authenticator=authenticator, oidc=lambda: oidc)
+        app = admin_app(database, clock, authenticator=authenticator, oidc=lambda: oidc, more=more)
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway/admin/v1/") as client:
             yield People(client, issuer, authenticator, clock, demo)

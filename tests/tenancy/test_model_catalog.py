@@ -9,6 +9,9 @@ import msgspec
 import pytest
 
 from moiety_platform.access.roles import Role
+from moiety_platform.adapters.models import AdapterState
+from moiety_platform.adapters.schemas import NewAdapter
+from moiety_platform.adapters.service import create_adapter
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
 from moiety_platform.batches.models import Batch
@@ -23,7 +26,9 @@ from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_wire.messages import ModelCard
 
+from .admin_api_access import LORA
 from .conftest import PEPPER, Admin, Demo, admin_app
+from .people import people_of
 
 CARD = ModelCard(
     "engine-1", "tiny", "scripted", "{}", "", {}, (0,), 64, 8, 5, 0, "float32", "none",
@@ -101,6 +106,25 @@ async def test_a_tenant_without_a_valid_key_may_use_no_model(
     for who in (owner, viewer):
         (entry,) = (await who.call("GET", "models", 200))["data"]
         assert (entry["num_tenants"], entry["tenants"]) == (0, [])
+
+
+async def test_a_developer_sees_the_catalogue_without_load_and_other_tenants(
+    database: Database, clock: ManualClock, demo: Demo, replicas: Replicas
+) -> None:
+    other = await add_tenant(database, clock, "globex", None)
+    async with database.write() as session:
+        for tenant_id, name in ((demo.tenant_id, "own"), (other, "theirs")):
+            adapter = await create_adapter(session, NewAdapter(tenant_id, "tiny", name, LORA.format()))
+            adapter.state = AdapterState.READY
+    catalog = with_services(ModelCatalogController, replicas=replicas)
+    async with people_of(database, clock, demo, more=[catalog]) as people:
+        await people.join("ada", "developer", demo.tenant_id)
+        (seen,) = (await people.call("ada", "GET", "models"))["data"]
+        (all_of_it,) = (await people.call("owner", "GET", "models"))["data"]
+    assert (seen["model"], seen["load"], seen["adapters"]) == ("tiny", None, ["tiny:own"])
+    assert [user["tenant_id"] for user in seen["tenants"]] == [demo.tenant_id]
+    assert all_of_it["adapters"] == ["tiny:own", "tiny:theirs"]
+    assert {user["tenant_id"] for user in all_of_it["tenants"]} == {demo.tenant_id, other}
 
 
 async def test_a_model_whose_engines_are_gone_is_unavailable(admin: tuple[Admin, Admin], replicas: Replicas) -> None:

@@ -34,7 +34,7 @@ READ_TRACES = AdminAction("traces.read", READERS, OWN_READERS)
 SIMULATE = AdminAction("simulations.run", OPERATORS)
 READ_SETTINGS = AdminAction("settings.read", READERS)
 READ_ALERTS = AdminAction("alerts.read", READERS, OWN_READERS)
-READ_MODELS = AdminAction("models.read", READERS, OWN_READERS)
+READ_MODELS = AdminAction("models.read", READERS, OWN_READERS | SELF_SERVICE)
 READ_BATCHES = AdminAction("batches.read", READERS, OWN_READERS)
 
 VIEW_ACTIONS = (
