@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
 from moiety_platform.resources.commands import (
+    TENANT_FILTER,
     Command,
     CustomCommand,
-    Output,
-    Parameter,
-    ParameterLocation,
+    list_command,
     path_argument,
 )
 from moiety_platform.resources.declaration import Resource
@@ -31,20 +30,7 @@ ADAPTERS = Resource(
     },
     details=("tenant_id", "num_bytes", "engine_adapter"),
     commands=(
-        Command(
-            "list",
-            "List adapters, by tenant, model and name.",
-            parameters=(
-                Parameter(
-                    name="tenant",
-                    field="tenant_id",
-                    place=ParameterLocation.QUERY,
-                    help="Name or id of a tenant. If not given, all tenants.",
-                    finds="tenant",
-                ),
-            ),
-            output=Output.ROWS,
-        ),
+        list_command("List adapters, by tenant, model and name.", TENANT_FILTER),
         CustomCommand("add", "moiety_platform.cli.adapters:add_adapter"),
         Command(
             "remove",

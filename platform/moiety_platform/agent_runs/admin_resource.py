@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS
 from moiety_platform.resources.commands import (
+    TENANT_FILTER,
     Command,
     CustomCommand,
-    Output,
-    Parameter,
-    ParameterLocation,
+    list_command,
     path_argument,
 )
 from moiety_platform.resources.declaration import Resource
@@ -33,20 +32,7 @@ RUNS = Resource(
         "id": "id",
     },
     commands=(
-        Command(
-            "list",
-            "List the newest runs.",
-            parameters=(
-                Parameter(
-                    name="tenant",
-                    field="tenant_id",
-                    place=ParameterLocation.QUERY,
-                    help="Name or id of a tenant. If not given, all tenants.",
-                    finds="tenant",
-                ),
-            ),
-            output=Output.ROWS,
-        ),
+        list_command("List the newest runs.", TENANT_FILTER),
         CustomCommand("show", "moiety_platform.cli.runs:show_run"),
         Command(
             "stop",

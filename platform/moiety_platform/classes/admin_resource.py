@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
+from moiety_platform.resources.commands import (
+    Command,
+    Parameter,
+    ParameterLocation,
+    argument,
+    delete_command,
+    list_command,
+    show_command,
+)
 from moiety_platform.resources.declaration import Resource
 
 NOTHING = "none"
@@ -134,8 +142,8 @@ CLASSES = Resource(
     ),
     plain=plain,
     commands=(
-        Command("list", "List all classes, best first.", output=Output.ROWS),
-        Command("show", "Show one class.", parameters=(_IN_PATH,)),
+        list_command("List all classes, best first."),
+        show_command("Show one class.", _IN_PATH),
         Command(
             "set",
             "Change a class. The change applies from the next request, at every gateway within seconds.",
@@ -149,12 +157,7 @@ CLASSES = Resource(
             method="POST",
             parameters=(_NAME, replace(_RANK, is_required=True), *_TERMS),
         ),
-        Command(
-            "delete",
-            "Delete a class that is not built in and that no tenant uses.",
-            method="DELETE",
-            parameters=(_IN_PATH,),
-        ),
+        delete_command("Delete a class that is not built in and that no tenant uses.", _IN_PATH),
     ),
     apply_kind="moiety_platform.classes.declared:CLASS",
 )

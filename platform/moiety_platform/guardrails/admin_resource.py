@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
+from moiety_platform.resources.commands import (
+    Parameter,
+    ParameterLocation,
+    argument,
+    delete_command,
+    list_command,
+    put_command,
+    show_command,
+)
 from moiety_platform.resources.declaration import Resource
 
 _NAME = argument("name", "Name of the guardrail.")
@@ -40,45 +48,39 @@ GUARDRAILS = Resource(
     },
     plain=plain,
     commands=(
-        Command("list", "List all guardrails by name.", output=Output.ROWS),
-        Command("show", "Show one guardrail.", parameters=(_IN_PATH,)),
-        Command(
-            "set",
+        list_command("List all guardrails by name."),
+        show_command("Show one guardrail.", _IN_PATH),
+        put_command(
             "Set or replace a guardrail. It applies to requests that begin later, at every gateway within seconds.",
-            method="PUT",
-            parameters=(
-                _NAME,
-                Parameter(name="stage", help="Text that is checked: input or output.", is_required=True),
-                Parameter(name="action", help="What a finding causes: block or observe."),
-                Parameter(
-                    name="on_failure",
-                    help="What a check that fails or is late causes: open (the text passes) or closed (503).",
-                ),
-                Parameter(
-                    name="detectors",
-                    parse=parse_detectors,
-                    help="Built-in detectors, separated by commas: secrets, card_numbers.",
-                ),
-                Parameter(name="endpoint", field="url", help="https:// URL of an endpoint that checks the text."),
-                Parameter(
-                    name="entry_point",
-                    help="Entry point in moiety.guardrails of a Python package that is installed at the gateways.",
-                ),
-                Parameter(
-                    name="timeout_ms", type=int, help="Time in milliseconds of a check by an endpoint or entry point."
-                ),
-                Parameter(
-                    name="memory_mb", type=int, help="Memory of the process of a check by an entry point, in MiB."
-                ),
-                Parameter(
-                    name="tenant",
-                    field="tenant_id",
-                    finds="tenant",
-                    help="Name or id of the only tenant that it is for. If not given, all.",
-                ),
+            _NAME,
+            Parameter(name="stage", help="Text that is checked: input or output.", is_required=True),
+            Parameter(name="action", help="What a finding causes: block or observe."),
+            Parameter(
+                name="on_failure",
+                help="What a check that fails or is late causes: open (the text passes) or closed (503).",
+            ),
+            Parameter(
+                name="detectors",
+                parse=parse_detectors,
+                help="Built-in detectors, separated by commas: secrets, card_numbers.",
+            ),
+            Parameter(name="endpoint", field="url", help="https:// URL of an endpoint that checks the text."),
+            Parameter(
+                name="entry_point",
+                help="Entry point in moiety.guardrails of a Python package that is installed at the gateways.",
+            ),
+            Parameter(
+                name="timeout_ms", type=int, help="Time in milliseconds of a check by an endpoint or entry point."
+            ),
+            Parameter(name="memory_mb", type=int, help="Memory of the process of a check by an entry point, in MiB."),
+            Parameter(
+                name="tenant",
+                field="tenant_id",
+                finds="tenant",
+                help="Name or id of the only tenant that it is for. If not given, all.",
             ),
         ),
-        Command("delete", "Delete a guardrail.", method="DELETE", parameters=(_IN_PATH,)),
+        delete_command("Delete a guardrail.", _IN_PATH),
     ),
     apply_kind="moiety_platform.guardrails.declared:GUARDRAIL",
 )

@@ -14,8 +14,10 @@ from moiety_platform.resources.apply_kind import (
     DeclaredObject,
     Entry,
     InvalidEntry,
-    ObjectPlace,
     Row,
+    fields_with_owner,
+    name_in_tenant,
+    row_name_in_tenant,
 )
 from moiety_platform.resources.paths import path_of
 
@@ -45,22 +47,8 @@ def _objects(entry: Entry) -> Iterator[DeclaredObject]:
         raise InvalidEntry(entry.path, f"must have exactly one of {', '.join(_CHECKS)}")
     fields = {name: shown[name] for name in _FIELDS if name in entry.raw}
     parent = None if form.tenant is None else ("tenant", form.tenant)
-    name = _name(form.name, form.tenant)
+    name = name_in_tenant(form.name, form.tenant)
     yield DeclaredObject("guardrail", name, form.name, entry.path, fields, parent, identity={"name": form.name})
-
-
-def _name(name: str, tenant: str | None) -> str:
-    return name if tenant is None else f"{tenant}/{name}"
-
-
-def _name_of_row(row: Row, names: Mapping[ObjectPlace, str]) -> str:
-    tenant_id = row["tenant_id"]
-    return _name(row["name"], None if tenant_id is None else names.get(("tenant", tenant_id), tenant_id))
-
-
-def _create(declared: DeclaredObject, tenant_id: str) -> AdminRequest:
-    owner = {"tenant_id": tenant_id} if tenant_id else {}
-    return AdminRequest("PUT", "/guardrails", {**declared.identity, **declared.fields, **owner})
 
 
 def _change(declared: DeclaredObject, row: Row, change: Mapping[str, Any]) -> AdminRequest:
@@ -74,9 +62,11 @@ GUARDRAIL = ApplyKind(
     kind="guardrail",
     form=GuardrailForm,
     objects=_objects,
-    name_of=_name_of_row,
+    name_of=row_name_in_tenant("name"),
     has_id=False,
-    create_request=_create,
+    create_request=lambda declared, tenant_id: AdminRequest(
+        "PUT", "/guardrails", fields_with_owner(declared, tenant_id)
+    ),
     custom_read_request=lambda row: AdminRequest("GET", path_of("guardrails", row["name"])),
     change_request=_change,
     remove_request=lambda row: AdminRequest("DELETE", path_of("guardrails", row["name"])),

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
+from moiety_platform.resources.commands import (
+    Parameter,
+    ParameterLocation,
+    argument,
+    delete_command,
+    list_command,
+    put_command,
+    show_command,
+)
 from moiety_platform.resources.declaration import Resource
 
 _NAME = argument("name", "Name of the issuer here.")
@@ -91,63 +99,52 @@ ISSUERS = Resource(
     prose=("grants", "key_ids"),
     plain=plain,
     commands=(
-        Command("list", "List all issuers by name.", output=Output.ROWS),
-        Command("show", "Show one issuer, and the keys as which its tokens act.", parameters=(_IN_PATH,)),
-        Command(
-            "set",
+        list_command("List all issuers by name."),
+        show_command("Show one issuer, and the keys as which its tokens act.", _IN_PATH),
+        put_command(
             "Trust an issuer, or replace the issuer of that name. It applies at every gateway within seconds.",
-            method="PUT",
-            parameters=(
-                _NAME,
-                Parameter(
-                    name="issuer_url", field="url", help="Issuer as in the tokens' claim 'iss'.", is_required=True
-                ),
-                Parameter(name="audience", help="Audience that the tokens' 'aud' must contain.", is_required=True),
-                Parameter(
-                    name="grants",
-                    flag="--grant",
-                    parse=parse_grants,
-                    help="Projects by the value of --claim, such as org-a=acme/web,org-b=beta/web. Without --claim one "
-                    "project for every token, such as acme/web.",
-                    is_required=True,
-                ),
-                Parameter(
-                    name="claim", help="Claim whose value selects the project. Dots select a claim inside another one."
-                ),
-                Parameter(
-                    name="required_claims",
-                    flag="--require",
-                    parse=parse_claims,
-                    help="Claims that tokens must have, such as environment=production, separated by commas.",
-                ),
-                Parameter(name="jwks_url", help="URL of the issuer's keys. If not given, its discovery document says."),
-                Parameter(
-                    name="jwks_file",
-                    field="jwks",
-                    parse=read_jwks,
-                    help="File with the issuer's public keys (JWKS), for issuers that gateways cannot reach.",
-                ),
-                Parameter(
-                    name="end_user_claim", help="Claim that becomes the end user of requests in usage. Default: sub."
-                ),
-                Parameter(
-                    name="service_class",
-                    flag="--class",
-                    help="Best service class of the tokens. If not given, or better than the tenant's: the tenant's.",
-                ),
-                Parameter(
-                    name="models",
-                    parse=parse_names,
-                    help="Models that tokens may use, separated by commas. If not given, all.",
-                ),
+            _NAME,
+            Parameter(name="issuer_url", field="url", help="Issuer as in the tokens' claim 'iss'.", is_required=True),
+            Parameter(name="audience", help="Audience that the tokens' 'aud' must contain.", is_required=True),
+            Parameter(
+                name="grants",
+                flag="--grant",
+                parse=parse_grants,
+                help="Projects by the value of --claim, such as org-a=acme/web,org-b=beta/web. Without --claim one "
+                "project for every token, such as acme/web.",
+                is_required=True,
+            ),
+            Parameter(
+                name="claim", help="Claim whose value selects the project. Dots select a claim inside another one."
+            ),
+            Parameter(
+                name="required_claims",
+                flag="--require",
+                parse=parse_claims,
+                help="Claims that tokens must have, such as environment=production, separated by commas.",
+            ),
+            Parameter(name="jwks_url", help="URL of the issuer's keys. If not given, its discovery document says."),
+            Parameter(
+                name="jwks_file",
+                field="jwks",
+                parse=read_jwks,
+                help="File with the issuer's public keys (JWKS), for issuers that gateways cannot reach.",
+            ),
+            Parameter(
+                name="end_user_claim", help="Claim that becomes the end user of requests in usage. Default: sub."
+            ),
+            Parameter(
+                name="service_class",
+                flag="--class",
+                help="Best service class of the tokens. If not given, or better than the tenant's: the tenant's.",
+            ),
+            Parameter(
+                name="models",
+                parse=parse_names,
+                help="Models that tokens may use, separated by commas. If not given, all.",
             ),
         ),
-        Command(
-            "delete",
-            "Trust an issuer no longer, and revoke the keys as which its tokens act.",
-            method="DELETE",
-            parameters=(_IN_PATH,),
-        ),
+        delete_command("Trust an issuer no longer, and revoke the keys as which its tokens act.", _IN_PATH),
     ),
     apply_kind="moiety_platform.jwt_issuers.declared:ISSUER",
 )

@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
+from moiety_platform.resources.commands import (
+    Command,
+    Parameter,
+    ParameterLocation,
+    argument,
+    delete_command,
+    list_command,
+    put_command,
+)
 from moiety_platform.resources.declaration import Resource
 
 _NAME = argument("name", "Name of the route: the model that clients ask for.")
@@ -58,60 +66,53 @@ ROUTES = Resource(
     },
     plain=plain,
     commands=(
-        Command("list", "List all routes by name.", output=Output.ROWS),
+        list_command("List all routes by name."),
         Command("show", "Show one route.", suffix="one", parameters=(_IN_QUERY,)),
-        Command(
-            "set",
+        put_command(
             "Set or replace a route. It applies to requests that begin later, at every gateway within seconds.",
-            method="PUT",
-            parameters=(
-                _NAME,
-                Parameter(
-                    name="targets",
-                    flag="--to",
-                    parse=parse_targets,
-                    help="Models that answer, with weights, such as small=90,large=10. One model is an alias.",
-                    is_required=True,
-                ),
-                Parameter(
-                    name="fallbacks",
-                    flag="--fallback",
-                    parse=parse_names,
-                    help="Models to use in this order, separated by commas, if the targets are overloaded, fail before "
-                    "the first token, or have no engine.",
-                ),
-                Parameter(
-                    name="sticky",
-                    help="What keeps its target while weights stay the same: tenant, conversation or none.",
-                ),
-                Parameter(
-                    name="downgrade_model",
-                    flag="--downgrade-to",
-                    help="Model that answers when a quota of the request is nearly used up.",
-                ),
-                Parameter(
-                    name="downgrade_percent",
-                    flag="--downgrade-at",
-                    type=int,
-                    help="Used percentage of a quota from which --downgrade-to applies, from 1 to 100.",
-                ),
-                Parameter(
-                    name="shadow_model",
-                    flag="--shadow-to",
-                    help="Model that gets copies of requests. Its answers are discarded and not billed.",
-                ),
-                Parameter(
-                    name="shadow_percent",
-                    type=float,
-                    help="Percentage of the requests that --shadow-to gets copies of.",
-                ),
+            _NAME,
+            Parameter(
+                name="targets",
+                flag="--to",
+                parse=parse_targets,
+                help="Models that answer, with weights, such as small=90,large=10. One model is an alias.",
+                is_required=True,
+            ),
+            Parameter(
+                name="fallbacks",
+                flag="--fallback",
+                parse=parse_names,
+                help="Models to use in this order, separated by commas, if the targets are overloaded, fail before "
+                "the first token, or have no engine.",
+            ),
+            Parameter(
+                name="sticky",
+                help="What keeps its target while weights stay the same: tenant, conversation or none.",
+            ),
+            Parameter(
+                name="downgrade_model",
+                flag="--downgrade-to",
+                help="Model that answers when a quota of the request is nearly used up.",
+            ),
+            Parameter(
+                name="downgrade_percent",
+                flag="--downgrade-at",
+                type=int,
+                help="Used percentage of a quota from which --downgrade-to applies, from 1 to 100.",
+            ),
+            Parameter(
+                name="shadow_model",
+                flag="--shadow-to",
+                help="Model that gets copies of requests. Its answers are discarded and not billed.",
+            ),
+            Parameter(
+                name="shadow_percent",
+                type=float,
+                help="Percentage of the requests that --shadow-to gets copies of.",
             ),
         ),
-        Command(
-            "delete",
-            "Delete a route. Requests for its name then go to the model of that name, if there is one.",
-            method="DELETE",
-            parameters=(_IN_QUERY,),
+        delete_command(
+            "Delete a route. Requests for its name then go to the model of that name, if there is one.", _IN_QUERY
         ),
     ),
     apply_kind="moiety_platform.model_routes.declared:ROUTE",

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation, argument
+from moiety_platform.resources.commands import (
+    Parameter,
+    ParameterLocation,
+    argument,
+    delete_command,
+    list_command,
+    put_command,
+)
 from moiety_platform.resources.declaration import Resource
 
 _MODEL = argument("model", "Name of the model, as /v1/models lists it.")
@@ -29,33 +36,28 @@ PRICES = Resource(
         "output": "$ per 1M output",
     },
     commands=(
-        Command("list", "List all prices, in dollars per million tokens.", output=Output.ROWS),
-        Command(
-            "set",
+        list_command("List all prices, in dollars per million tokens."),
+        put_command(
             "Set or change a price. It applies to requests that begin later, at every gateway within seconds.",
-            method="PUT",
-            parameters=(
-                replace(_MODEL, is_model=True),
-                Parameter(
-                    name="input_price",
-                    field="input",
-                    flag="--input",
-                    help="Price of a million prompt tokens in US dollars, such as 0.15.",
-                    is_required=True,
-                ),
-                Parameter(name="output", help="Price of a million output tokens in US dollars.", is_required=True),
-                Parameter(
-                    name="cached_input",
-                    help="Price of a million cached prompt tokens in US dollars. If not given, the value of --input.",
-                ),
-                _CLASS,
+            replace(_MODEL, is_model=True),
+            Parameter(
+                name="input_price",
+                field="input",
+                flag="--input",
+                help="Price of a million prompt tokens in US dollars, such as 0.15.",
+                is_required=True,
             ),
+            Parameter(name="output", help="Price of a million output tokens in US dollars.", is_required=True),
+            Parameter(
+                name="cached_input",
+                help="Price of a million cached prompt tokens in US dollars. If not given, the value of --input.",
+            ),
+            _CLASS,
         ),
-        Command(
-            "delete",
+        delete_command(
             "Delete a price. Requests of the model are then free of charge.",
-            method="DELETE",
-            parameters=(replace(_MODEL, place=ParameterLocation.QUERY), replace(_CLASS, place=ParameterLocation.QUERY)),
+            replace(_MODEL, place=ParameterLocation.QUERY),
+            replace(_CLASS, place=ParameterLocation.QUERY),
         ),
     ),
     apply_kind="moiety_platform.prices.declared:PRICE",

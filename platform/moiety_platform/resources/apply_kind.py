@@ -103,6 +103,27 @@ def _as_it_is(_: DeclaredObject | None, __: str, ___: Any) -> str | None:
     return None
 
 
+def name_in_tenant(name: str, tenant: str | None) -> str:
+    """Return the name in a file of an object that belongs to a tenant, or to the deployment for None."""
+    return name if tenant is None else f"{tenant}/{name}"
+
+
+def row_name_in_tenant(field: str) -> Callable[[Row, Mapping[ObjectPlace, str]], str]:
+    """Return a function that names a row as `name_in_tenant` does. `field` has the name without the tenant."""
+
+    def name_of_row(row: Row, names: Mapping[ObjectPlace, str]) -> str:
+        tenant_id = row["tenant_id"]
+        return name_in_tenant(row[field], None if tenant_id is None else names.get(("tenant", tenant_id), tenant_id))
+
+    return name_of_row
+
+
+def fields_with_owner(declared: DeclaredObject, tenant_id: str) -> dict[str, Any]:
+    """Return the body that creates an object. `tenant_id` is empty for an object of the deployment."""
+    owner = {"tenant_id": tenant_id} if tenant_id else {}
+    return {**declared.identity, **declared.fields, **owner}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApplyKind:
     """Kind of objects that a file can declare.

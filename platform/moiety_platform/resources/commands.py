@@ -64,6 +64,16 @@ def path_argument(name: str, help: str, *, finds: str = "") -> Parameter:  # noq
     return argument(name, help, place=ParameterLocation.PATH, finds=finds)
 
 
+TENANT_FILTER = Parameter(
+    name="tenant",
+    field="tenant_id",
+    place=ParameterLocation.QUERY,
+    help="Name or id of a tenant. If not given, all tenants.",
+    finds="tenant",
+)
+"""Option that restricts a list to the objects of one tenant."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command that sends one request to the resource's collection, or below it.
@@ -91,3 +101,23 @@ class CustomCommand:
 
     name: str
     target: str
+
+
+def list_command(help: str, *parameters: Parameter, output: Output = Output.ROWS) -> Command:  # noqa: A002 - as typer calls it
+    """Return the command that lists the objects."""
+    return Command("list", help, parameters=parameters, output=output)
+
+
+def show_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
+    """Return the command that shows the object that its parameters identify."""
+    return Command("show", help, parameters=parameters)
+
+
+def put_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
+    """Return the command `set`, which creates an object or replaces the one of that name."""
+    return Command("set", help, method="PUT", parameters=parameters)
+
+
+def delete_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
+    """Return the command that deletes the object that its parameters identify."""
+    return Command("delete", help, method="DELETE", parameters=parameters)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS, MANAGED_BY_TENANTS, OWNER, AdminAction
 from moiety_platform.resources.commands import (
+    TENANT_FILTER,
     Command,
     CustomCommand,
     Output,
     Parameter,
-    ParameterLocation,
     argument,
+    list_command,
     path_argument,
+    show_command,
 )
 from moiety_platform.resources.declaration import Resource
 
@@ -53,8 +53,8 @@ TENANTS = Resource(
     },
     details=("speculative_prefill", "created_at", "weight"),
     commands=(
-        Command("list", "List all tenants, oldest first.", output=Output.PAGES),
-        Command("show", "Show one tenant.", parameters=(_TENANT,)),
+        list_command("List all tenants, oldest first.", output=Output.PAGES),
+        show_command("Show one tenant.", _TENANT),
         Command(
             "create",
             "Create a tenant.",
@@ -92,11 +92,12 @@ TENANTS = Resource(
     apply_kind="moiety_platform.tenants.declared:TENANT",
 )
 
-_TENANT_FILTER = Parameter(
+_TENANT_OF_PROJECT = Parameter(
     name="tenant",
     field="tenant_id",
     help="Name or id of the tenant that the project belongs to.",
     finds="tenant",
+    is_required=True,
 )
 
 PROJECTS = Resource(
@@ -107,23 +108,12 @@ PROJECTS = Resource(
     columns={"name": "name", "tenant": "tenant", "created_at": "created", "id": "id", "tenant_id": "tenant's id"},
     details=("tenant_id", "created_at"),
     commands=(
-        Command(
-            "list",
-            "List projects, oldest first.",
-            parameters=(
-                replace(
-                    _TENANT_FILTER,
-                    place=ParameterLocation.QUERY,
-                    help="Name or id of a tenant. If not given, all tenants.",
-                ),
-            ),
-            output=Output.PAGES,
-        ),
+        list_command("List projects, oldest first.", TENANT_FILTER, output=Output.PAGES),
         Command(
             "create",
             "Create a project of a tenant.",
             method="POST",
-            parameters=(argument("name", "Name of the new project."), replace(_TENANT_FILTER, is_required=True)),
+            parameters=(argument("name", "Name of the new project."), _TENANT_OF_PROJECT),
         ),
     ),
     apply_kind="moiety_platform.tenants.declared:PROJECT",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import Command, Output, Parameter, argument, path_argument
+from moiety_platform.resources.commands import (
+    Command,
+    Output,
+    Parameter,
+    argument,
+    delete_command,
+    list_command,
+    path_argument,
+)
 from moiety_platform.resources.declaration import Resource
 
 _WEBHOOK = path_argument("webhook", "Id or address of the webhook.", finds="webhook")
@@ -45,7 +53,7 @@ WEBHOOKS = Resource(
     details=("delivered_at", "failed_at", "last_error"),
     prose=("last_error",),
     commands=(
-        Command("list", "List webhooks, oldest first, and their delivery status.", output=Output.ROWS),
+        list_command("List webhooks, oldest first, and their delivery status."),
         Command(
             "create",
             "Create a webhook, which receives alerts from now on. Print the secret that signs them.",
@@ -76,12 +84,7 @@ WEBHOOKS = Resource(
             suffix="test",
             parameters=(_WEBHOOK,),
         ),
-        Command(
-            "delete",
-            "Delete a webhook: no more alerts go to its address.",
-            method="DELETE",
-            parameters=(_WEBHOOK,),
-        ),
+        delete_command("Delete a webhook: no more alerts go to its address.", _WEBHOOK),
     ),
     apply_kind="moiety_platform.webhooks.declared:WEBHOOK",
 )

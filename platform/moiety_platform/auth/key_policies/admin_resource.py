@@ -6,11 +6,11 @@ from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS
 from moiety_platform.resources.commands import (
-    Command,
+    TENANT_FILTER,
     CustomCommand,
     Output,
-    Parameter,
-    ParameterLocation,
+    delete_command,
+    list_command,
     path_argument,
 )
 from moiety_platform.resources.declaration import Resource
@@ -42,28 +42,10 @@ KEY_POLICIES = Resource(
     details=("tenant_id", "limits", "allowed_models"),
     plain=plain,
     commands=(
-        Command(
-            "list",
-            "List all policies.",
-            parameters=(
-                Parameter(
-                    name="tenant",
-                    field="tenant_id",
-                    place=ParameterLocation.QUERY,
-                    help="Name or id of a tenant. If not given, all tenants.",
-                    finds="tenant",
-                ),
-            ),
-            output=Output.PAGES,
-        ),
+        list_command("List all policies.", TENANT_FILTER, output=Output.PAGES),
         CustomCommand("show", "moiety_platform.cli.key_policies:show_policy"),
         CustomCommand("set", "moiety_platform.cli.key_policies:set_policy"),
-        Command(
-            "delete",
-            "Delete a tenant's policy: its developers make no keys any more.",
-            method="DELETE",
-            parameters=(_TENANT,),
-        ),
+        delete_command("Delete a tenant's policy: its developers make no keys any more.", _TENANT),
     ),
     apply_kind="moiety_platform.auth.key_policies.declared:KEY_POLICY",
 )

@@ -6,12 +6,13 @@ from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OWNER, AdminAction
 from moiety_platform.resources.commands import (
-    Command,
+    TENANT_FILTER,
     CustomCommand,
     Output,
-    Parameter,
-    ParameterLocation,
+    delete_command,
+    list_command,
     path_argument,
+    show_command,
 )
 from moiety_platform.resources.declaration import Resource
 
@@ -45,26 +46,13 @@ USERS = Resource(
     details=("created_at", "project_ids", "invitation_expires_at", "accepted_at", "name"),
     plain=plain,
     commands=(
-        Command(
-            "list",
-            "List users, oldest first.",
-            parameters=(
-                Parameter(
-                    name="tenant",
-                    field="tenant_id",
-                    place=ParameterLocation.QUERY,
-                    help="Name or id of a tenant. If not given, all tenants.",
-                    finds="tenant",
-                ),
-            ),
-            output=Output.PAGES,
-        ),
-        Command("show", "Show one user.", parameters=(_USER,)),
+        list_command("List users, oldest first.", TENANT_FILTER, output=Output.PAGES),
+        show_command("Show one user.", _USER),
         CustomCommand("invite", "moiety_platform.cli.users:invite_user"),
         CustomCommand("change", "moiety_platform.cli.users:change_user"),
         CustomCommand("disable", "moiety_platform.cli.users:disable_user"),
         CustomCommand("enable", "moiety_platform.cli.users:enable_user"),
-        Command("delete", "Delete a user, and revoke its keys.", method="DELETE", parameters=(_USER,)),
+        delete_command("Delete a user, and revoke its keys.", _USER),
     ),
     more=(WRITE_ADMIN_USERS,),
     apply_kind="moiety_platform.auth.users.declared:USER",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,8 +14,9 @@ from moiety_platform.resources.apply_kind import (
     DeclaredObject,
     Entry,
     InvalidEntry,
-    ObjectPlace,
-    Row,
+    fields_with_owner,
+    name_in_tenant,
+    row_name_in_tenant,
 )
 from moiety_platform.resources.paths import path_of
 
@@ -38,22 +39,8 @@ def _objects(entry: Entry) -> Iterator[DeclaredObject]:
         fields["name"] = form.name
     parent = None if form.tenant is None else ("tenant", form.tenant)
     email = form.email.lower()  # as the gateway stores it
-    name = _name(email, form.tenant)
+    name = name_in_tenant(email, form.tenant)
     yield DeclaredObject("user", name, email, entry.path, fields, parent, identity={"email": email})
-
-
-def _name(email: str, tenant: str | None) -> str:
-    return email if tenant is None else f"{tenant}/{email}"
-
-
-def _name_of_row(row: Row, names: Mapping[ObjectPlace, str]) -> str:
-    tenant_id = row["tenant_id"]
-    return _name(row["email"], None if tenant_id is None else names.get(("tenant", tenant_id), tenant_id))
-
-
-def _create(declared: DeclaredObject, tenant_id: str) -> AdminRequest:
-    owner = {"tenant_id": tenant_id} if tenant_id else {}
-    return AdminRequest("POST", "/users", {**declared.identity, **declared.fields, **owner})
 
 
 USER = ApplyKind(
@@ -61,8 +48,8 @@ USER = ApplyKind(
     form=UserForm,
     is_paged=True,
     objects=_objects,
-    name_of=_name_of_row,
-    create_request=_create,
+    name_of=row_name_in_tenant("email"),
+    create_request=lambda declared, tenant_id: AdminRequest("POST", "/users", fields_with_owner(declared, tenant_id)),
     change_request=lambda declared, row, change: AdminRequest("PATCH", path_of("users", row["id"]), dict(change)),
     remove_request=lambda row: AdminRequest("DELETE", path_of("users", row["id"])),
     removal_reason="left the file; its keys are revoked",
