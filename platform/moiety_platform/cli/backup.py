@@ -17,6 +17,7 @@ from moiety_platform.backups.backup import create_backup
 from moiety_platform.backups.errors import BackupError
 from moiety_platform.backups.restore import Migrations, restore_backup
 from moiety_platform.cli.admin_command import AsJson
+from moiety_platform.cli.deployment_options import ConfigFile, DatabaseUrl, DataFolder, ObjectStoreUrl
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import downgrade_database, find_upgrade
 from moiety_platform.cli.printing import print_prose
@@ -28,11 +29,6 @@ from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
 
 FAILURES = (BackupError, BadPepper, BadDatabaseUrl, PlatformError, SupervisorError, OSError)
-
-Config = Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")]
-DataFolder = Annotated[Path | None, typer.Option(help="Data directory of the gateway.")]
-DatabaseUrl = Annotated[str | None, typer.Option(help="URL of the database of the gateway.")]
-ObjectStoreUrl = Annotated[str | None, typer.Option(help="URL of the object store of the gateway.")]
 
 
 def backup(
@@ -46,7 +42,7 @@ def backup(
             help="Copy the contents of files and adapters. If not given, those of a folder, and not those of a bucket.",
         ),
     ] = None,
-    config: Config = None,
+    config: ConfigFile = None,
     data_dir: DataFolder = None,
     database_url: DatabaseUrl = None,
     object_store_url: ObjectStoreUrl = None,
@@ -82,7 +78,7 @@ def restore(
         bool,
         typer.Option("--overwrite", help="Replace the contents of a database and object store that are not empty."),
     ] = False,
-    config: Config = None,
+    config: ConfigFile = None,
     data_dir: DataFolder = None,
     database_url: DatabaseUrl = None,
     object_store_url: ObjectStoreUrl = None,

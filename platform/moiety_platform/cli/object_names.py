@@ -66,12 +66,7 @@ def find_webhook(client: AdminClient, text: str) -> Row:
     """Return the webhook with this address; any other text is returned as its id. Raises CommandError."""
     if "://" not in text:
         return {"id": text}
-    found = [one for one in client.get("/webhooks")["data"] if one["url"] == text]
-    if len(found) != 1:
-        told = "no webhook has" if not found else f"{len(found)} webhooks have"
-        raise CommandError(f"{told} the address {text!r}; give an id of: moiety webhook list")
-    webhook: Row = found[0]
-    return webhook
+    return _only(client, "webhooks", "url", text, owner="webhook has", owners="webhooks have", noun="the address")
 
 
 def find_adapter(client: AdminClient, text: str) -> Row:
@@ -81,12 +76,16 @@ def find_adapter(client: AdminClient, text: str) -> Row:
     """
     if ADAPTER_SEPARATOR not in text:
         return {"id": text}
-    found = [one for one in client.get("/adapters")["data"] if one["served_as"] == text]
+    return _only(client, "adapters", "served_as", text, owner="tenant has", owners="tenants have", noun="an adapter")
+
+
+def _only(client: AdminClient, collection: str, field: str, text: str, *, owner: str, owners: str, noun: str) -> Row:
+    """Return the only object whose field has this text. Raises CommandError, whose text has the other words."""
+    found: list[Row] = [one for one in client.get(f"/{collection}")["data"] if one[field] == text]
     if len(found) != 1:
-        told = "no tenant has" if not found else f"{len(found)} tenants have"
-        raise CommandError(f"{told} an adapter {text!r}; give an id of: moiety adapter list")
-    adapter: Row = found[0]
-    return adapter
+        told = f"no {owner}" if not found else f"{len(found)} {owners}"
+        raise CommandError(f"{told} {noun} {text!r}; give an id of: moiety {collection.removesuffix('s')} list")
+    return found[0]
 
 
 def find_user(client: AdminClient, text: str, *, tenant_id: str | None = None) -> Row:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
+from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import From, Hours, To, period_of
-from moiety_platform.cli.usage_options import KeyFilter, ProjectFilter, TenantFilter
+from moiety_platform.cli.time_options import From, Hours, To
+from moiety_platform.cli.usage_options import (
+    CsvOption,
+    EndUserFilter,
+    KeyFilter,
+    ProjectFilter,
+    TagFilter,
+    TenantFilter,
+    check_format,
+    query_of,
+)
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.paths import path_of
 
@@ -69,24 +77,17 @@ def requests(
     error: Annotated[str | None, typer.Option(help="Error code, such as quota_exceeded.")] = None,
     slo: Annotated[str | None, typer.Option(help="Whether the SLO was met: attained, missed or none.")] = None,
     min_ms: Annotated[float | None, typer.Option(min=0, help="Least duration, in milliseconds.")] = None,
-    end_user: Annotated[str | None, typer.Option(help="End user that the requests name.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Tag of the requests, such as team=search.")] = None,
+    end_user: EndUserFilter = None,
+    tag: TagFilter = None,
     last: Annotated[int, typer.Option(min=1, help="Number of newest requests to show.")] = 50,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")] = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Search in the log of all requests; without options, the newest of the last 24 hours."""
     if context.invoked_subcommand is not None:
         return
-    if as_csv and admin.as_json:
-        raise typer.BadParameter("give --csv or --json, not both")
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
-    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
+    check_format(admin, as_csv=as_csv)
     wanted = {
-        "since": since.isoformat(),
-        "until": None if until is None else until.isoformat(),
-        "tenant_id": tenant_id,
-        "project_id": None if project is None else find_project(admin.client, project)["id"],
-        "key_id": None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
         "model": model,
         "route": route,
         "service_class": service_class,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
+from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import From, Hours, To, period_of
-from moiety_platform.cli.usage_options import Grouping, KeyFilter, ModelFilter, ProjectFilter, TenantFilter
+from moiety_platform.cli.time_options import From, Hours, To
+from moiety_platform.cli.usage_options import (
+    CsvOption,
+    EndUserFilter,
+    Grouping,
+    KeyFilter,
+    ModelFilter,
+    ProjectFilter,
+    TagFilter,
+    TenantFilter,
+    check_format,
+    find_tenant_id,
+    query_of,
+)
 from moiety_platform.prices.token_cost import dollars
 
 SPEND = {
@@ -54,25 +65,16 @@ def spend(
     service_class: Annotated[
         str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")
     ] = None,
-    end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
-    tag: Annotated[
-        str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
-    ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")] = False,
+    end_user: EndUserFilter = None,
+    tag: TagFilter = None,
+    as_csv: CsvOption = False,
 ) -> None:
     """Show what was spent, after credits; the figures are those of `moiety usage` and of the ledger."""
-    if as_csv and admin.as_json:
-        raise typer.BadParameter("give --csv or --json, not both")
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
-    tenant_id = _tenant_id(admin, tenant)
+    check_format(admin, as_csv=as_csv)
     report = admin.client.get(
         "/spend",
         group_by=by,
-        since=since.isoformat(),
-        until=None if until is None else until.isoformat(),
-        tenant_id=tenant_id,
-        project_id=None if project is None else find_project(admin.client, project)["id"],
-        key_id=None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
         model=model,
         service_class=service_class,
         end_user=end_user,
@@ -99,7 +101,7 @@ def forecast(
     model: ModelFilter = None,
 ) -> None:
     """Forecast the spend of this month: what is spent, plus the mean of the last seven days for the rest of it."""
-    found = admin.client.get("/spend/forecast", tenant_id=_tenant_id(admin, tenant), model=model)
+    found = admin.client.get("/spend/forecast", tenant_id=find_tenant_id(admin, tenant), model=model)
     if admin.as_json:
         show_json(found)
         return
@@ -117,7 +119,7 @@ def forecast(
 @admin_command
 def budgets(admin: Admin, tenant: TenantFilter = None) -> None:
     """List the limits on money: what is used, the forecast for the end of their window, and when they are used up."""
-    tenant_id = _tenant_id(admin, tenant)
+    tenant_id = find_tenant_id(admin, tenant)
     found = list(admin.client.pages("/spend/budgets", tenant_id=tenant_id))
     if admin.as_json:
         show_json({"data": found})
@@ -137,10 +139,6 @@ def budgets(admin: Admin, tenant: TenantFilter = None) -> None:
         for one in found
     ]
     admin.show_rows(rows, BUDGETS, BUDGET_DETAILS)
-
-
-def _tenant_id(admin: Admin, tenant: str | None) -> str | None:
-    return None if tenant is None else str(admin.client.find_tenant(tenant)["id"])
 
 
 def _in_dollars(totals: dict[str, Any], whole: int) -> dict[str, Any]:

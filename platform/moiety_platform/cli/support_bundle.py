@@ -17,6 +17,14 @@ import typer
 from pydantic import SecretStr
 
 from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
+from moiety_platform.cli.deployment_options import (
+    AdminKey,
+    ConfigFile,
+    DatabaseUrl,
+    DataFolder,
+    EngineAddresses,
+    GatewayUrl,
+)
 from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, run_doctor
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
@@ -42,14 +50,12 @@ def support_bundle(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write. If not given, moiety-support-TIME.tar.gz.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Address of an engine. May be given several times.")] = None,
-    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key whose validity is checked.")
-    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataFolder = None,
+    database_url: DatabaseUrl = None,
+    engine: EngineAddresses = None,
+    url: GatewayUrl = None,
+    admin_key: AdminKey = None,
     operations_url: Annotated[
         str | None,
         typer.Option(

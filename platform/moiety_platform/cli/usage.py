@@ -11,12 +11,23 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.engine_journals import compare, read_journals
-from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
+from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import From, Hours, To, period_of
-from moiety_platform.cli.usage_options import Grouping, KeyFilter, ModelFilter, ProjectFilter, TenantFilter
+from moiety_platform.cli.usage_options import (
+    CsvOption,
+    EndUserFilter,
+    Grouping,
+    KeyFilter,
+    ModelFilter,
+    ProjectFilter,
+    TagFilter,
+    TenantFilter,
+    check_format,
+    query_of,
+)
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
 
@@ -98,28 +109,19 @@ def usage(
     project: ProjectFilter = None,
     key: KeyFilter = None,
     model: ModelFilter = None,
-    end_user: Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")] = None,
-    tag: Annotated[
-        str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
-    ] = None,
+    end_user: EndUserFilter = None,
+    tag: TagFilter = None,
     requests: Annotated[
         int, typer.Option(min=0, max=500, help="Number of newest single requests to show instead of sums.")
     ] = 0,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")] = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Show usage: requests, tokens, times and money."""
     if context.invoked_subcommand is not None:
         return
-    if as_csv and admin.as_json:
-        raise typer.BadParameter("give --csv or --json, not both")
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
-    tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
+    check_format(admin, as_csv=as_csv)
     wanted = {
-        "since": since.isoformat(),
-        "until": None if until is None else until.isoformat(),
-        "tenant_id": tenant_id,
-        "project_id": None if project is None else find_project(admin.client, project)["id"],
-        "key_id": None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
         "model": model,
         "end_user": end_user,
         "tag": tag,

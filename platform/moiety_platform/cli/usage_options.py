@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import typer
+
+from moiety_platform.cli.admin_command import Admin
+from moiety_platform.cli.object_names import find_key, find_project
+from moiety_platform.cli.time_options import period_of
 
 Grouping = Annotated[
     str,
@@ -19,3 +24,44 @@ ProjectFilter = Annotated[
 ]
 KeyFilter = Annotated[str | None, typer.Option(help="Id of a key, or name of an active key. If not given, all keys.")]
 ModelFilter = Annotated[str | None, typer.Option(help="Name of a model. If not given, all models.")]
+EndUserFilter = Annotated[str | None, typer.Option(help="End user that the requests name. If not given, all.")]
+TagFilter = Annotated[
+    str | None, typer.Option(help="Tag of the requests, such as team=search. If not given, all requests.")
+]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV with all fields instead of a table.")]
+
+
+def check_format(admin: Admin, *, as_csv: bool) -> None:
+    """Raise typer.BadParameter if the report is to be CSV and JSON."""
+    if as_csv and admin.as_json:
+        raise typer.BadParameter("give --csv or --json, not both")
+
+
+def find_tenant_id(admin: Admin, tenant: str | None) -> str | None:
+    """Return the id of the tenant with this name or id; None for None."""
+    return None if tenant is None else str(admin.client.find_tenant(tenant)["id"])
+
+
+def query_of(
+    admin: Admin,
+    *,
+    hours: float | None,
+    begin: str | None,
+    end: str | None,
+    tenant: str | None,
+    project: str | None,
+    key: str | None,
+) -> dict[str, Any]:
+    """Return the query parameters of a report for its period, tenant, project and key, which users name.
+
+    Raises typer.BadParameter.
+    """
+    since, until = period_of(hours, begin, end, datetime.now(UTC))
+    tenant_id = find_tenant_id(admin, tenant)
+    return {
+        "since": since.isoformat(),
+        "until": None if until is None else until.isoformat(),
+        "tenant_id": tenant_id,
+        "project_id": None if project is None else find_project(admin.client, project)["id"],
+        "key_id": None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
+    }

@@ -18,6 +18,9 @@ UserArgument = Annotated[str, typer.Argument(help="Email address or id of the us
 UserTenant = Annotated[
     str | None, typer.Option("--tenant", help="Name or id of the tenant of the role. If not given, any.")
 ]
+Everywhere = Annotated[
+    bool, typer.Option("--everywhere", help="Include the roles of the same email address in all tenants.")
+]
 UserProjects = Annotated[
     list[str] | None,
     typer.Option(
@@ -99,9 +102,7 @@ def disable_user(
     admin: Admin,
     user: UserArgument,
     tenant: UserTenant = None,
-    everywhere: Annotated[
-        bool, typer.Option("--everywhere", help="Disable the roles of the same email address in all tenants.")
-    ] = False,
+    everywhere: Everywhere = False,
 ) -> None:
     """Disable a user: its sign-ins, open sessions and keys are refused from then on."""
     _set_state(admin, user, tenant, "disabled", everywhere=everywhere)
@@ -112,9 +113,7 @@ def enable_user(
     admin: Admin,
     user: UserArgument,
     tenant: UserTenant = None,
-    everywhere: Annotated[
-        bool, typer.Option("--everywhere", help="Enable the roles of the same email address in all tenants.")
-    ] = False,
+    everywhere: Everywhere = False,
 ) -> None:
     """Enable a disabled user: its sign-ins and keys work again."""
     _set_state(admin, user, tenant, "active", everywhere=everywhere)

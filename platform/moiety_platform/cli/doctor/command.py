@@ -12,6 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
+from moiety_platform.cli.deployment_options import (
+    AdminKey,
+    ConfigFile,
+    DatabaseUrl,
+    DataFolder,
+    EngineAddresses,
+    GatewayUrl,
+)
 from moiety_platform.cli.doctor.engines import Settings as EngineSettings
 from moiety_platform.cli.doctor.engines import check_engines, local_engine
 from moiety_platform.cli.doctor.finding import Finding, Severity
@@ -52,14 +60,12 @@ Check = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Address of an engine. May be given several times.")] = None,
-    url: Annotated[str | None, typer.Option(envvar="MOIETY_URL", help="URL of the gateway.")] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="MOIETY_ADMIN_KEY", help="Admin key whose validity is checked.")
-    ] = None,
+    config: ConfigFile = None,
+    data_dir: DataFolder = None,
+    database_url: DatabaseUrl = None,
+    engine: EngineAddresses = None,
+    url: GatewayUrl = None,
+    admin_key: AdminKey = None,
     dashboard: Annotated[str | None, typer.Option(help="URL of the dashboard.")] = None,
     only: Annotated[
         list[str] | None,
