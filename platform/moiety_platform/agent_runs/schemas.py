@@ -9,6 +9,7 @@ import msgspec
 
 from moiety_platform.agent_runs.models import AgentRun, AgentRunRequest
 from moiety_platform.prices.token_cost import dollars
+from moiety_wire.shared_fields import copy_fields
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -30,21 +31,8 @@ class RunView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, run: AgentRun) -> RunView:
-        return cls(
-            id=run.id,
-            tenant_id=run.tenant_id,
-            name=run.name,
-            status=run.status,
-            budget_usd=None if run.budget_nano is None else dollars(run.budget_nano),
-            used_usd=dollars(run.used_nano),
-            budget_tokens=run.budget_tokens,
-            used_tokens=run.used_tokens,
-            num_requests=run.num_requests,
-            deadline_at=run.deadline_at,
-            keep_s=run.keep_s,
-            created_at=run.created_at,
-            stopped_at=run.stopped_at,
-        )
+        budget = None if run.budget_nano is None else dollars(run.budget_nano)
+        return copy_fields(run, cls, budget_usd=budget, used_usd=dollars(run.used_nano))
 
 
 class RunViews(msgspec.Struct, frozen=True):
@@ -81,20 +69,10 @@ class RunTrace(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, run: AgentRun, requests: Sequence[AgentRunRequest]) -> RunTrace:
         shown = [
-            RunRequestView(
-                request_id=one.request_id,
-                trace_id=one.trace_id,
-                endpoint=one.endpoint,
-                model=one.model,
-                started_at=one.started_at,
+            copy_fields(
+                one,
+                RunRequestView,
                 start_ms=(one.started_at - run.created_at).total_seconds() * 1000,
-                duration_ms=one.duration_ms,
-                outcome=one.outcome,
-                error_code=one.error_code,
-                tokens=one.tokens,
-                prompt_tokens=one.prompt_tokens,
-                cached_tokens=one.cached_tokens,
-                output_tokens=one.output_tokens,
                 cost_usd=dollars(one.nano),
             )
             for one in requests

@@ -12,6 +12,7 @@ from moiety_platform.etags import Tagged
 from moiety_platform.guardrails.models import MAX_NAME_LENGTH, MAX_URL_LENGTH
 from moiety_platform.guardrails.terms import Detector, Guardrail, GuardrailAction, GuardrailFailure, GuardrailStage
 from moiety_platform.openapi.schemas import shows
+from moiety_wire.shared_fields import copy_fields
 
 MIN_TIMEOUT_MS, MAX_TIMEOUT_MS = 10, 30_000
 MIN_MEMORY_MB, MAX_MEMORY_MB = 16, 65_536
@@ -61,18 +62,8 @@ class GuardrailView(Tagged, frozen=True):
 
     @classmethod
     def of(cls, guardrail: Guardrail) -> GuardrailView:
-        return cls(
-            name=guardrail.name,
-            stage=guardrail.stage.value,
-            action=guardrail.action.value,
-            on_failure=guardrail.on_failure.value,
-            detectors=[detector.value for detector in guardrail.detectors],
-            url=guardrail.url,
-            entry_point=guardrail.entry_point,
-            timeout_ms=guardrail.timeout_ms,
-            memory_mb=guardrail.memory_mb,
-            tenant_id=guardrail.tenant_id,
-        )
+        texts = {name: getattr(guardrail, name).value for name in ("stage", "action", "on_failure")}
+        return copy_fields(guardrail, cls, detectors=[one.value for one in guardrail.detectors], **texts)
 
 
 class GuardrailViews(msgspec.Struct, frozen=True):

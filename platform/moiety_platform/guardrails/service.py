@@ -6,10 +6,11 @@ from enum import StrEnum
 from importlib.metadata import entry_points
 from typing import Protocol, TypeVar
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.db.row_limits import require_room
+from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.guardrails.models import ENTRY_POINT_SCHEME, GuardrailRecord
 from moiety_platform.guardrails.schemas import (
     MAX_MEMORY_MB,
@@ -86,8 +87,7 @@ async def set_guardrail(session: AsyncSession, new: NewGuardrail, reach: UrlChec
         raise NotFound("There is no tenant with this id; list them with GET /admin/v1/tenants.", param="tenant_id")
     record = await session.get(GuardrailRecord, new.name)
     if record is None:
-        if (await session.scalar(select(func.count()).select_from(GuardrailRecord)) or 0) >= MAX_GUARDRAILS:
-            raise Conflict(f"There are {MAX_GUARDRAILS} guardrails already; delete one.")
+        await require_room(session, GuardrailRecord, MAX_GUARDRAILS, "guardrails", "delete one")
         record = GuardrailRecord(name=new.name)
         session.add(record)
     record.stage, record.action, record.on_failure = stage.value, action.value, on_failure.value

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.auth.keys import generate_key
@@ -19,6 +19,7 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE
 from moiety_platform.auth.service import check_models
 from moiety_platform.classes.models import ClassRecord
 from moiety_platform.classes.service import require_class
+from moiety_platform.db.row_limits import require_room
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.jwt_issuers.models import EVERY_TOKEN, JwtGrantRecord, JwtIssuerRecord
 from moiety_platform.jwt_issuers.schemas import JwtGrantView, JwtIssuerView, NewJwtIssuer
@@ -85,8 +86,7 @@ async def set_issuer(
         raise Conflict(message, param="audience")
     record = await session.get(JwtIssuerRecord, new.name)
     if record is None:
-        if (await session.scalar(select(func.count()).select_from(JwtIssuerRecord)) or 0) >= MAX_ISSUERS:
-            raise Conflict(f"There are {MAX_ISSUERS} issuers already; delete one.")
+        await require_room(session, JwtIssuerRecord, MAX_ISSUERS, "issuers", "delete one")
         record = JwtIssuerRecord(name=new.name)
         session.add(record)
     record.url, record.audience, record.claim = new.url, new.audience, new.claim

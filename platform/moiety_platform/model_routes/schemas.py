@@ -11,6 +11,7 @@ from moiety_platform.etags import Tagged
 from moiety_platform.model_routes.terms import ModelRoute, Stickiness
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
+from moiety_wire.shared_fields import copy_fields
 
 MAX_TARGETS = 16
 MAX_FALLBACKS = 8
@@ -71,16 +72,8 @@ class RouteView(Tagged, frozen=True):
 
     @classmethod
     def of(cls, route: ModelRoute) -> RouteView:
-        return cls(
-            name=route.name,
-            targets=[TargetBody(target.model, target.weight) for target in route.targets],
-            fallbacks=list(route.fallbacks),
-            sticky=route.sticky.value,
-            downgrade_model=route.downgrade_model,
-            downgrade_percent=route.downgrade_percent,
-            shadow_model=route.shadow_model,
-            shadow_percent=route.shadow_percent,
-        )
+        targets = [TargetBody(target.model, target.weight) for target in route.targets]
+        return copy_fields(route, cls, targets=targets, fallbacks=list(route.fallbacks), sticky=route.sticky.value)
 
 
 class RouteViews(msgspec.Struct, frozen=True):

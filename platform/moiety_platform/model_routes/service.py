@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.db.row_limits import require_room
+from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.model_routes.models import RouteRecord
 from moiety_platform.model_routes.schemas import (
     MAX_FALLBACKS,
@@ -53,8 +54,7 @@ async def set_route(session: AsyncSession, new: NewRoute) -> ModelRoute:
     route = _checked(new)
     record = await session.get(RouteRecord, route.name)
     if record is None:
-        if (await session.scalar(select(func.count()).select_from(RouteRecord)) or 0) >= MAX_ROUTES:
-            raise Conflict(f"There are {MAX_ROUTES} routes already; delete some that no client uses.")
+        await require_room(session, RouteRecord, MAX_ROUTES, "routes", "delete some that no client uses")
         record = RouteRecord(name=route.name)
         session.add(record)
     record.targets = msgspec.json.encode(route.targets).decode()

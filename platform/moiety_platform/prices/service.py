@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.classes.service import require_class
-from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.db.row_limits import require_room
+from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
 from moiety_platform.prices.schemas import NewPrice
 from moiety_platform.prices.token_cost import ANY_CLASS, Price, PriceList, parse_dollars
@@ -61,8 +62,7 @@ async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
         raise BadRequest("'cached_input' must not be higher than 'input'.", param="cached_input")
     record = await session.get(PriceRecord, (new.model, service_class))
     if record is None:
-        if (await session.scalar(select(func.count()).select_from(PriceRecord)) or 0) >= MAX_PRICES:
-            raise Conflict(f"There are {MAX_PRICES} prices already; delete some that no engine serves.")
+        await require_room(session, PriceRecord, MAX_PRICES, "prices", "delete some that no engine serves")
         record = PriceRecord(model=new.model, service_class=service_class)
         session.add(record)
     record.input, record.cached_input, record.output = price.input, price.cached_input, price.output

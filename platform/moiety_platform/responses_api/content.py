@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self
 
@@ -48,6 +48,16 @@ def _only(field: str, *others: str) -> dict[str, Any]:
     return {"required": [field], "properties": {field: {"type": "string"}, **{one: {"type": "null"} for one in others}}}
 
 
+def _checked(value: str | None, read: Callable[[str], object], noun: str, code: str) -> str | None:
+    """Return the value after `read` has accepted it."""
+    try:
+        if value is not None:
+            read(value)
+    except ValueError as exc:
+        raise refuse(f"it is {noun} that cannot be read: {exc}", code) from exc
+    return value
+
+
 class ImageContent(StrictBody):
     """An image as a data URL, a link or an uploaded file. Links are followed where the operator has enabled it."""
 
@@ -66,12 +76,7 @@ class ImageContent(StrictBody):
     @field_validator("image_url")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
-        try:
-            if value is not None:
-                image_of_url(value)
-        except ValueError as exc:
-            raise refuse(f"it is an image that cannot be read: {exc}", INVALID_IMAGE) from exc
-        return value
+        return _checked(value, image_of_url, "an image", INVALID_IMAGE)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -114,22 +119,12 @@ class FileContent(StrictBody):
     @field_validator("file_data")
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
-        try:
-            if value is not None:
-                document_of_file_data(value)
-        except ValueError as exc:
-            raise refuse(f"it is a file that cannot be read: {exc}", INVALID_DOCUMENT) from exc
-        return value
+        return _checked(value, document_of_file_data, "a file", INVALID_DOCUMENT)
 
     @field_validator("file_url")
     @classmethod
     def _is_link(cls, value: str | None) -> str | None:
-        try:
-            if value is not None:
-                document_of_link(value)
-        except ValueError as exc:
-            raise refuse(f"it is a file that cannot be read: {exc}", INVALID_DOCUMENT) from exc
-        return value
+        return _checked(value, document_of_link, "a file", INVALID_DOCUMENT)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
