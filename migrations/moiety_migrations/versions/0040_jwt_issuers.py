@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_text, required_count, required_json, required_text, text_key
+
 revision = "0040"
 down_revision = "0039"
 
@@ -13,14 +15,14 @@ def upgrade() -> None:
     """Create the tables."""
     op.create_table(
         "jwt_issuers",
-        sa.Column("name", sa.String(64), primary_key=True),
-        sa.Column("url", sa.String(500), nullable=False),
-        sa.Column("audience", sa.String(500), nullable=False),
-        sa.Column("jwks_url", sa.String(1000)),
+        text_key("name", 64),
+        required_text("url", 500),
+        required_text("audience", 500),
+        optional_text("jwks_url", 1000),
         sa.Column("jwks", sa.Text()),
-        sa.Column("claim", sa.String(128)),
-        sa.Column("required_claims", sa.JSON(), nullable=False),
-        sa.Column("end_user_claim", sa.String(128)),
+        optional_text("claim", 128),
+        required_json("required_claims"),
+        optional_text("end_user_claim", 128),
         sa.Column("service_class", sa.String(32), sa.ForeignKey("service_classes.name")),
         sa.Column("models", sa.JSON()),
         sa.UniqueConstraint("url", "audience", name="uq_jwt_issuers_url_audience"),
@@ -28,8 +30,8 @@ def upgrade() -> None:
     op.create_table(
         "jwt_grants",
         sa.Column("issuer_name", sa.String(64), sa.ForeignKey("jwt_issuers.name"), primary_key=True),
-        sa.Column("claim_value", sa.String(200), primary_key=True),
-        sa.Column("position", sa.Integer(), nullable=False),
+        text_key("claim_value", 200),
+        required_count("position"),
         sa.Column("key_id", sa.String(32), sa.ForeignKey("api_keys.id"), nullable=False),
         sa.Column("tenant_id", sa.String(32), sa.ForeignKey("tenants.id"), nullable=False),
         sa.Column("models", sa.JSON()),

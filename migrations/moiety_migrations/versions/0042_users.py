@@ -5,6 +5,16 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import (
+    object_id,
+    optional_text,
+    required_count,
+    required_json,
+    required_text,
+    required_time,
+    tenant_key,
+)
+
 revision = "0042"
 down_revision = "0041"
 
@@ -15,18 +25,18 @@ def upgrade() -> None:
     """Create the tables, and add the user of a key."""
     op.create_table(
         "users",
-        sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("email", sa.String(254), nullable=False),
-        sa.Column("name", sa.String(100), nullable=False),
-        sa.Column("role", sa.String(16), nullable=False),
-        sa.Column("tenant_id", sa.String(32)),
+        object_id(),
+        required_text("email", 254),
+        required_text("name", 100),
+        required_text("role", 16),
+        optional_text("tenant_id", 32),
         sa.Column("project_ids", sa.JSON()),
-        sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("issuer", sa.String(500)),
-        sa.Column("subject", sa.String(255)),
+        required_text("state", 16),
+        optional_text("issuer", 500),
+        optional_text("subject", 255),
         sa.Column("invitation_hash", sa.LargeBinary()),
         sa.Column("invitation_expires_at", sa.DateTime(timezone=True)),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        required_time("created_at"),
         sa.Column("accepted_at", sa.DateTime(timezone=True)),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_users_tenant_id_tenants"),
         sa.UniqueConstraint("tenant_id", "email", name="uq_users_tenant_id_email"),
@@ -47,15 +57,15 @@ def upgrade() -> None:
     op.create_index("ix_users_created_at_id", "users", ["created_at", "id"])
     op.create_table(
         "key_policies",
-        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        tenant_key(),
         sa.Column("makes_keys", sa.Boolean(), nullable=False),
-        sa.Column("max_keys", sa.Integer(), nullable=False),
+        required_count("max_keys"),
         sa.Column("max_days", sa.Integer()),
         sa.Column("allowed_models", sa.JSON()),
-        sa.Column("limits", sa.JSON(), nullable=False),
+        required_json("limits"),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_key_policies_tenant_id_tenants"),
     )
-    op.add_column("api_keys", sa.Column("user_id", sa.String(32)))
+    op.add_column("api_keys", optional_text("user_id", 32))
     op.create_index("ix_api_keys_user_id", "api_keys", ["user_id"])
 
 

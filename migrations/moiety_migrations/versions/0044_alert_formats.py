@@ -5,6 +5,16 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import (
+    object_id,
+    optional_text,
+    required_json,
+    required_ms,
+    required_text,
+    required_time,
+    text_key,
+)
+
 revision = "0044"
 down_revision = "0042"
 
@@ -12,31 +22,31 @@ down_revision = "0042"
 def upgrade() -> None:
     """Create the tables, and add the columns. Existing webhooks get the event itself, and events of quotas only."""
     op.add_column("webhooks", sa.Column("format", sa.String(16), nullable=False, server_default=sa.text("'json'")))
-    op.add_column("webhooks", sa.Column("routing_key", sa.String(64)))
-    op.add_column("webhooks", sa.Column("events", sa.String(200)))
+    op.add_column("webhooks", optional_text("routing_key", 64))
+    op.add_column("webhooks", optional_text("events", 200))
     op.execute("UPDATE webhooks SET events = 'quota'")
     op.create_table(
         "operational_alerts",
-        sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("condition_id", sa.String(32), nullable=False),
-        sa.Column("type", sa.String(32), nullable=False),
-        sa.Column("status", sa.String(16), nullable=False),
-        sa.Column("severity", sa.String(16), nullable=False),
-        sa.Column("subject", sa.String(300), nullable=False),
-        sa.Column("summary", sa.String(1000), nullable=False),
-        sa.Column("details", sa.JSON(), nullable=False),
-        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        object_id(),
+        required_text("condition_id", 32),
+        required_text("type", 32),
+        required_text("status", 16),
+        required_text("severity", 16),
+        required_text("subject", 300),
+        required_text("summary", 1000),
+        required_json("details"),
+        required_time("at"),
         sa.CheckConstraint("status IN ('firing', 'resolved')", name=op.f("ck_operational_alerts_status_known")),
     )
     op.create_index("ix_operational_alerts_at_id", "operational_alerts", ["at", "id"])
     op.create_table(
         "alert_conditions",
-        sa.Column("kind", sa.String(16), primary_key=True),
-        sa.Column("subject", sa.String(300), primary_key=True),
-        sa.Column("id", sa.String(32), nullable=False),
-        sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("since_ms", sa.BigInteger(), nullable=False),
-        sa.Column("seen_ms", sa.BigInteger(), nullable=False),
+        text_key("kind", 16),
+        text_key("subject", 300),
+        required_text("id", 32),
+        required_text("state", 16),
+        required_ms("since_ms"),
+        required_ms("seen_ms"),
         sa.CheckConstraint("state IN ('pending', 'firing')", name=op.f("ck_alert_conditions_state_known")),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_count, required_ms, text_key
+
 revision = "0046"
 down_revision = "0044"
 
@@ -16,12 +18,12 @@ def upgrade() -> None:
     op.add_column("usage", sa.Column("spot_percent", sa.Integer()))
     op.create_table(
         "spot_prices",
-        sa.Column("model", sa.String(256), primary_key=True),
-        sa.Column("service_class", sa.String(32), primary_key=True),
+        text_key("model", 256),
+        text_key("service_class", 32),
         sa.Column("starts_ms", sa.BigInteger(), primary_key=True, autoincrement=False),
-        sa.Column("ends_ms", sa.BigInteger(), nullable=False),
-        sa.Column("percent", sa.Integer(), nullable=False),
-        sa.Column("idle_percent", sa.Integer(), nullable=False),
+        required_ms("ends_ms"),
+        required_count("percent"),
+        required_count("idle_percent"),
         sa.CheckConstraint("percent BETWEEN 1 AND 100", name=op.f("ck_spot_prices_percent_in_range")),
     )
     op.create_index("ix_spot_prices_ends_ms", "spot_prices", ["ends_ms"])

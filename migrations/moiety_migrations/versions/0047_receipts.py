@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_text, required_ms, required_text, tenant_key, text_key
+
 revision = "0047"
 down_revision = "0046"
 
@@ -13,26 +15,26 @@ def upgrade() -> None:
     """Create the tables."""
     op.create_table(
         "receipt_chains",
-        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        tenant_key(),
         sa.Column("num_receipts", sa.BigInteger(), nullable=False),
-        sa.Column("head", sa.String(64), nullable=False),
+        required_text("head", 64),
     )
     op.create_table(
         "receipts",
-        sa.Column("tenant_id", sa.String(32), primary_key=True),
+        tenant_key(),
         sa.Column("sequence", sa.BigInteger(), primary_key=True, autoincrement=False),
         sa.Column("request_id", sa.Text(), nullable=False),
-        sa.Column("project_id", sa.String(32), nullable=False),
-        sa.Column("hash", sa.String(64), nullable=False),
+        required_text("project_id", 32),
+        required_text("hash", 64),
         sa.Column("content", sa.Text()),
-        sa.Column("salt", sa.String(64)),
+        optional_text("salt", 64),
     )
     op.create_index("ix_receipts_tenant_id_request_id", "receipts", ["tenant_id", "request_id"], unique=True)
     op.create_table(
         "receipt_keys",
-        sa.Column("key_id", sa.String(16), primary_key=True),
-        sa.Column("public_key", sa.String(64), nullable=False),
-        sa.Column("created_ms", sa.BigInteger(), nullable=False),
+        text_key("key_id", 16),
+        required_text("public_key", 64),
+        required_ms("created_ms"),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sqlalchemy as sa
 from alembic import op
+
+from moiety_migrations.columns import required_count, required_ms, required_text, text_key
 
 revision = "0048"
 down_revision = "0047"
@@ -13,23 +14,23 @@ def upgrade() -> None:
     """Create the tables."""
     op.create_table(
         "wake_demands",
-        sa.Column("model", sa.String(256), primary_key=True),
-        sa.Column("owner", sa.String(64), primary_key=True),
-        sa.Column("num_waiting", sa.Integer(), nullable=False),
-        sa.Column("slo_ms", sa.BigInteger(), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        text_key("model", 256),
+        text_key("owner", 64),
+        required_count("num_waiting"),
+        required_ms("slo_ms"),
+        required_ms("expires_ms"),
     )
     op.create_table(
         "wake_leases",
-        sa.Column("name", sa.String(16), primary_key=True),
-        sa.Column("owner", sa.String(64), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        text_key("name", 16),
+        required_text("owner", 64),
+        required_ms("expires_ms"),
     )
     op.create_table(
         "wake_times",
-        sa.Column("model", sa.String(256), primary_key=True),
-        sa.Column("kind", sa.String(16), primary_key=True),
-        sa.Column("wake_ms", sa.BigInteger(), nullable=False),
+        text_key("model", 256),
+        text_key("kind", 16),
+        required_ms("wake_ms"),
     )
 
 
