@@ -141,13 +141,7 @@ class DiskFolder:
         except FileNotFoundError:
             return ReadOutcome.FILE_IS_BAD
         except (BadFile, OSError) as exc:
-            log.warning(
-                "disk_cache_file_removed",
-                file=name,
-                reason=str(exc),
-                advice="none needed: the prompt is computed again",
-            )
-            self.remove(name)
+            self._remove_bad(name, exc)
             return ReadOutcome.FILE_IS_BAD
         return ReadOutcome.DONE
 
@@ -184,6 +178,15 @@ class DiskFolder:
         with contextlib.suppress(OSError):
             (self.path / name).unlink(missing_ok=True)
 
+    def _remove_bad(self, name: str, error: BadFile | OSError) -> None:
+        log.warning(
+            "disk_cache_file_removed",
+            file=name,
+            reason=str(error),
+            advice="none needed: the prompt is computed again",
+        )
+        self.remove(name)
+
     def close(self) -> None:
         os.close(self._lock)
 
@@ -193,13 +196,7 @@ class DiskFolder:
                 header, start = read_header(file, self.identity, self.block_bytes)
                 kept = read_kept(file)
         except (BadFile, OSError) as exc:
-            log.warning(
-                "disk_cache_file_removed",
-                file=name,
-                reason=str(exc),
-                advice="none needed: the prompt is computed again",
-            )
-            self.remove(name)
+            self._remove_bad(name, exc)
             return None
         num_bytes = start + len(header.hashes) * header.block_bytes + KEPT_BYTES
         return Stored(name, num_bytes, tuple(header.hashes), header.owner, used_s, kept)

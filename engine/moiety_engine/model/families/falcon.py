@@ -17,8 +17,8 @@ from moiety_engine.model.families.config import (
     read_activation,
     read_attention,
     require,
-    require_unlimited_time_steps,
 )
+from moiety_engine.model.families.mamba2 import read_mamba2
 from moiety_engine.model.recurrent_specs import Mamba2Spec
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec
 from moiety_kernels.moe.activation import SILU, Activation
@@ -59,30 +59,13 @@ def _feed_forward(config: Config) -> DenseSpec:
 
 
 def _mamba2(config: Config) -> Mamba2Spec:
-    heads, groups, width = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_d_head"]
     inner = first(config, "mamba_d_ssm", default=config["mamba_expand"] * config["hidden_size"])
-    width = inner // heads if width == "auto" else width
-    if heads * width != inner or heads % groups:
-        raise ConfigError(
-            f"mamba_n_heads {heads} × mamba_d_head {width} must be mamba_d_ssm {inner}, and mamba_n_heads a multiple "
-            f"of mamba_n_groups {groups}"
-        )
-    if read_activation(config) != SILU:
-        raise UnsupportedModelError("Mamba-2 layers are supported with hidden_act silu only")
-    require_unlimited_time_steps(config, "time_step_limit")
-    bias, inwards = bool(config["mamba_proj_bias"]), float(config["ssm_in_multiplier"])
-    require(
-        config, "falcon_h1", mamba_use_mlp=True, projectors_bias=bias, **({"ssm_in_multiplier": 1.0} if bias else {})
-    )
-    return Mamba2Spec(
-        num_heads=heads,
-        num_groups=groups,
-        head_width=width,
-        state_width=config["mamba_d_state"],
-        conv_taps=config["mamba_d_conv"],
-        norm_eps=float(config["rms_norm_eps"]),
-        conv_bias=bool(config["mamba_conv_bias"]),
-        bias=bias,
+    layer = read_mamba2(config, inner, "mamba_d_ssm ")
+    inwards = float(config["ssm_in_multiplier"])
+    known = {"ssm_in_multiplier": 1.0} if layer.bias else {}
+    require(config, "falcon_h1", mamba_use_mlp=True, projectors_bias=layer.bias, **known)
+    return replace(
+        layer,
         norm=_norm(config),
         section_factors=tuple(inwards * one for one in _multipliers(config, "ssm_multipliers", _NUM_SECTIONS)),
         output_factor=float(config["ssm_out_multiplier"]),

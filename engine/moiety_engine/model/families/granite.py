@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moiety_engine.model.errors import ConfigError, UnsupportedModelError
+from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.families.config import (
     Config,
     Features,
@@ -13,12 +13,10 @@ from moiety_engine.model.families.config import (
     read_attention,
     read_routing,
     read_shared,
-    require_unlimited_time_steps,
 )
-from moiety_engine.model.recurrent_specs import Mamba2Spec
+from moiety_engine.model.families.mamba2 import read_mamba2
 from moiety_engine.model.rope_spec import NO_ROPE
 from moiety_engine.model.spec import AttentionSpec, DenseSpec, LayerSpec, MoeSpec
-from moiety_kernels.moe.activation import SILU
 
 
 def granite(config: Config, _index: int) -> LayerSpec:
@@ -58,7 +56,8 @@ def granitemoehybrid(config: Config, index: int) -> LayerSpec:
         ffn = DenseSpec(config["shared_intermediate_size"], activation=read_activation(config))
     kind = config["layer_types"][index] if config.get("layer_types") else "mamba"
     if kind in ("mamba", "linear_attention"):
-        return LayerSpec(_mamba2(config), ffn)
+        inner = config["mamba_expand"] * config["hidden_size"]
+        return LayerSpec(read_mamba2(config, inner, "mamba_expand × hidden_size, "), ffn)
     if kind not in ("attention", "full_attention"):
         raise UnsupportedModelError(
             f"layer type {kind!r} is not supported in granitemoehybrid; known: mamba, attention"
@@ -67,30 +66,6 @@ def granitemoehybrid(config: Config, index: int) -> LayerSpec:
     if config.get("position_embedding_type") != "rope":
         attention = replace(attention, rope=NO_ROPE)
     return LayerSpec(attention, ffn)
-
-
-def _mamba2(config: Config) -> Mamba2Spec:
-    heads, groups, width = config["mamba_n_heads"], config["mamba_n_groups"], config["mamba_d_head"]
-    inner = config["mamba_expand"] * config["hidden_size"]
-    width = inner // heads if width == "auto" else width
-    if heads * width != inner or heads % groups:
-        raise ConfigError(
-            f"mamba_n_heads {heads} × mamba_d_head {width} must be mamba_expand × hidden_size, {inner}, and "
-            f"mamba_n_heads a multiple of mamba_n_groups {groups}"
-        )
-    if read_activation(config) != SILU:
-        raise UnsupportedModelError("Mamba-2 layers are supported with hidden_act silu only")
-    require_unlimited_time_steps(config, "time_step_limit")
-    return Mamba2Spec(
-        num_heads=heads,
-        num_groups=groups,
-        head_width=width,
-        state_width=config["mamba_d_state"],
-        conv_taps=config["mamba_d_conv"],
-        norm_eps=float(config["rms_norm_eps"]),
-        conv_bias=bool(config["mamba_conv_bias"]),
-        bias=bool(config["mamba_proj_bias"]),
-    )
 
 
 def _attention(config: Config) -> AttentionSpec:
