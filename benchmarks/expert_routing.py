@@ -30,7 +30,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 from core_requests import batch_request
-from kv_routing import HEARTBEAT_S, NUM_GATEWAYS, TICK_S, WARM_UP_PART, Replica, _card, _submit
+from kv_routing import NUM_GATEWAYS, TICK_S, WARM_UP_PART, Replica, _card, _submit, advance_replicas, states_of
 from on_checkpoint import make_simulation_parser, print_runs, write_simulation
 from tokenizers import Tokenizer
 
@@ -46,7 +46,6 @@ from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.pool import PoolTerms
 from moiety_engine.simulator.records import Record
 from moiety_engine.startup import load_loop
-from moiety_platform.engine_client.base import EngineState
 from moiety_platform.routing.choose import Prefix, choose
 from moiety_platform.routing.expert_profiles import ExpertProfiles
 from moiety_wire.classes import SHIPPED, STANDARD
@@ -297,13 +296,7 @@ def _serve(
         until_s = tick * TICK_S
         while waiting and waiting[-1].arrival_s < until_s:
             request, gateway = waiting.pop(), next(gateways)
-            states = [
-                EngineState(
-                    one.address, True, "", card, one.load, one.open_of[gateway], now_s - one.load_at_s,
-                    prefix_blocks=one.blocks, num_unreported=one.unreported_of[gateway],
-                )
-                for one in replicas
-            ]  # fmt: skip
+            states = states_of(replicas, card, gateway, now_s)
             prefix = Prefix(_submit(request, replicas[0]))
             names = prefix.block_names(BLOCK_TOKENS)
             while names is not None and not names.is_complete:
@@ -312,11 +305,7 @@ def _serve(
             chosen = choose(states, "m", STANDARD, prefix, kv_aware=rng, experts=experts)
             by_address[chosen.address].send(request, gateway)
         now_s = until_s
-        for index, replica in enumerate(replicas):
-            replica.advance(now_s)
-            replica.publish(now_s)
-            if (tick + index) % round(HEARTBEAT_S / TICK_S) == 0:
-                replica.report(now_s)
+        advance_replicas(replicas, tick, now_s)
 
 
 def cases_of(seconds: float, seeds: int, spares: Sequence[int]) -> list[Case]:

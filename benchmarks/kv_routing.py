@@ -21,7 +21,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from functools import partial
@@ -223,13 +223,7 @@ def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter
             request, gateway = waiting.pop(), next(gateways)
             replica = replicas[rng.randrange(len(replicas))]
             if routing != "random":
-                states = [
-                    EngineState(
-                        one.address, True, "", card, one.load, one.open_of[gateway], now_s - one.load_at_s,
-                        prefix_blocks=one.blocks, num_unreported=one.unreported_of[gateway],
-                    )
-                    for one in replicas
-                ]  # fmt: skip
+                states = states_of(replicas, card, gateway, now_s)
                 prefix = Prefix(_submit(request, replica))
                 kv_aware = rng if routing == "kv-aware" else None
                 if kv_aware is not None:
@@ -240,12 +234,28 @@ def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter
             sent[replica.address] += 1
             replica.send(request, gateway)
         now_s = until_s
-        for index, replica in enumerate(replicas):
-            replica.advance(now_s)
-            replica.publish(now_s)
-            if (tick + index) % round(HEARTBEAT_S / TICK_S) == 0:
-                replica.report(now_s)
+        advance_replicas(replicas, tick, now_s)
     return sent
+
+
+def states_of(replicas: Sequence[Replica], card: ModelCard, gateway: int, now_s: float) -> list[EngineState]:
+    """Return what a gateway knows of the replicas."""
+    return [
+        EngineState(
+            one.address, True, "", card, one.load, one.open_of[gateway], now_s - one.load_at_s,
+            prefix_blocks=one.blocks, num_unreported=one.unreported_of[gateway],
+        )
+        for one in replicas
+    ]  # fmt: skip
+
+
+def advance_replicas(replicas: Sequence[Replica], tick: int, now_s: float) -> None:
+    """Run the replicas to `now_s`. In each tick, some of them report their load."""
+    for index, replica in enumerate(replicas):
+        replica.advance(now_s)
+        replica.publish(now_s)
+        if (tick + index) % round(HEARTBEAT_S / TICK_S) == 0:
+            replica.report(now_s)
 
 
 def _submit(request: TraceRequest, replica: Replica) -> Submit:
