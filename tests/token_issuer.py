@@ -70,6 +70,24 @@ class TokenIssuer:
         headers = {} if key_id is None else {"kid": key_id}
         return jwt.encode(self.claims(**claims), key, algorithm, headers=headers)
 
+    def invalid_tokens(self) -> dict[str, str]:
+        """Return tokens that no gateway accepts, by what is wrong with each."""
+        return {
+            "no audience": self.token(aud=None),
+            "no end": self.token(exp=None),
+            "no subject": self.token(sub=None),
+            "not yet": self.token(nbf=int(time.time()) + 300),
+            "another's signature": self.token(OTHER_RSA),
+            "another key's id": self.token(EC, "ES256", "rsa"),
+            "the key's other algorithm": self.token(RSA, "RS512"),
+            "a published shared secret": self.token(b"s" * 32, "HS256", "shared"),
+            "unsigned": self.token(None, "none"),
+            "no key": self.token(key_id=None),
+            "no token": "x.y.z",
+            "brackets": base64.urlsafe_b64encode(b"[" * 12_000).decode().rstrip("=") + ".e30.c2ln",
+            "other letters": "é.é.é",
+        }
+
 
 @asynccontextmanager
 async def started_issuer() -> AsyncIterator[TokenIssuer]:

@@ -45,13 +45,6 @@ tenants:
 
 
 @pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    running = start_serve("--no-dashboard")
-    running.wait_for_line("moiety is ready at")
-    return running
-
-
-@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSecretsApi]:
     with FakeSecretsApi(tmp_path_factory.mktemp("account")) as running:
         yield running

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,6 @@ def test_a_condition_is_written_only_when_it_changes() -> None:
         "no",
         "2026-01-02T00:00:00Z",
     )
-
-
-@pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    running = start_serve("--no-dashboard")
-    running.wait_for_line("moiety is ready at")
-    return running
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from moiety_platform.cli import engines, main
+
+from .answering_gateway import AnsweringGateway, answering_gateway
 
 CARD = {"engine_id": "one", "model": "tiny", "role": "both"}
 PROBLEM = "rank 2 ended with exit code 1"
@@ -22,45 +23,27 @@ def engine(**load: Any) -> dict[str, Any]:
     return {"address": "tcp://a:1", "healthy": True, "draining": False, "reason": "", "card": CARD, "load": loads}
 
 
-class ScriptedGateway(ThreadingHTTPServer):
+@dataclass
+class ScriptedGateway:
     """Answers with one state of the engine after the other; the last one stays."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.states: list[dict[str, Any]] = [engine()]
-        self.asked: list[tuple[str, str, bytes]] = []
+    states: list[dict[str, Any]] = field(default_factory=lambda: [engine()])
+    server: AnsweringGateway = field(init=False)
 
-    def next_state(self) -> dict[str, Any]:
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+    def reply(self, method: str) -> tuple[int, Any]:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return (200, {"data": [state]}) if method == "GET" else (202, state)
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: ScriptedGateway
-
-    def respond(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append((self.command, self.path, body))
-        state = self.server.next_state()
-        answer = json.dumps({"data": [state]} if self.command == "GET" else state).encode()
-        self.send_response(200 if self.command == "GET" else 202)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    do_GET = do_POST = respond
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing."""
+    @property
+    def asked(self) -> list[tuple[str, str, bytes]]:
+        return self.server.asked
 
 
 @pytest.fixture
 def gateway() -> Iterator[ScriptedGateway]:
-    with ScriptedGateway() as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    scripted = ScriptedGateway()
+    with answering_gateway(scripted.reply) as scripted.server:
+        yield scripted
 
 
 @pytest.fixture
@@ -68,10 +51,9 @@ def run(gateway: ScriptedGateway, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run `moiety engines …`; return the exit code, the output and the standard error."""
 
     def command(*args: str) -> tuple[int, str, str]:
-        connection = ["--url", f"http://127.0.0.1:{gateway.server_port}", "--admin-key", "k"]
         code = 0
         try:
-            main.main(["engines", *args, *connection])
+            main.main(["engines", *args, *gateway.server.options])
         except SystemExit as ended:
             code = int(ended.code or 0)
         said = capsys.readouterr()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,54 +16,18 @@ from moiety_platform.cli.resource_commands import app_of
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.webhooks.admin_resource import WEBHOOKS
 
+from .answering_gateway import answering_gateway
+
 WEBHOOK = {"id": "whk_1", "url": "https://example.com", "format": "json", "events": ["engine", "slo"], "pending": 0}
 
 
-class AnsweringGateway(ThreadingHTTPServer):
-    """Answers every request with one object, and keeps what was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer: Any = None
-        self.asked: list[tuple[str, str, bytes]] = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: AnsweringGateway
-
-    def respond(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append((self.command, self.path, body))
-        answer = json.dumps(self.server.answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    do_GET = do_POST = do_DELETE = respond
-
-    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Log nothing."""
-
-
 @pytest.fixture
-def gateway() -> Iterator[AnsweringGateway]:
-    with AnsweringGateway() as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def ask(gateway: AnsweringGateway, capsys: pytest.CaptureFixture[str]) -> Any:
+def ask(capsys: pytest.CaptureFixture[str]) -> Any:
     """Run a command of webhooks against an answer; return what it asked, printed and noted."""
 
     def run(answer: Any, *args: str, resource: Resource = WEBHOOKS) -> tuple[list[tuple[str, str, bytes]], str, str]:
-        gateway.answer = answer
-        connection = ["--url", f"http://127.0.0.1:{gateway.server_port}", "--admin-key", "k"]
-        typer.main.get_command(app_of(resource)).main([*args, *connection], standalone_mode=False)
+        with answering_gateway(lambda method: (200, answer)) as gateway:
+            typer.main.get_command(app_of(resource)).main([*args, *gateway.options], standalone_mode=False)
         said = capsys.readouterr()
         return gateway.asked, said.out, said.err
 

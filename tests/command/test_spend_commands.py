@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import httpx
-import pytest
 from tests.conftest import wait_for
 
 DEADLINE_S = 60
 CARD = "4111 1111 1111 1111"
-
-
-@pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any]) -> Any:
-    running = start_serve("--no-dashboard")
-    running.wait_for_line("moiety is ready at")
-    return running
-
-
-@pytest.fixture
-def moiety(serve: Any, called: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run the command on the serve's data directory."""
-    for name in [name for name in os.environ if name.startswith("MOIETY_")]:
-        monkeypatch.delenv(name)
-    return partial(called, MOIETY_DATA_DIR=str(serve.data_dir))
 
 
 def ask(serve: Any, key: str, text: str, model: str = "moiety-demo") -> httpx.Response:

@@ -325,3 +325,11 @@ def alone(processes: RankProcesses, folders: dict[str, Path]) -> Alone:
 def thorough(*case: Any) -> Any:
     """Mark a case whose parts other cases show."""
     return pytest.param(*case, marks=pytest.mark.thorough)
+
+
+def ask_ranks(processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Check that the ranks of a layout answer as one rank alone; return what the first one says."""
+    ours, *others = processes.work(*ranks_of(settings_of(alone.folders[family], **layout)), waves=requests())
+    assert_same(alone.says(family), ours)
+    assert not any(other["error"] for other in others)
+    return ours

@@ -21,11 +21,16 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.planning.model_support import features_of
 from moiety_engine.planning.models import find_model
-from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.engine_choices import Batching, LoadFormat
-from moiety_wire.trace_events import Reason
 
-from .test_recurrent_states import PROMPTS, Engine, assert_same, tokens
+from .test_recurrent_states import (
+    PROMPTS,
+    Engine,
+    assert_batched_as_alone,
+    assert_preempted_as_alone,
+    assert_same,
+    tokens,
+)
 
 BLOCK_SIZE = 8  # two entries of four tokens, or a fourth of one of 32
 
@@ -75,12 +80,7 @@ def alone(engine: Any) -> Engine:
 
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
-    ours = engine(max_batch_tokens=chunk)
-    for key, prompt in PROMPTS.items():
-        ours.submit(key, prompt)
-        alone.ask(key, prompt)
-    ours.run()
-    assert_same(ours, alone, PROMPTS)
+    assert_batched_as_alone(engine(max_batch_tokens=chunk), alone)
 
 
 def test_prompts_continue_from_snapshots_within_windows_and_entries(engine: Any, alone: Engine) -> None:
@@ -104,20 +104,7 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
     served = narrow if is_narrow else model
     alone = engine(served=served, max_batch_tokens=512, prefix_caching=False)
     ours = engine(served=served, prefix_caching=False, host_kv_memory_bytes=4 << 20 if swaps else 0)
-    for key in (0, 1):
-        ours.submit(key, PROMPTS[key], num_output=30)
-        alone.submit(key, PROMPTS[key], num_output=30)
-    while len(ours.answers[1]) < 5:
-        ours.step()
-    scheduler = ours.loop.scheduler
-    scheduler.swap_costs(SwapCost())
-    victim = scheduler.queues.by_key[1]
-    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
-    assert bool(victim.kv.host_blocks) == (victim.kv.state_slot >= 0) == swaps
-    ours.run()
-    alone.run()
-    assert (ours.finishes[1].num_recomputed_tokens == 0) == swaps
-    assert_same(ours, alone, [0, 1])
+    assert_preempted_as_alone(ours, alone, swaps=swaps)
 
 
 def test_rejected_drafts_leave_no_trace_in_windows_and_entries(engine: Any, alone: Engine) -> None:

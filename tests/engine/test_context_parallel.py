@@ -24,6 +24,7 @@ from .rank_processes import (
     NUM_BLOCKS,
     Alone,
     RankProcesses,
+    ask_ranks,
     assert_same,
     ranks_of,
     requests,
@@ -50,10 +51,7 @@ RECURRENT = ("kimi_linear",)
 def test_ranks_with_a_part_of_the_positions_say_what_one_rank_says(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
 ) -> None:
-    expected = alone.says(family)
-    ours, *others = processes.work(*ranks_of(settings_of(alone.folders[family], **layout)), waves=requests())
-    assert_same(expected, ours)
-    assert not any(other["error"] for other in others)
+    ours = ask_ranks(processes, alone, family, layout)
     assert ours["num_cached"] > 0, "a prefix is found, as block tables do not know of the ranks"
     assert family in RECURRENT or ours["num_recomputed"] > 0, "memory was so tight that requests were preempted"
 

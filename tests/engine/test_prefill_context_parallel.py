@@ -28,7 +28,7 @@ from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
 
-from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
+from .rank_processes import Alone, RankProcesses, ask_ranks, assert_same, ranks_of, requests, settings_of, thorough
 
 TWO = {"prefill_context_parallel": 2, "ep": 2}
 LAYOUTS = [
@@ -45,10 +45,7 @@ LAYOUTS = [
 def test_ranks_that_divide_the_tokens_of_a_step_answer_as_one_rank(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
 ) -> None:
-    expected = alone.says(family)
-    ours, *others = processes.work(*ranks_of(settings_of(alone.folders[family], **layout)), waves=requests())
-    assert_same(expected, ours)
-    assert not any(other["error"] for other in others)
+    ours = ask_ranks(processes, alone, family, layout)
     assert ours["num_recomputed"] > 0, "requests must be preempted and computed again"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.poisoned_engine import PoisonedEngine
+from tests.preemption import preempt
 from torch import Tensor
 
 from moiety_engine.config import EngineConfig, Overlap, Speculate
@@ -33,9 +34,7 @@ from moiety_engine.model.transformer import Transformer
 from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.weights import AttentionWeights
 from moiety_engine.runner.memory import num_states
-from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.engine_choices import Batching
-from moiety_wire.trace_events import Reason
 
 BLOCK_SIZE = 4
 DECAY = 0.9
@@ -174,14 +173,33 @@ def alone(engine: Any) -> Engine:
 PROMPTS = {key: tokens(count, seed=key) for key, count in enumerate((130, 61, 24, 5, 90))}
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
-    ours = engine(max_batch_tokens=chunk)
+def assert_batched_as_alone(ours: Engine, alone: Engine) -> None:
+    """Check that all prompts together get the answers that each gets alone."""
     for key, prompt in PROMPTS.items():
         ours.submit(key, prompt)
         alone.ask(key, prompt)
     ours.run()
     assert_same(ours, alone, PROMPTS)
+
+
+def assert_preempted_as_alone(ours: Engine, alone: Engine, *, swaps: bool) -> None:
+    """Check that a preempted sequence gets the answer that it gets alone; with `swaps`, it is not computed again."""
+    for key in (0, 1):
+        ours.submit(key, PROMPTS[key], num_output=30)
+        alone.submit(key, PROMPTS[key], num_output=30)
+    while len(ours.answers[1]) < 5:
+        ours.step()
+    victim = preempt(ours.loop, 1)
+    assert bool(victim.kv.host_blocks) == (victim.kv.state_slot >= 0) == swaps
+    ours.run()
+    alone.run()
+    assert (ours.finishes[1].num_recomputed_tokens == 0) == swaps
+    assert_same(ours, alone, [0, 1])
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
+    assert_batched_as_alone(engine(max_batch_tokens=chunk), alone)
 
 
 def test_the_next_turn_continues_from_the_snapshot_at_the_end_of_the_prompt(engine: Any, alone: Engine) -> None:
@@ -221,20 +239,7 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
     engine: Any, alone: Engine, swaps: bool, invariant: bool
 ) -> None:
     ours = engine(prefix_caching=False, host_kv_memory_bytes=1 << 20 if swaps else 0, invariant=invariant)
-    for key in (0, 1):
-        ours.submit(key, PROMPTS[key], num_output=30)
-        alone.submit(key, PROMPTS[key], num_output=30)
-    while len(ours.answers[1]) < 5:
-        ours.step()
-    scheduler = ours.loop.scheduler
-    scheduler.swap_costs(SwapCost())
-    victim = scheduler.queues.by_key[1]
-    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
-    assert bool(victim.kv.host_blocks) == (victim.kv.state_slot >= 0) == swaps
-    ours.run()
-    alone.run()
-    assert (ours.finishes[1].num_recomputed_tokens == 0) == swaps
-    assert_same(ours, alone, [0, 1])
+    assert_preempted_as_alone(ours, alone, swaps=swaps)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ from .scripted_provider import (
     client_of,
     start_provider,  # noqa: F401  a fixture
 )
+from .test_tool_formats import ASKED, template_of
 
-TEMPLATES = Path(__file__).parents[1] / "text" / "templates"
-AROUND = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.tool_calls %}{% set ids = m.tool_calls %}{% set calls = ids | map(attribute='function') | list %}CALLS"
-    "{% endif %}{% endfor %}<|assistant|>"
-)
-ASKED: list[Any] = [{"role": "user", "content": "How warm is it?"}]
 CUT = '{"city": "Zürich", "days": [1, 2'
 BROKEN = (CUT, "[17]", "null", "now, please", '"{}"')
 IN_TEMPLATES = {  # as the template of each kind renders the cut arguments
@@ -69,7 +62,7 @@ def bodies(model: str, arguments: str) -> list[tuple[str, dict[str, Any]]]:
 async def test_the_model_reads_arguments_that_are_no_object_as_its_template_renders_them(
     start_gateway: StartGateway, tool_card: ToolCard, name: str
 ) -> None:
-    source = None if name == "harmony" else AROUND.replace("CALLS", (TEMPLATES / f"{name}.jinja").read_text())
+    source = None if name == "harmony" else template_of(name)
     card = tool_card(name, template=source or "", special=CONTROL_TOKENS if source is None else ())
     engine = FakeEngineClient(card, lambda submit: [(65, "ok")])
     async with start_gateway([engine]) as gateway:

@@ -35,6 +35,11 @@ JSON_LIST = '[{"name": "forecast", "arguments": {"city": "12", "days": 12}}]'
 ANSWERS = {"qwen3_coder": QWEN, "kimi_k2": KIMI, "json_list": JSON_LIST}
 
 
+def template_of(name: str) -> str:
+    """Return a chat template whose calls are those of the format with this name."""
+    return AROUND.replace("CALLS", (TEMPLATES / f"{name}.jinja").read_text())
+
+
 def says(text: str) -> Any:
     return lambda submit: [(65, character) for character in text]
 
@@ -43,7 +48,7 @@ def says(text: str) -> Any:
 async def test_calls_are_typed_by_the_schema_whole_and_streamed_in_every_api(
     start_gateway: StartGateway, tool_card: ToolCard, name: str
 ) -> None:
-    template = AROUND.replace("CALLS", (TEMPLATES / f"{name}.jinja").read_text())
+    template = template_of(name)
     card = tool_card(name, template=template)
     if name == "json_list":
         card = msgspec.structs.replace(card, tool_format="json_list")

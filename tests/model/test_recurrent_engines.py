@@ -9,16 +9,15 @@ from itertools import count
 from typing import Any
 
 import pytest
+from tests.preemption import preempt
 
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
 from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model.loading import load_model
-from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
 from moiety_wire.classes import STANDARD
 from moiety_wire.messages import Sampling
-from moiety_wire.trace_events import Reason
 
 from .test_parity import TOLERANCE, tokens
 
@@ -76,6 +75,19 @@ class Engine:
         raise AssertionError("the requests do not end")
 
 
+def run_with_a_preemption(checkpoint: Any, *, swaps: bool) -> Engine:
+    """Return an engine that has answered two prompts, of which the second was preempted meanwhile."""
+    engine = Engine(checkpoint, swaps=swaps)
+    for key, length in enumerate((70, 41)):
+        engine.submit(key, tokens(checkpoint.vocab_size, length, seed=key), num_output=24)
+    while len(engine.answers[1]) < 5:
+        engine.step()
+    victim = preempt(engine.loop, 1)
+    assert bool(victim.kv.host_blocks) == swaps
+    engine.run()
+    return engine
+
+
 def assert_answers_are_the_oracles(engine: Engine, checkpoint: Any) -> None:
     """Each token is the most likely one, or nearly as likely."""
     for key, prompt in engine.prompts.items():
@@ -120,17 +132,7 @@ def test_recorded_steps_change_no_answer(make_checkpoint: Any, variant: str) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_preempted_sequence_continues_or_is_computed_anew(make_checkpoint: Any, variant: str, swaps: bool) -> None:
     checkpoint = make_checkpoint(variant)
-    engine = Engine(checkpoint, swaps=swaps)
-    for key, length in enumerate((70, 41)):
-        engine.submit(key, tokens(checkpoint.vocab_size, length, seed=key), num_output=24)
-    while len(engine.answers[1]) < 5:
-        engine.step()
-    scheduler = engine.loop.scheduler
-    scheduler.swap_costs(SwapCost())
-    victim = scheduler.queues.by_key[1]
-    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
-    assert bool(victim.kv.host_blocks) == swaps
-    engine.run()
+    engine = run_with_a_preemption(checkpoint, swaps=swaps)
     assert (engine.finishes[1].num_recomputed_tokens == 0) == swaps
     assert_answers_are_the_oracles(engine, checkpoint)
 

@@ -14,12 +14,10 @@ from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.errors import AdapterError, InvalidConfig
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.tensor_shards import own_spec
-from moiety_engine.scheduling.preemption.preemption_execution import SwapCost
-from moiety_wire.trace_events import Reason
 
 from .recent_variants import RECENT_VARIANTS
 from .test_parity import TOLERANCE, tokens
-from .test_recurrent_engines import Engine, assert_answers_are_the_oracles
+from .test_recurrent_engines import assert_answers_are_the_oracles, run_with_a_preemption
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -27,17 +25,7 @@ def test_preempted_sequences_and_shared_prefixes_are_answered_as_by_the_oracle(
     make_checkpoint: Any, swaps: bool
 ) -> None:
     checkpoint = make_checkpoint("jetmoe")
-    engine = Engine(checkpoint, swaps=swaps)
-    for key, length in enumerate((70, 41)):
-        engine.submit(key, tokens(checkpoint.vocab_size, length, seed=key), num_output=24)
-    while len(engine.answers[1]) < 5:
-        engine.step()
-    scheduler = engine.loop.scheduler
-    scheduler.swap_costs(SwapCost())
-    victim = scheduler.queues.by_key[1]
-    scheduler._preemptor.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, 0, None, take_blocks=True)
-    assert bool(victim.kv.host_blocks) == swaps
-    engine.run()
+    engine = run_with_a_preemption(checkpoint, swaps=swaps)
     engine.submit(9, engine.prompts[0] + engine.answers[0] + tokens(checkpoint.vocab_size, 20, seed=9))
     engine.run()
     assert engine.finishes[9].num_cached_tokens > 80

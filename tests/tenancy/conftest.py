@@ -20,6 +20,7 @@ from litestar.exceptions import HTTPException
 from psycopg import sql
 from tests.database_clock import DatabaseClock
 from tests.framework_caches import share_framework_caches
+from tests.webhook_receivers import Receiver
 
 from moiety_migrations import upgrade
 from moiety_platform.access.actions import needs
@@ -382,3 +383,11 @@ async def cuttable(clean_postgres: str) -> AsyncIterator[CuttableStore]:
     await store.database.close()
     await store.steady.close()
     await wire.cut()
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    """A receiver of webhooks."""
+    made = Receiver()
+    async with listening(made.serve) as made.url:
+        yield made

@@ -36,17 +36,10 @@ from moiety_platform.webhooks.terms import EventGroup
 from moiety_platform.webhooks.tester import WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
 
-from .conftest import PEPPER, Admin, Demo, admin_app, listening
+from .conftest import PEPPER, Admin, Demo, admin_app
 
 LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
 AT_ONCE = Backoff(first_s=0.0, max_s=0.0)
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    made = Receiver()
-    async with listening(made.serve) as made.url:
-        yield made
 
 
 @pytest.fixture

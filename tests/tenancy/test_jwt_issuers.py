@@ -154,25 +154,13 @@ async def test_tokens_that_are_not_valid_are_refused(gateway: Gateway) -> None:
     public = RSA.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     confused = jwt.api_jws.PyJWS().encode(base64.urlsafe_b64decode(claims + "=="), b"s" * 32, "HS256", {"kid": "rsa"})
     wrong = {
-        "no audience": issuer.token(aud=None),
+        **issuer.invalid_tokens(),
         "another audience": issuer.token(aud=["a", "b"]),
-        "no end": issuer.token(exp=None),
-        "no subject": issuer.token(sub=None),
-        "not yet": issuer.token(nbf=now + 300),
-        "another's signature": issuer.token(OTHER_RSA),
-        "another key's id": issuer.token(EC, "ES256", "rsa"),
-        "the key's other algorithm": issuer.token(RSA, "RS512"),
         "the public key as a shared secret": hmac_signed(claims, public),
         "a shared secret under the id of a key": confused,
-        "a published shared secret": issuer.token(b"s" * 32, "HS256", "shared"),
-        "unsigned": issuer.token(None, "none"),
-        "no key": issuer.token(key_id=None),
         "an unknown extension": jwt.encode(issuer.claims(), RSA, "RS256", {"kid": "rsa", "crit": ["exp"]}),
         "changed claims": f"{head}.{base64.urlsafe_b64encode(b'{}').decode().rstrip('=')}.{signature}",
-        "no token": "x.y.z",
         "long": f"{'x' * 20_000}.e30.e30",
-        "brackets": base64.urlsafe_b64encode(b"[" * 12_000).decode().rstrip("=") + ".e30.c2ln",
-        "other letters": "é.é.é",
     }
     for what, token in wrong.items():
         refused = await gateway.refusal(token)

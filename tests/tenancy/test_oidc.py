@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.token_issuer import AUDIENCE, EC, OTHER_RSA, RSA, TokenIssuer
+from tests.token_issuer import AUDIENCE, EC, OTHER_RSA, TokenIssuer
 
 from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles, parse_group_roles
 from moiety_platform.access.roles import Role, tenant_complaint
@@ -106,25 +105,13 @@ async def test_invalid_tokens_are_refused(issuer: TokenIssuer, gateway: Any, dem
     good = issuer.token()
     head, claims, signature = good.split(".")
     wrong: dict[str, Any] = {
+        **issuer.invalid_tokens(),
         "issuer": issuer.token(iss="http://127.0.0.1:1"),
         "audience": issuer.token(aud="other"),
-        "no audience": issuer.token(aud=None),
-        "no end": issuer.token(exp=None),
-        "no subject": issuer.token(sub=None),
-        "not yet": issuer.token(nbf=now + 300),
-        "another's signature": issuer.token(OTHER_RSA),
-        "another key's id": issuer.token(EC, "ES256", "rsa"),
-        "the key's other algorithm": issuer.token(RSA, "RS512"),
-        "a shared secret": issuer.token(b"s" * 32, "HS256", "shared"),
-        "unsigned": issuer.token(None, "none"),
-        "no key": issuer.token(key_id=None),
         "a key that is not a signing one": issuer.token(key_id="strange"),
         "changed claims": f"{head}.{claims[:-4]}AAAA.{signature}",
-        "no token": "x.y.z",
         "nothing": "",
         "long": "x" * 20_000,
-        "brackets": base64.urlsafe_b64encode(b"[" * 12_000).decode().rstrip("=") + ".e30.c2ln",
-        "other letters": "é.é.é",
     }
     for what, token in wrong.items():
         assert code(await gateway(token)) == (401, "invalid_token"), what

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -23,7 +21,7 @@ from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.usage.row import KILLED, StoredUsageRow, UsageRow
 from moiety_platform.usage.store import insert_rows
 
-from .test_recorder import KILLED as RECORDER_TO_KILL
+from .test_recorder import record_and_be_killed
 
 DRAFT = ReceiptDraft("0" * 32, {"sampling": {"seed": 1}}, [{"model": "demo"}], None, ["aa"], ["bb"])
 
@@ -101,16 +99,7 @@ async def test_the_receipt_of_a_request_whose_gateway_was_wrongly_taken_for_dead
 async def test_a_killed_gateway_leaves_the_receipt_in_its_journal(
     database: Database, database_url: str, tmp_path: Path
 ) -> None:
-    rows = msgspec.json.encode([asking("a")]).decode()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RECORDER_TO_KILL, database_url, str(tmp_path), rows),
-        stdout=subprocess.PIPE,
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"recorded\n"
-    process.kill()
-    await process.communicate()
+    await record_and_be_killed(database_url, tmp_path, [asking("a")])
     assert await chain_of(database) == []
     for _ in range(2):  # a second start finds nothing more
         recorder = UsageRecorder(database, tmp_path)

@@ -327,13 +327,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
-    database: Database, database_url: str, tmp_path: Path
-) -> None:
-    credit = {"cost_nanodollars": 75, "credit_nanodollars": 25, "credit_reason": "ttft", "guarantee_met": False}
-    rows = [make_row("ended", **credit), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
+async def record_and_be_killed(database_url: str, journal: Path, rows: list[UsageRow]) -> None:
+    """Record the rows in another process, which is killed before it stores them."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", KILLED, database_url, str(tmp_path / "journal"), msgspec.json.encode(rows).decode()),
+        *(sys.executable, "-c", KILLED, database_url, str(journal), msgspec.json.encode(rows).decode()),
         stdout=subprocess.PIPE,
         env={"PYTHONPATH": ":".join(sys.path)},
     )
@@ -341,6 +338,14 @@ async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
     assert await process.stdout.readline() == b"recorded\n"
     process.kill()
     await process.communicate()
+
+
+async def test_a_kill_loses_no_row_and_what_ran_is_stored_as_failed(
+    database: Database, database_url: str, tmp_path: Path
+) -> None:
+    credit = {"cost_nanodollars": 75, "credit_nanodollars": 25, "credit_reason": "ttft", "guarantee_met": False}
+    rows = [make_row("ended", **credit), make_row("running", **({"prompt_tokens": 11} | OF_KILLED))]
+    await record_and_be_killed(database_url, tmp_path / "journal", rows)
     assert await stored_ids(database) == []
     for _ in range(2):  # a second start finds nothing more
         async with recording(database, tmp_path / "journal") as recorder:

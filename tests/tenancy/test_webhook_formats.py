@@ -28,7 +28,7 @@ from moiety_platform.webhooks.terms import EventGroup, WebhookFormat
 from moiety_platform.webhooks.tester import MAX_EXCERPT_BYTES, WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
 
-from .conftest import PEPPER, Admin, Demo, admin_app, listening
+from .conftest import PEPPER, Admin, Demo, admin_app
 
 LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))
 ROUTING_KEY = "0123456789abcdef0123456789abcdef"
@@ -49,13 +49,6 @@ def make_quota_alert() -> QuotaAlert:
         id="evt_2", quota_id="quo_1", start=datetime(2026, 3, 1, tzinfo=UTC), percent=80, tenant_id="ten_1",
         level="tenant", scope_id="ten_1", kind="money_per_month", cap=500 * 10**9, used=400_012 * 10**6, at=NOON,
     )  # fmt: skip
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    made = Receiver()
-    async with listening(made.serve) as made.url:
-        yield made
 
 
 @pytest.fixture
