@@ -16,6 +16,7 @@ import zmq
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import ReadAdapter
 from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
+from moiety_platform.engine_client.connection_log import warn_of_broken_connection
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
@@ -212,13 +213,7 @@ class ZmqEngineClient:
             try:
                 lost = await session.run()
                 self._reason = lost
-                log.warning(
-                    "engine_lost",
-                    engine=self._address,
-                    reason=lost,
-                    num_streams=len(session.streams),
-                    advice="check whether the engine runs and is reachable",
-                )
+                warn_of_broken_connection("engine_lost", self._address, lost, len(session.streams))
             finally:
                 message = "the engine was lost while it answered; send the request again"
                 session.close(EngineDied(message, in_first_step=None))

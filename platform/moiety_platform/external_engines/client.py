@@ -23,6 +23,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind, ProviderProtocol
 from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
 from moiety_platform.engine_client.chat_submit import ChatSubmit
+from moiety_platform.engine_client.connection_log import warn_of_broken_connection
 from moiety_platform.engine_client.stream import EngineStream, Inbox
 from moiety_platform.errors import BadRequest, Conflict, EngineFailed, Unavailable
 from moiety_platform.external_engines.answer import ExternalAnswer
@@ -298,26 +299,14 @@ class ExternalEngineClient:
     def _lost(self, reason: str) -> None:
         was_healthy, self._is_healthy = self._is_healthy, False
         if was_healthy or reason != self._reason:
-            log.warning(
-                "engine_lost",
-                engine=self.address,
-                reason=reason,
-                num_streams=len(self._running),
-                advice="check whether the engine runs and is reachable",
-            )
+            warn_of_broken_connection("engine_lost", self.address, reason, len(self._running))
         self._reason = reason
         if was_healthy:
             self._on_change()
 
     def _suspect(self, reason: str) -> None:
         """Check the server at once after a broken connection. Its other connections may be healthy."""
-        log.warning(
-            "engine_connection_broken",
-            engine=self.address,
-            reason=reason,
-            num_streams=len(self._running),
-            advice="check whether the engine runs and is reachable",
-        )
+        warn_of_broken_connection("engine_connection_broken", self.address, reason, len(self._running))
         self._has_broken = self._address.hosted is None  # a provider has not restarted because of a broken stream
         self._probe_now.set()
 
