@@ -129,7 +129,7 @@ def draw_arriving(prompt: str, answers: list[StreamedAnswer]) -> list[Callable[[
 def draw_conversation(page: Page, conversation: PlaygroundConversation) -> None:
     """Draw the turns, newest first, with the figures and the trace of each answer beside it."""
     if not conversation.turns:
-        st.caption(f"No request sent yet. {where_to_get_a_key(page)}")
+        st.caption(f"No request sent yet. {as_text(where_to_get_a_key(page))}")
         return
     for number, turn in reversed(list(enumerate(conversation.turns))):
         with st.container(border=True):
