@@ -254,6 +254,7 @@ def test_of_several_keys_in_the_file_the_first_signs_and_all_are_published(tmp_p
     file = tmp_path / "keys.pem"
     keys = [Ed25519PrivateKey.generate() for _ in range(3)]
     file.write_bytes(b"".join(map(pem_of, keys)))
+    file.chmod(0o600)
     signer = load_signer(file)
     assert signer.public_keys == [key.public_key().public_bytes_raw() for key in keys]
     assert signer.key_id == key_id_of(signer.public_keys[0])
@@ -269,6 +270,7 @@ def test_of_several_keys_in_the_file_the_first_signs_and_all_are_published(tmp_p
 )
 def test_an_unusable_file_of_keys_is_refused_at_the_start(tmp_path: Path, content: bytes, complaint: str) -> None:
     (tmp_path / "keys.pem").write_bytes(content)
+    (tmp_path / "keys.pem").chmod(0o600)
     with pytest.raises(BadReceiptKey, match=complaint):
         load_signer(tmp_path / "keys.pem")
 

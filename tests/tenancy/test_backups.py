@@ -38,6 +38,7 @@ from moiety_platform.files.models import StoredFile
 from moiety_platform.object_storage.keys import file_key
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.receipts.signing import load_signer
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.tenants.schemas import NewProject, NewTenant
@@ -417,6 +418,20 @@ async def test_peppers_of_a_rotation_are_restored_in_their_order(
     other = target.model_copy(update={"key_pepper": "of another deployment"})
     with pytest.raises(BackupError, match="MOIETY_KEY_PEPPER is not a pepper of this backup"):
         await restored(await backed_up(deployment, tmp_path), GatewaySettings(**{**other.model_dump()}))
+
+
+async def test_keys_that_sign_receipts_are_restored_and_others_not_replaced_unasked(
+    deployment: Deployment, new_settings: Callable[[str], GatewaySettings], tmp_path: Path
+) -> None:
+    signer, target = load_signer(deployment.settings.data_dir / "receipts.pem"), new_settings("second")
+    backup = await backed_up(deployment, tmp_path)
+    other = load_signer(target.data_dir / "receipts.pem")
+    with pytest.raises(BackupError, match="has other keys of receipts"):
+        await restored(backup, target)
+    assert load_signer(target.data_dir / "receipts.pem").key_id == other.key_id
+    (target.data_dir / "receipts.pem").unlink()
+    assert (await restored(backup, target)).problems == []
+    assert load_signer(target.data_dir / "receipts.pem").key_id == signer.key_id
 
 
 def names_in(folder: Path) -> list[str]:

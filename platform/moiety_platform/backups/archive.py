@@ -3,7 +3,7 @@
 manifest.json     what the backup holds, and the versions that made it
 SHA256SUMS        checksums of all other files, which `sha256sum -c SHA256SUMS` verifies too
 database.sqlite   a SQLite database; of PostgreSQL instead database/TABLE.copy, text of COPY
-secrets/          the peppers, newest first, and the keys of the first start
+secrets/          the peppers, newest first, the keys of the first start, and those that sign receipts
 usage-journal/    usage rows that were not in the database yet
 objects/          contents of files and adapters
 """
@@ -25,6 +25,7 @@ SQLITE_FILE, TABLES = "database.sqlite", "database"
 SECRETS, JOURNAL, OBJECTS = "secrets", "usage-journal", "objects"
 PEPPERS = "pepper-{}"  # the number counts from 1, for the newest
 FIRST_KEYS = "keys.json"
+RECEIPT_KEYS = "receipts.pem"
 PIECE_BYTES = 1024 * 1024
 
 

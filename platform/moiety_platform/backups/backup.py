@@ -24,6 +24,7 @@ from moiety_platform.backups.archive import (
     FORMAT,
     JOURNAL,
     PEPPERS,
+    RECEIPT_KEYS,
     SECRETS,
     SQLITE_FILE,
     BackupManifest,
@@ -38,6 +39,7 @@ from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.models import ObjectStoreRecord
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.object_store_url import local_folder, redacted
+from moiety_platform.receipts.signing import key_file_of
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.reconciliation import take_snapshot_locks
 
@@ -47,7 +49,8 @@ async def create_backup(
 ) -> BackupManifest:
     """Write a backup to the folder `target`, which must not exist or be empty; return its manifest.
 
-    All files have the mode 0600; the peppers and the keys of the first start are among them, in clear text.
+    All files have the mode 0600; the peppers, the keys of the first start and those that sign receipts are
+    among them, in clear text.
     `copy_objects` says whether the contents of files and adapters are copied: by default those of a folder, not those
     of a bucket. The folder appears once it is complete. Raises BackupError, BadPepper, BadDatabaseUrl, Unavailable or
     OSError.
@@ -156,7 +159,7 @@ def _copy_journal(source: Path, target: Path) -> None:
 
 
 def _write_secrets(settings: GatewaySettings, folder: Path) -> None:
-    """Write the peppers, newest first, and the keys of the first start if there are any."""
+    """Write the peppers, newest first, and, if there are any, the keys of the first start and of receipts."""
     folder.mkdir(mode=0o700)
     rotation = pepper_rotation_of(settings)
     peppers = [one for one in (rotation.coming, pepper_of(settings), rotation.previous) if one is not None]
@@ -165,6 +168,9 @@ def _write_secrets(settings: GatewaySettings, folder: Path) -> None:
     first_keys = settings.data_dir / FIRST_KEYS
     if first_keys.exists():
         shutil.copyfile(first_keys, folder / FIRST_KEYS)
+    receipt_keys = key_file_of(settings.receipt_key_file, settings.data_dir)
+    if receipt_keys.exists():
+        shutil.copyfile(receipt_keys, folder / RECEIPT_KEYS)
 
 
 def _sync_folder(folder: Path) -> None:

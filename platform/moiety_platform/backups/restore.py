@@ -21,6 +21,7 @@ from moiety_platform.backups.archive import (
     FIRST_KEYS,
     JOURNAL,
     PEPPERS,
+    RECEIPT_KEYS,
     SECRETS,
     SQLITE_FILE,
     BackupManifest,
@@ -33,6 +34,7 @@ from moiety_platform.db.session import MAINTENANCE, Database
 from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.readiness import MARK_KEY
 from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.receipts.signing import key_file_of
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.reconciliation import reconcile, take_snapshot_locks
@@ -79,7 +81,7 @@ async def restore_backup(
         raise BackupError(f"the backup is of {manifest.dialect}, and the target is {dialect}; give --database-url")
     store = ObjectStore.open(settings.objects_url)
     try:
-        await _check_target(manifest, settings, store, overwrite=overwrite)
+        await _check_target(folder, manifest, settings, store, overwrite=overwrite)
         if path is not None:
             await asyncio.to_thread(replace_sqlite, folder / SQLITE_FILE, path)
             await asyncio.to_thread(migrations.upgrade, settings.store_url)
@@ -114,7 +116,7 @@ def _peppers(folder: Path, settings: GatewaySettings) -> list[bytes]:
 
 
 async def _check_target(
-    manifest: BackupManifest, settings: GatewaySettings, store: ObjectStore, *, overwrite: bool
+    folder: Path, manifest: BackupManifest, settings: GatewaySettings, store: ObjectStore, *, overwrite: bool
 ) -> None:
     """Raise BackupError if the target holds something that the restore would replace, unless that is wanted."""
     held = []
@@ -128,6 +130,9 @@ async def _check_target(
             await database.close()
     if settings.key_pepper is None and (settings.data_dir / FILE_NAME).exists():
         held.append(f"{settings.data_dir} has a pepper")
+    kept, receipt_keys = _receipt_keys(folder), key_file_of(settings.receipt_key_file, settings.data_dir)
+    if kept is not None and receipt_keys.exists() and receipt_keys.read_bytes() != kept:
+        held.append(f"{receipt_keys} has other keys of receipts")
     if settings.usage_journal_dir.is_dir() and any(settings.usage_journal_dir.iterdir()):
         held.append(f"{settings.usage_journal_dir} has usage rows")
     mark = await store.read_mark(MARK_KEY)
@@ -139,6 +144,12 @@ async def _check_target(
             f"the target is not empty: {'; '.join(held)}. Choose an empty --data-dir, database and object store, or "
             "replace their contents with --overwrite"
         )
+
+
+def _receipt_keys(folder: Path) -> bytes | None:
+    """Return the backup's keys of receipts; None if it has none."""
+    file = folder / SECRETS / RECEIPT_KEYS
+    return file.read_bytes() if file.exists() else None
 
 
 async def _load_postgres(folder: Path, manifest: BackupManifest, url: str, migrations: Migrations) -> None:
@@ -165,7 +176,10 @@ async def _load_postgres(folder: Path, manifest: BackupManifest, url: str, migra
 
 
 def _write_files(folder: Path, settings: GatewaySettings, peppers: list[bytes]) -> int:
-    """Write the peppers, the keys of the first start and the usage journal; return the journal's files."""
+    """Write the peppers, the keys of the first start and of receipts, and the usage journal.
+
+    Return the number of the journal's files.
+    """
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if settings.key_pepper is None:
         for name, pepper in zip((FILE_NAME, PREVIOUS_FILE_NAME), peppers, strict=False):
@@ -175,6 +189,10 @@ def _write_files(folder: Path, settings: GatewaySettings, peppers: list[bytes]) 
     keys = folder / SECRETS / FIRST_KEYS
     if keys.exists():
         _write_private(settings.data_dir / FIRST_KEYS, keys.read_bytes())
+    kept, receipt_keys = _receipt_keys(folder), key_file_of(settings.receipt_key_file, settings.data_dir)
+    if kept is not None and not (receipt_keys.exists() and receipt_keys.read_bytes() == kept):
+        receipt_keys.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(receipt_keys, kept)
     shutil.rmtree(settings.usage_journal_dir, ignore_errors=True)
     settings.usage_journal_dir.mkdir(mode=0o700, parents=True)
     files = [path for path in sorted((folder / JOURNAL).glob("*")) if path.stat().st_size]

@@ -22,7 +22,7 @@ from moiety_platform.machine_limits import MachineCollector, MachineLimits
 from moiety_platform.metrics import Metrics
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.receipts.service import Receipts
-from moiety_platform.receipts.signing import FILE_NAME, load_signer
+from moiety_platform.receipts.signing import key_file_of, load_signer
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.request_contents.cipher import ContentCipher
@@ -53,7 +53,7 @@ def spot_prices_of(
 
 def receipts_of(settings: GatewaySettings, database: Database, clock: Clock, usage: UsageRecorder) -> Receipts:
     """Return the receipts of requests, signed with the keys of the settings' file. Raises BadReceiptKey."""
-    signer = load_signer(settings.receipt_key_file or settings.data_dir / FILE_NAME)
+    signer = load_signer(key_file_of(settings.receipt_key_file, settings.data_dir))
     return Receipts(database, signer, clock, usage.holds, usage.flush)
 
 

@@ -50,8 +50,8 @@ def backup(
 ) -> None:
     """Back up the database, the pepper, unbilled usage rows and stored files, while the gateways serve.
 
-    The folder contains the pepper and, of a moiety serve, the first keys in clear text. All files have the mode 0600.
-    Run it with the gateway's settings, where its data directory is.
+    The folder contains the pepper, the keys that sign receipts and, of a moiety serve, the first keys in clear text.
+    All files have the mode 0600. Run it with the gateway's settings, where its data directory is.
     """
     os.umask(PRIVATE_UMASK)
     settings = load_settings(config, data_dir=data_dir, database_url=database_url, object_store_url=object_store_url)

@@ -21,13 +21,16 @@ from moiety_platform.receipts.verification import (
     check_receipt,
     find_difference,
     first_difference,
+    missing_numbers,
     public_keys_of,
+    salt_of,
 )
 
 TIMEOUT_S = 600.0
 ATTEMPTS, PAUSE_S = 10, 0.5
 TOKEN_ID_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 HEADER = "x-moiety-receipt"
+SHOWN_GAPS = 5
 
 
 def verify_receipt(
@@ -51,6 +54,10 @@ def verify_receipt(
         Path | None, typer.Option(exists=True, dir_okay=False, help="File with the body of the request.")
     ] = None,
     key: Annotated[str | None, typer.Option(envvar="MOIETY_KEY", help="API key for --recompute.")] = None,
+    complete: Annotated[
+        bool,
+        typer.Option("--complete", help="Refuse a chain that does not begin with number 1, or lacks a later number."),
+    ] = False,
 ) -> None:
     """Verify signatures, hashes and the links of the chain; with --answer or --recompute also the tokens.
 
@@ -62,6 +69,7 @@ def verify_receipt(
         contents = [check_receipt(one, public_keys) for one in envelopes]
         num_links = check_chain(contents)
         print_line(f"signed and unchanged receipts: {len(contents)}; verified links of the chain: {num_links}")
+        _check_gaps(contents, complete=complete)
         if answer is not None:
             _check_answer(_only(envelopes), _read_json(answer))
         if recompute is not None:
@@ -73,6 +81,22 @@ def verify_receipt(
             _recompute(_only(envelopes), recompute, _read_json(request), key, public_keys, saved)
     except InvalidReceipt as exc:
         raise CommandError(str(exc)) from exc
+
+
+def _check_gaps(contents: Sequence[Mapping[str, Any]], *, complete: bool) -> None:
+    """Name the numbers that are missing between several receipts. Raises InvalidReceipt if there must be none."""
+    missing = missing_numbers(contents)
+    if not missing or not (complete or len(contents) > 1):
+        return
+    shown = ", ".join(str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in missing[:SHOWN_GAPS])
+    more = f" and {len(missing) - SHOWN_GAPS} further gaps" if len(missing) > SHOWN_GAPS else ""
+    if complete:
+        raise InvalidReceipt(f"the chain is not complete: receipts with the numbers {shown}{more} are missing")
+    print_line(
+        f"the numbers {shown}{more} are missing: of other projects of the tenant, or removed. With --complete this "
+        "is an error",
+        err=True,
+    )
 
 
 def _check_answer(envelope: Mapping[str, Any], answer: Any) -> None:
@@ -93,8 +117,8 @@ def _recompute(
 ) -> None:
     """Send the request again, with the salt of the receipt, and compare both receipts. Raises InvalidReceipt."""
     content = envelope["receipt"]
-    committed, opening = content["commitments"], envelope.get("opening")
-    if not committed or not opening:
+    committed, salt = content["commitments"], salt_of(envelope)
+    if not committed or salt is None:
         raise InvalidReceipt(f"the receipt has no commitments to compare: ask for it with the request, by {HEADER}: 1")
     sampling = content["settings"]["sampling"]
     if sampling.get("temperature", 1.0) > 0 and sampling.get("seed") is None:
@@ -111,7 +135,7 @@ def _recompute(
         asked["return_token_ids"] = True
     headers = {"Authorization": f"Bearer {key}"}
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as http:
-        again = call(http, "POST", endpoint, json=asked, headers={HEADER: f"1; salt={opening['salt']}"})
+        again = call(http, "POST", endpoint, json=asked, headers={HEADER: f"1; salt={salt}"})
         found = _receipt_of(http, again["id"])
     other = check_receipt(found, {**public_keys, **_own_keys(url, public_keys)})
     _compare(content, other, saved, again)
@@ -196,6 +220,14 @@ def _keys_document(source: str) -> Any:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
+        return json.loads(path.read_bytes(), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as exc:
         raise CommandError(f"{path} has no valid JSON ({exc})") from exc
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON whose names differ, because another reader can take another one of two values."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a name twice")
+    return found

@@ -22,16 +22,20 @@ _HEADER = re.compile(r"1(?:\s*;\s*salt=([0-9a-f]{32}))?", re.ASCII)
 
 
 def wants_receipt(record: RequestRecord) -> bool:
-    """Return whether the request asks for a receipt, by its header or its metadata."""
-    if RECEIPT_FIELD in record.fields:
-        return True  # checked at the beginning
+    """Return whether the request asks for a receipt, by its header or its metadata.
+
+    A request that failed before its header was checked can have one that is not valid; it gets no receipt.
+    """
+    field = record.fields.get(RECEIPT_FIELD)
+    if field is not None:
+        return _match(field) is not None
     tags = record.attribution.tags
     return tags is not None and RECEIPT_TAG in tags and tags_of(tags).get(RECEIPT_TAG) == WANTED
 
 
 def salt_of(field: bytes) -> str | None:
     """Return the salt that the header names, for a recomputation; None for a new one. Raises BadRequest."""
-    match = _HEADER.fullmatch(field.decode("latin-1").strip())
+    match = _match(field)
     if match is None:
         raise BadRequest(
             f"The header {RECEIPT_HEADER} must be 1, or 1 and a salt of 32 hexadecimal digits, such as "
@@ -40,6 +44,10 @@ def salt_of(field: bytes) -> str | None:
             param=RECEIPT_HEADER,
         )
     return match[1]
+
+
+def _match(field: bytes) -> re.Match[str] | None:
+    return _HEADER.fullmatch(field.decode("latin-1").strip(" \t"))
 
 
 def draft_of(record: RequestRecord) -> ReceiptDraft:
@@ -65,7 +73,7 @@ def _settings_of(record: RequestRecord) -> dict[str, Any]:
     generation = record.generation
     if generation is None:
         return {}
-    sampling: dict[str, Any] = msgspec.to_builtins(generation.sampling)
+    sampling: dict[str, Any] = msgspec.to_builtins(generation.sampling, str_keys=True)  # the keys that JSON has
     return {
         "sampling": {"seed": None, **sampling},
         "num_choices": generation.num_choices,

@@ -10,6 +10,8 @@ import base64
 import hashlib
 import os
 import secrets
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,17 +63,33 @@ class ReceiptSigner:
         return {"algorithm": ALGORITHM, "key_id": self.key_id, "value": base64.b64encode(value).decode("ascii")}
 
 
+def key_file_of(configured: Path | None, data_dir: Path) -> Path:
+    """Return the file of receipt keys: the configured one, or else that of the data directory."""
+    return data_dir / FILE_NAME if configured is None else configured
+
+
 def load_signer(path: Path) -> ReceiptSigner:
-    """Return the signer of a file, which is created with a new key if there is none. Raises BadReceiptKey."""
+    """Return the signer of a file, which is created with a new key if there is none. Raises BadReceiptKey.
+
+    A file of the process's own user must not be open to others; one that is mounted belongs to another user.
+    """
     try:
         if not path.exists():
             _create(path)
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read()
     except OSError as exc:
         raise BadReceiptKey(
             f"the file of receipt keys {path} cannot be used ({exc.strerror}): set receipt_key_file to a file in a "
             "folder that the gateway can write to"
         ) from exc
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == os.geteuid() and mode & 0o077:
+        raise BadReceiptKey(
+            f"the file of receipt keys {path} can be used by others (mode {mode:o}): if nobody has copied the keys, "
+            f"run chmod 600 {shlex.quote(str(path))}; otherwise replace the file"
+        )
     blocks = [_BEGIN + block for block in data.split(_BEGIN)[1:]]
     if not blocks:
         raise BadReceiptKey(
@@ -87,7 +105,7 @@ def is_signed(content: Mapping[str, Any], value: str, public_key: bytes) -> bool
         Ed25519PublicKey.from_public_bytes(public_key).verify(
             base64.b64decode(value, validate=True), signed_bytes(content)
         )
-    except (InvalidSignature, ValueError):
+    except (InvalidSignature, TypeError, ValueError):  # a value that is no text is no signature
         return False
     return True
 

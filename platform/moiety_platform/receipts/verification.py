@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moiety_platform.receipts.content import GENESIS, VERSION, commitment, hash_of
 from moiety_platform.receipts.signing import ALGORITHM, is_signed, key_id_of
+
+_SALT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class InvalidReceipt(Exception):
@@ -37,11 +40,14 @@ def check_receipt(envelope: Mapping[str, Any], keys: Mapping[str, bytes]) -> Map
         name = f"receipt {content['sequence']} ({content['request']['request_id']})"
         key_id, algorithm, value = signature["key_id"], signature["algorithm"], signature["value"]
         version, claimed = content["version"], envelope["hash"]
-    except (KeyError, TypeError) as exc:
+        if not isinstance(key_id, str) or not isinstance(content["sequence"], int):
+            raise TypeError("a text and a number are needed")
+        actual = hash_of(content)
+    except (KeyError, TypeError, ValueError, RecursionError) as exc:
         raise InvalidReceipt("this is no receipt in the form of /v1/receipts/{request_id}") from exc
     if version != VERSION:
         raise InvalidReceipt(f"{name} has version {version}; this release verifies version {VERSION}")
-    if claimed != hash_of(content):
+    if claimed != actual:
         raise InvalidReceipt(f"{name} was changed: its hash is not that of its content")
     key = keys.get(key_id)
     if algorithm != ALGORITHM or key is None:
@@ -77,6 +83,19 @@ def check_chain(contents: Sequence[Mapping[str, Any]]) -> int:
     return num_links
 
 
+def missing_numbers(contents: Sequence[Mapping[str, Any]]) -> list[range]:
+    """Return the numbers between the receipts that none of them has; from 1 on, if the first one is not given.
+
+    They are those of other projects of the tenant, or of receipts that were removed.
+    """
+    missing, expected = [], 1
+    for number in sorted({content["sequence"] for content in contents}):
+        if number > expected:
+            missing.append(range(expected, number))
+        expected = number + 1
+    return missing
+
+
 def find_difference(
     envelope: Mapping[str, Any], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> str | None:
@@ -84,8 +103,8 @@ def find_difference(
 
     Raises InvalidReceipt for a receipt without commitments or without its salt.
     """
-    committed, opening = envelope["receipt"]["commitments"], envelope.get("opening")
-    if not committed or not opening or not opening.get("salt"):
+    committed, salt = envelope["receipt"]["commitments"], salt_of(envelope)
+    if not committed or salt is None:
         raise InvalidReceipt(
             "the receipt has no commitments to tokens: ask for it with the request, by x-moiety-receipt: 1"
         )
@@ -96,9 +115,24 @@ def find_difference(
         if len(claimed) != len(given):
             return f"the receipt has {len(claimed)} {name}s, and {len(given)} are given"
         for number, (expected, token_ids) in enumerate(zip(claimed, given, strict=True)):
-            if commitment(opening["salt"], token_ids) != expected:
+            try:
+                found = commitment(salt, token_ids)
+            except (OverflowError, TypeError) as exc:
+                raise InvalidReceipt(f"{name} {number} has token ids that are no numbers from 0 to 2^32 - 1") from exc
+            if found != expected:
                 return f"{name} {number} differs: its {len(token_ids)} tokens are not those of the receipt"
     return None
+
+
+def salt_of(envelope: Mapping[str, Any]) -> str | None:
+    """Return the salt of a receipt's commitments; None without one. Raises InvalidReceipt for another value."""
+    opening = envelope.get("opening")
+    if opening is None:
+        return None
+    salt = opening.get("salt") if isinstance(opening, Mapping) else None
+    if not isinstance(salt, str) or not _SALT.fullmatch(salt):
+        raise InvalidReceipt("the salt of the receipt was changed: it must have 32 hexadecimal digits")
+    return salt
 
 
 def first_difference(before: Sequence[int], after: Sequence[int]) -> int | None:
