@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from tests.conftest import examples
 
 from moiety_engine.scheduling.policies.registry import POLICIES
-from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, ServiceClass
+from moiety_wire.classes import BATCH, FLEX, PRIORITY, SHIPPED, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.trace_events import EventKind
 
 EOS = 7
 SECOND = 10**9
+SPOT = ServiceClass("spot", 9, completion_s=86_400.0, on_overload=OverloadAction.QUEUE, spot=True)
 MakeReplica = Callable[..., Any]
 
 
@@ -62,7 +63,7 @@ def test_under_every_policy_each_request_ends_with_all_its_tokens_once_and_the_p
             replica.add(
                 [1] * shared + [-len(replica.wanted) - 1] * draw(st.integers(1, 24)),
                 tenant=draw(st.sampled_from("abc")),
-                service=draw(st.sampled_from(SHIPPED)),
+                service=draw(st.sampled_from((*SHIPPED, SPOT))),
                 output=draw(st.integers(1, 24)),
                 weight=draw(st.sampled_from([0.5, 1.0, 4.0])),
                 credit=draw(st.sampled_from([1, 5, 1 << 30])),
