@@ -127,7 +127,6 @@ def test_rejected_drafts_leave_no_trace_in_windows_and_entries(engine: Any, alon
     ("settings", "match"),
     [
         ({"batching": Batching.PADDED}, "use another --batching"),
-        ({"disk_cache": "/nowhere"}, "leave out --disk-cache"),
         ({"block_size": 12}, "entries of 32 tokens, and --block-size 12 is neither"),
     ],
 )

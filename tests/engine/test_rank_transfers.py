@@ -50,7 +50,7 @@ class Polls:
 
     def __init__(self, layout: Layout) -> None:
         self.now_s, self.other, self.sent = 100.0, OtherRank(), list[TransferMessage]()
-        ranks = SimpleNamespace(everyone=self.other, rank_position=SimpleNamespace(layout=layout))
+        ranks = SimpleNamespace(everyone=self.other, copies=None, rank_position=SimpleNamespace(layout=layout))
         group = cast(Any, SimpleNamespace(ranks=ranks))
         self.transfers = GroupTransferProgress(group, self.sent.append, clock=lambda: self.now_s)
 

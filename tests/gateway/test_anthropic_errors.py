@@ -103,7 +103,7 @@ BAD = [
     ({"top_p": -1}, "top_p", "greater than or equal to 0"),
     ({"top_k": -1}, "top_k", "greater than or equal to 0"),
     ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1 character"),
-    ({"stop_sequences": ["a"] * 17}, "stop_sequences", "may have 16 entries"),
+    ({"stop_sequences": ["a"] * 33}, "stop_sequences", "may have 32 entries"),
     ({"metadata": {"user_id": 7}}, "metadata.user_id", "valid string"),
     ({"service_tier": "flex"}, "service_tier", "'standard_only'"),
     ({"stream": "yes"}, "stream", "valid boolean"),

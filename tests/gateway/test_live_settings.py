@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import socket
@@ -36,6 +37,7 @@ TOOL: dict[str, Any] = {
 }
 DEADLINE_S = 60.0
 DAY_S = 86_400
+_DAYS = itertools.count(1)
 
 Look = Callable[[RunningGateway], Awaitable[object]]
 
@@ -289,9 +291,11 @@ async def interval_of_spot_prices(gateway: RunningGateway) -> object:
     terms = {"name": "spot", "rank": 9, "completion_s": 60, "on_overload": "queue"}
     bounds = {"spot_floor_percent": 20, "spot_ceiling_percent": 90}
     await gateway.request("POST", "/admin/v1/classes", json.dumps(terms | bounds).encode(), gateway.admin_key)
-    gateway.store_clock.ahead_ms += 86_400_000  # after the interval of the last price
+    ahead_ms = next(_DAYS) * 86_400_000  # after the interval of the last price
+    gateway.store_clock.ahead_ms += ahead_ms
     gateway.assembled.services.spot.forget()
     _, _, answer = await gateway.request("GET", "/v1/spot-prices")
+    gateway.store_clock.ahead_ms -= ahead_ms
     (offer,) = json.loads(answer)["data"]
     begin, end = (datetime.fromisoformat(offer[name]) for name in ("starts_at", "ends_at"))
     return (end - begin).total_seconds()

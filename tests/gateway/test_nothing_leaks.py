@@ -149,7 +149,7 @@ async def read_admin_api(gateway: RunningGateway) -> str:
         if "{" not in path and "get" in item:
             needed = "&".join(f"{one['name']}=x" for one in item["get"].get("parameters", []) if one["required"])
             status, _, answer = await gateway.request("GET", f"{path}?{needed}", b"", gateway.admin_key)
-            assert status in (200, 404), (path, status)
+            assert status in (200, 403 if path.startswith("/admin/v1/me") else 404, 404), (path, status)
             told += f"{path}: {answer.decode()}\n"
     return told
 

@@ -36,6 +36,7 @@ READ_SETTINGS = AdminAction("settings.read", READERS)
 READ_ALERTS = AdminAction("alerts.read", READERS, OWN_READERS)
 READ_MODELS = AdminAction("models.read", READERS, OWN_READERS | SELF_SERVICE)
 READ_BATCHES = AdminAction("batches.read", READERS, OWN_READERS)
+READ_SPOT_PRICES = AdminAction("spot_prices.read", READERS, OWN_READERS)
 
 VIEW_ACTIONS = (
     READ_USAGE,
@@ -61,4 +62,5 @@ VIEW_ACTIONS = (
     READ_ALERTS,
     READ_MODELS,
     READ_BATCHES,
+    READ_SPOT_PRICES,
 )

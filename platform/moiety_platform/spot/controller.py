@@ -11,6 +11,7 @@ from litestar.di import NamedDependency
 from litestar.params import SkipValidation
 
 from moiety_platform.access.actions import needs
+from moiety_platform.access.views import READ_SPOT_PRICES
 from moiety_platform.auth.client import AuthenticatedClient
 from moiety_platform.auth.principal import Principal
 from moiety_platform.classes.admin_resource import CLASSES
@@ -114,7 +115,7 @@ class SpotHistoryController(Controller):
     path = "/spot-prices"
     tags = CLASSES.tags
 
-    @get(opt=needs(CLASSES.read))
+    @get(opt=needs(READ_SPOT_PRICES))
     async def list_published_prices(
         self, database: NamedDependency[Database], period: TimeSpanDependency
     ) -> PublishedSpotPrices:

@@ -1,4 +1,4 @@
-"""What a gateway has observed of each engine: when it last had requests, and since when it is awake.
+"""Observations of each engine by a gateway: when it last had requests, and since when it is awake.
 
 An engine reports its requests of all gateways, so every gateway observes the same.
 """

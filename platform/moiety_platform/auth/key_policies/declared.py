@@ -24,7 +24,7 @@ _FIELDS = ("makes_keys", "max_keys", "max_days", "allowed_models", "limits")
 
 
 class KeyPolicyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What keys a tenant's developers may make. `limits` are the highest quotas of a key; money in dollars."""
+    """Key policy of a tenant. `limits` are the highest quotas of a key; money in dollars."""
 
     makes_keys: bool = True
     max_keys: int = 5
