@@ -24,17 +24,7 @@ NOT_COMPARED = {  # at this length
     "qwen3_5_moe",
     "aria_text",
     "axk1",
-    "deepseek_v32",
-    "cohere2_moe",
-    "bailing_hybrid",
-    "falcon_h1",
-    "falcon_h1, no norms",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "granitemoehybrid",
-    "granitemoehybrid, dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
+    "deepseek_v32",  # one token differs by 0.04, for an unknown cause
     "minimax",  # differs by 0.12, for an unknown cause
 }
 
