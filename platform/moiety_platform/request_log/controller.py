@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from litestar import Controller, get
-from litestar.di import NamedDependency
+from litestar.di import NamedDependency, Provide
 from litestar.params import FromPath, QueryParameter
 
 from moiety_platform.access.actions import needs
@@ -28,7 +28,7 @@ from moiety_platform.request_log.queries import (
 from moiety_platform.request_log.schemas import LoggedRequest, LoggedRequestPage
 from moiety_platform.trace_store.controller import Milliseconds
 from moiety_platform.trace_store.queries import parse_ms
-from moiety_platform.usage.controller import USAGE_FILTER, UsageFilterDependency
+from moiety_platform.usage.controller import UsageFilterDependency, parse_filter
 
 Status = Annotated[
     str | None,
@@ -47,7 +47,7 @@ class RequestLogController(Controller):
     path = "/requests"
     tags = ("requests",)
 
-    @get(opt=needs(READ_USAGE), dependencies=USAGE_FILTER)
+    @get(opt=needs(READ_USAGE), dependencies={"usage_filter": Provide(parse_filter, sync_to_thread=False)})
     async def search_requests(
         self,
         database: NamedDependency[Database],

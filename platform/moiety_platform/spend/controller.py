@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from litestar import Controller, get
-from litestar.di import NamedDependency
+from litestar.di import NamedDependency, Provide
 
 from moiety_platform.access.actions import needs
 from moiety_platform.access.views import READ_USAGE
@@ -15,8 +15,9 @@ from moiety_platform.query_parameters import Filter, parse_text
 from moiety_platform.spend.budgets import list_budgets
 from moiety_platform.spend.queries import forecast_spend, report_spend
 from moiety_platform.spend.schemas import BudgetPage, SpendForecast, SpendReport
-from moiety_platform.usage.controller import REQUEST_FILTER, USAGE_FILTER, Groups, UsageFilterDependency
-from moiety_platform.usage.queries import parse_grouping
+from moiety_platform.usage.attribution import parse_tag
+from moiety_platform.usage.controller import Groups, TagFilter, UsageFilterDependency, parse_filter
+from moiety_platform.usage.queries import UsageFilter, parse_grouping
 from moiety_platform.usage.reconciliation import take_snapshot_locks
 
 
@@ -26,7 +27,7 @@ class SpendController(Controller):
     path = "/spend"
     tags = ("spend",)
 
-    @get(opt=needs(READ_USAGE), dependencies=USAGE_FILTER)
+    @get(opt=needs(READ_USAGE), dependencies={"usage_filter": Provide(parse_filter, sync_to_thread=False)})
     async def report_spend(
         self, database: NamedDependency[Database], usage_filter: UsageFilterDependency, group_by: Groups = None
     ) -> SpendReport:
@@ -40,21 +41,38 @@ class SpendController(Controller):
             await take_snapshot_locks(session)
             return await report_spend(session, usage_filter, grouping)
 
-    @get("/forecast", opt=needs(READ_USAGE), dependencies=REQUEST_FILTER)
+    @get("/forecast", opt=needs(READ_USAGE))
     async def forecast_spend(
         self,
         database: NamedDependency[Database],
         now: NamedDependency[datetime],
-        request_filter: UsageFilterDependency,
+        tenant_id: Filter = None,
+        project_id: Filter = None,
+        key_id: Filter = None,
+        model: Filter = None,
+        service_class: Filter = None,
+        end_user: Filter = None,
+        tag: TagFilter = None,
     ) -> SpendForecast:
         """Forecast the spend of this month, in UTC: what is spent, plus the mean of the last days for the rest of it.
 
         The mean is of the last seven days and of today so far, or since the first day with spend in four weeks if that
         is later.
         """
+        wanted = UsageFilter(
+            now,
+            now,
+            tenant_id=parse_text(tenant_id, "tenant_id"),
+            project_id=parse_text(project_id, "project_id"),
+            key_id=parse_text(key_id, "key_id"),
+            model=parse_text(model, "model"),
+            service_class=parse_text(service_class, "service_class"),
+            end_user=parse_text(end_user, "end_user"),
+            tag=None if tag is None else parse_tag(tag, "tag"),
+        )
         async with database.read() as session:
             await take_snapshot_locks(session)
-            return await forecast_spend(session, request_filter, now)
+            return await forecast_spend(session, wanted, now)
 
     @get("/budgets", opt=needs(READ_USAGE))
     async def list_budgets(

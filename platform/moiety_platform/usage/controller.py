@@ -50,8 +50,8 @@ HOUR = timedelta(hours=1)
 UsageFilterDependency = NamedDependency[SkipValidation[UsageFilter]]
 
 
-def parse_request_filter(
-    now: NamedDependency[datetime],
+def parse_filter(
+    period: TimeSpanDependency,
     tenant_id: Filter = None,
     project_id: Filter = None,
     key_id: Filter = None,
@@ -60,10 +60,10 @@ def parse_request_filter(
     end_user: Filter = None,
     tag: TagFilter = None,
 ) -> UsageFilter:
-    """Return the filter that a client's query parameters request, with an empty period. Raises BadRequest."""
+    """Return the filter that a client's query parameters request. Raises BadRequest."""
     return UsageFilter(
-        now,
-        now,
+        period.since,
+        period.until,
         tenant_id=parse_text(tenant_id, "tenant_id"),
         project_id=parse_text(project_id, "project_id"),
         key_id=parse_text(key_id, "key_id"),
@@ -74,21 +74,12 @@ def parse_request_filter(
     )
 
 
-def parse_filter(period: TimeSpanDependency, request_filter: UsageFilterDependency) -> UsageFilter:
-    """Return the filter of the requests of a period."""
-    return replace(request_filter, since=period.since, until=period.until)
-
-
-REQUEST_FILTER = {"request_filter": Provide(parse_request_filter, sync_to_thread=False)}
-USAGE_FILTER = {**REQUEST_FILTER, "usage_filter": Provide(parse_filter, sync_to_thread=False)}
-
-
 class UsageController(Controller):
     """Usage of tenants, projects, keys and models."""
 
     path = "/usage"
     tags = ("usage",)
-    dependencies = USAGE_FILTER
+    dependencies = {"usage_filter": Provide(parse_filter, sync_to_thread=False)}  # noqa: RUF012  read by the framework only
 
     @get(opt=needs(READ_USAGE))
     async def sum_usage(

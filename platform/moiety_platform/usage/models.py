@@ -118,41 +118,31 @@ class LedgerEntry(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
 
 
-class _TokenSums:
-    """Number of requests, and sums of their tokens."""
-
-    requests: Mapped[int] = mapped_column(BigInteger)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    output_tokens: Mapped[int] = mapped_column(BigInteger)
-
-
-class _RequestSums(_TokenSums):
-    """Sums of requests by outcome, time and SLO.
+class _Sums:
+    """Keys and sums of the next two tables.
 
     Times in milliseconds are summed over the requests that have them; `num_*` counts those requests.
     """
-
-    failed: Mapped[int] = mapped_column(BigInteger)
-    rejected: Mapped[int] = mapped_column(BigInteger)
-    disconnected: Mapped[int] = mapped_column(BigInteger)
-    ttft_ms: Mapped[float] = mapped_column(Double)
-    num_ttft: Mapped[int] = mapped_column(BigInteger)
-    duration_ms: Mapped[float] = mapped_column(Double)
-    preemptions: Mapped[int] = mapped_column(BigInteger)
-    num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
-    num_slo_requests: Mapped[int] = mapped_column(BigInteger)
-
-
-class _Sums(_RequestSums):
-    """Keys and sums of the next two tables."""
 
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
     project_id: Mapped[str] = mapped_column(Text, primary_key=True)
     key_id: Mapped[str] = mapped_column(Text, primary_key=True)
     model: Mapped[str] = mapped_column(Text, primary_key=True)
     service_class: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failed: Mapped[int] = mapped_column(BigInteger)
+    rejected: Mapped[int] = mapped_column(BigInteger)
+    disconnected: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft_ms: Mapped[float] = mapped_column(Double)
+    num_ttft: Mapped[int] = mapped_column(BigInteger)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    preemptions: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
+    num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
+    num_slo_requests: Mapped[int] = mapped_column(BigInteger)
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
@@ -187,18 +177,22 @@ class UsageDayMark(SharedTable, Base):
     is_done: Mapped[bool]
 
 
-class UsageCut(_TokenSums, Base):
+class UsageCut(Base):
     """Sums of a tenant's deleted requests that started in one hour."""
 
     __tablename__ = "usage_cuts"
 
     hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
-class UsageMinute(_RequestSums, Base):
+class UsageMinute(Base):
     """Sums over the requests of a tenant and class that ended in one minute, as they were at their end.
 
     Later corrections do not change them. `good_tokens` are the output tokens of requests that attained their SLO.
@@ -209,6 +203,19 @@ class UsageMinute(_RequestSums, Base):
     minute: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # minutes since 1970
     tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
     service_class: Mapped[str] = mapped_column(Text, primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failed: Mapped[int] = mapped_column(BigInteger)
+    rejected: Mapped[int] = mapped_column(BigInteger)
+    disconnected: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
     good_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft_ms: Mapped[float] = mapped_column(Double)
+    num_ttft: Mapped[int] = mapped_column(BigInteger)
     queue_ms: Mapped[float] = mapped_column(Double)
     num_queue: Mapped[int] = mapped_column(BigInteger)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    preemptions: Mapped[int] = mapped_column(BigInteger)
+    num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
+    num_slo_requests: Mapped[int] = mapped_column(BigInteger)
