@@ -182,7 +182,7 @@ async def test_unsuccessful_requests_are_found_by_their_index(
         if database.engine.dialect.name == "sqlite":
             assert f"INDEX {name} (" in plan, plan
         else:  # by the number of rows, either is the better one
-            assert "using ix_usage_unsuccessful" in plan, plan
+            assert "ix_usage_unsuccessful" in plan, plan
     successful = RequestSearch(usage=usage, status=parse_status("2xx"))
     assert not successful.is_unsuccessful and "unsuccessful" not in await plan_of(database, successful)
 
