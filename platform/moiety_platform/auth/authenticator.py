@@ -204,7 +204,8 @@ class Authenticator:
             )
         if stored.is_user_disabled:
             raise Forbidden(
-                "The user of this API key is disabled. Ask an administrator of your tenant to enable it.",
+                "The user of this API key is disabled or deleted. Ask an administrator of your tenant to enable it, or "
+                "for another key.",
                 code=USER_DISABLED,
             )
         if stored.tenant_id and stored.tenant_status != TenantStatus.ACTIVE:

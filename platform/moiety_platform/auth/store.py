@@ -39,7 +39,7 @@ class StoredKey:
     service_class: str
     weight: float
     speculative_prefill: SpeculativePrefillMode
-    is_user_disabled: bool
+    is_user_disabled: bool  # or deleted
 
 
 _COLUMNS = (
@@ -59,6 +59,7 @@ _COLUMNS = (
     Tenant.service_class,
     Tenant.weight,
     Tenant.speculative_prefill,
+    ApiKey.user_id,
     User.state,
 )
 
@@ -99,6 +100,7 @@ def _stored(
     service_class: str | None,
     weight: float | None,
     speculative_prefill: str | None,
+    user_id: str | None,
     user_state: str | None,
 ) -> StoredKey:
     return StoredKey(
@@ -118,5 +120,5 @@ def _stored(
         service_class=service_class or "",
         weight=1.0 if weight is None else weight,
         speculative_prefill=SpeculativePrefillMode(speculative_prefill or SpeculativePrefillMode.OFF),
-        is_user_disabled=user_state == UserState.DISABLED,
+        is_user_disabled=user_id is not None and user_state in (None, UserState.DISABLED),
     )

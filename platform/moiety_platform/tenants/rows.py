@@ -14,9 +14,11 @@ from moiety_platform.tenants.checks import is_id
 Row = TypeVar("Row", bound=Base)
 
 
-async def require_row(session: AsyncSession, table: type[Row], row_id: str, resource: Resource) -> Row:
-    """Return the row of a resource. Raises NotFound."""
-    row = await session.get(table, row_id) if is_id(row_id) else None
+async def require_row(
+    session: AsyncSession, table: type[Row], row_id: str, resource: Resource, *, locks: bool = False
+) -> Row:
+    """Return the row of a resource; if `locks`, as it is now and locked until the transaction ends. Raises NotFound."""
+    row = await session.get(table, row_id, with_for_update=locks, populate_existing=locks) if is_id(row_id) else None
     if row is None:
         name, collection = resource.name, resource.collection
         message = f"There is no {name} with this id; list them with GET /admin/v1/{collection}."

@@ -8,13 +8,17 @@ from datetime import datetime, timedelta
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.access.actions import SELF_SERVICE
+from moiety_platform.access.caller import MISSING_ROLE
+from moiety_platform.access.roles import Role
 from moiety_platform.auth.key_policies.models import KeyPolicy
 from moiety_platform.auth.key_policies.service import find_policy
 from moiety_platform.auth.keys import KeyText
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.self_service.schemas import NewOwnKey
 from moiety_platform.auth.service import create_key, get_key, revoke_key, rotate_key
-from moiety_platform.auth.users.models import User
+from moiety_platform.auth.users.models import User, UserState
+from moiety_platform.auth.users.sign_in import USER_DISABLED
 from moiety_platform.errors import BadRequest, Conflict, Forbidden, NotFound
 from moiety_platform.quota.kinds import LimitKind
 from moiety_platform.quota.schemas import QuotaCaps, caps_by_kind
@@ -29,12 +33,13 @@ async def make_own_key(
 ) -> tuple[ApiKey, KeyText]:
     """Make a key of the user; return it and its text.
 
-    Raises Forbidden where the policy allows no keys, Conflict where the user has the most keys, NotFound for a project
+    Raises Forbidden for a user who was deleted, disabled or lost the role meanwhile, or where the policy allows no
+    keys, Conflict where the user has the most keys, NotFound for a project
     that the user does not reach, or BadRequest for more than the policy allows.
     """
+    await _lock(session, user)
     policy = await _policy(session, user)
     project = await get_own_project(session, user, new.project_id)
-    await _lock(session, user)
     if await count_active_keys(session, user, now) >= policy.max_keys:
         raise Conflict(
             f"You have {policy.max_keys} active keys, the most that your tenant allows; revoke one first.",
@@ -106,8 +111,23 @@ async def count_active_keys(session: AsyncSession, user: User, now: datetime) ->
 
 
 async def _lock(session: AsyncSession, user: User) -> None:
-    """Let only one transaction at a time count and make keys of the user. SQLite has only one writer anyway."""
-    await session.execute(select(User.id).where(User.id == user.id).with_for_update())
+    """Read the user again and lock it, so that only one transaction at a time counts and makes its keys.
+
+    SQLite has only one writer anyway. Raises Forbidden for a user who was deleted or disabled meanwhile, or whose role
+    makes no keys any more.
+    """
+    found = await session.get(User, user.id, with_for_update=True, populate_existing=True)
+    if found is None:
+        raise Forbidden(
+            "Your user was deleted. Ask an administrator of your tenant to invite you again.", code=MISSING_ROLE
+        )
+    if found.state != UserState.ACTIVE:
+        raise Forbidden("Your user is disabled. Ask an administrator of your tenant to enable it.", code=USER_DISABLED)
+    if Role(found.role) not in SELF_SERVICE:
+        raise Forbidden(
+            f"Your role is {found.role} now, which makes no keys. Ask an administrator of your tenant for a key.",
+            code=MISSING_ROLE,
+        )
 
 
 async def _policy(session: AsyncSession, user: User) -> KeyPolicy:

@@ -92,7 +92,7 @@ class UserController(Controller):
         if data.everywhere and caller.tenant_id is not None:
             raise BadRequest("'everywhere' is for administrators of all tenants; leave it out.", param="everywhere")
         async with store.write() as session:
-            user = await service.get_user(session, user_id)
+            user = await service.lock_user(session, user_id)
             _check_may_change(caller, Role(user.role), user.tenant_id)
             precondition.check(UserView.of(user))
             changed = await service.change_user(session, user, data, store.clock.now())
@@ -122,7 +122,7 @@ class UserController(Controller):
         """
         terms = data or InvitationTerms()
         async with store.write() as session:
-            user = await service.get_user(session, user_id)
+            user = await service.lock_user(session, user_id)
             _check_may_change(caller, Role(user.role), user.tenant_id)
             text, _ = await service.invite_user(session, user, terms.valid_hours, pepper.value, store.clock.now())
             return CreatedInvitation(UserView.of(user), text, f"{INVITATION_PATH}{text}")
@@ -138,7 +138,7 @@ class UserController(Controller):
     ) -> UserView:
         """Delete a user and revoke its keys; returns its last state."""
         async with store.write() as session:
-            user = await service.get_user(session, user_id)
+            user = await service.lock_user(session, user_id)
             _check_may_change(caller, Role(user.role), user.tenant_id)
             view = UserView.of(user)
             precondition.check(view)

@@ -85,6 +85,14 @@ async def get_user(session: AsyncSession, user_id: str) -> User:
     return await require_row(session, User, user_id, USERS)
 
 
+async def lock_user(session: AsyncSession, user_id: str) -> User:
+    """Return the user as it is now, locked until the transaction ends. Raises NotFound.
+
+    A user makes keys under the same lock, so no key appears while the user is changed or deleted.
+    """
+    return await require_row(session, User, user_id, USERS, locks=True)
+
+
 async def list_users(
     session: AsyncSession, page: PageRequest, *, tenant_id: str | None = None, email: str | None = None
 ) -> UserPage:
@@ -108,6 +116,7 @@ class ChangedUser:
 
 async def change_user(session: AsyncSession, user: User, change: UserChange, now: datetime) -> ChangedUser:
     """Change the given fields; keys beyond the new rights are revoked for good. Raises BadRequest or NotFound."""
+    user = await lock_user(session, user.id)
     if not isinstance(change.name, msgspec.UnsetType):
         user.name = check_name(change.name) if change.name else ""
     if not isinstance(change.role, msgspec.UnsetType):
@@ -129,8 +138,9 @@ async def change_user(session: AsyncSession, user: User, change: UserChange, now
 
 
 async def roles_of_same_email(session: AsyncSession, user: User) -> list[User]:
-    """Return the roles of the same address in all tenants, and in the deployment."""
-    return list(await session.scalars(select(User).where(User.email == user.email).order_by(User.id)))
+    """Return the roles of the same address in all tenants, and in the deployment; they are locked."""
+    same = select(User).where(User.email == user.email).order_by(User.id).with_for_update()
+    return list(await session.scalars(same.execution_options(populate_existing=True)))
 
 
 def set_state(user: User, state: UserState) -> None:
@@ -201,7 +211,8 @@ async def accept_invitation(
 
 
 async def delete_user(session: AsyncSession, user: User, now: datetime) -> Sequence[str]:
-    """Delete a user and revoke its keys; return their ids."""
+    """Delete a user and revoke its keys; return their ids. Raises NotFound for a user who is deleted already."""
+    user = await lock_user(session, user.id)
     revoked = await _revoke(session, user.id, now)
     await session.delete(user)
     await session.flush()

@@ -1,0 +1,117 @@
+"""Users who are changed, deleted or invited by several transactions at once: no key outlives its user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import delete
+
+from moiety_platform.access.roles import Role
+from moiety_platform.auth.self_service.schemas import NewOwnKey
+from moiety_platform.auth.self_service.service import make_own_key
+from moiety_platform.auth.users import service as users
+from moiety_platform.auth.users.models import User
+from moiety_platform.auth.users.schemas import UserChange
+from moiety_platform.clock import ManualClock
+from moiety_platform.db.session import Database
+from moiety_platform.errors import Forbidden, NotFound, Unauthenticated
+from moiety_platform.tenants.schemas import NewProject
+from moiety_platform.tenants.service import create_project
+
+from .conftest import PEPPER, Demo
+from .people import People, people_of
+
+
+@pytest.fixture
+async def people(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
+    async with people_of(database, clock, demo) as opened:
+        await opened.call("owner", "PUT", "key-policies", {"tenant_id": demo.tenant_id, "max_keys": 1})
+        yield opened
+
+
+@pytest.fixture
+def postgres_only(dialect: str) -> None:
+    if dialect == "sqlite":
+        pytest.skip("SQLite has one writer at a time, so its writing transactions cannot overlap")
+
+
+async def test_a_key_that_is_made_while_its_user_is_deleted_is_revoked(
+    postgres_only: None, people: People, database: Database, second: Database, demo: Demo, clock: ManualClock
+) -> None:
+    ada = await people.join("ada", "developer", demo.tenant_id)
+
+    async def delete_ada() -> list[str]:
+        async with second.write() as session:
+            user = await users.get_user(session, ada["id"])
+            reached.set()
+            return list(await users.delete_user(session, user, clock.now()))
+
+    reached = asyncio.Event()
+    async with database.write() as session:
+        user = await session.get_one(User, ada["id"])
+        key, text = await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
+        deletion = asyncio.create_task(delete_ada())
+        await reached.wait()
+    assert await deletion == [key.id]
+    with pytest.raises(Unauthenticated, match="revoked"):
+        await people.authenticator.authenticate(f"Bearer {text.text}")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (None, "missing_role"),
+        (UserChange(state="disabled"), "user_disabled"),
+        (UserChange(role=Role.VIEWER), "missing_role"),
+    ],
+)
+async def test_a_user_who_lost_the_right_since_it_was_read_makes_no_key(
+    postgres_only: None,
+    people: People,
+    database: Database,
+    second: Database,
+    demo: Demo,
+    clock: ManualClock,
+    change: UserChange | None,
+    code: str,
+) -> None:
+    ada = await people.join("ada", "developer", demo.tenant_id)
+    with pytest.raises(Forbidden, match="Ask an administrator") as refused:
+        async with database.write() as session:
+            user = await session.get_one(User, ada["id"])
+            async with second.write() as other:
+                found = await users.get_user(other, ada["id"])
+                if change is None:
+                    await users.delete_user(other, found, clock.now())
+                else:
+                    await users.change_user(other, found, change, clock.now())
+            await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
+    assert refused.value.code == code
+
+
+async def test_a_project_that_a_user_lost_since_it_was_read_gets_no_key(
+    postgres_only: None, people: People, database: Database, second: Database, demo: Demo, clock: ManualClock
+) -> None:
+    async with database.write() as session:
+        search = await create_project(session, NewProject(demo.tenant_id, "search"), clock.now())
+    ada = await people.join("ada", "developer", demo.tenant_id)
+    async with database.write() as session:
+        user = await session.get_one(User, ada["id"])
+        async with second.write() as other:
+            found = await users.get_user(other, ada["id"])
+            await users.change_user(other, found, UserChange(project_ids=[search.id]), clock.now())
+        with pytest.raises(NotFound):
+            await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
+
+
+async def test_a_key_whose_user_is_gone_is_refused(
+    people: People, database: Database, demo: Demo, clock: ManualClock
+) -> None:
+    ada = await people.join("ada", "developer", demo.tenant_id)
+    made = await people.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
+    async with database.write() as session:
+        await session.execute(delete(User).where(User.id == ada["id"]))  # not through the API, so nothing is revoked
+    with pytest.raises(Forbidden, match="deleted"):
+        await people.authenticator.authenticate(f"Bearer {made['secret']}")
