@@ -85,7 +85,7 @@ async def test_a_key_gets_the_most_that_the_policy_allows_and_never_more(
 
 
 async def test_a_developer_has_at_most_the_keys_that_the_policy_allows_however_it_asks(
-    people: People, demo: Demo
+    people: People, demo: Demo, clock: ManualClock
 ) -> None:
     await people.call("owner", "PUT", "key-policies", {"tenant_id": demo.tenant_id, "max_keys": 2})
     await people.join("ada", "developer", demo.tenant_id)
@@ -95,9 +95,34 @@ async def test_a_developer_has_at_most_the_keys_that_the_policy_allows_however_i
     mine = (await people.call("ada", "GET", "me/keys"))["data"]
     rotated = await people.call("ada", "POST", f"me/keys/{mine[0]['id']}/rotate", {"grace_s": 60}, 201)
     assert rotated["key"]["user_id"] == mine[0]["user_id"]
-    assert (await people.call("ada", "GET", "me"))["num_active_keys"] == 2
+    assert (await people.call("ada", "GET", "me"))["num_active_keys"] == 3, "the rotated key works for a minute"
     await people.call("ada", "POST", f"me/keys/{mine[1]['id']}/revoke")
+    assert await people.refuse("ada", "POST", "me/keys", body) == (409, "too_many_keys")
+    clock.advance(61)
+    assert (await people.call("ada", "GET", "me"))["num_active_keys"] == 1
     await people.call("ada", "POST", "me/keys", body, 201)
+
+
+async def test_rotations_do_not_give_a_developer_more_keys_than_one_beyond_the_policy(
+    people: People, demo: Demo, clock: ManualClock
+) -> None:
+    await people.call("owner", "PUT", "key-policies", {"tenant_id": demo.tenant_id, "max_keys": 1})
+    await people.join("ada", "developer", demo.tenant_id)
+    made = await people.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
+    grace = {"grace_s": 30 * DAY_S}
+    rotated = await people.call("ada", "POST", f"me/keys/{made['key']['id']}/rotate", grace, 201)
+    newest = rotated["key"]["id"]
+    assert await people.refuse("ada", "POST", f"me/keys/{newest}/rotate", grace) == (409, "too_many_keys")
+    for secret in (made["secret"], rotated["secret"]):
+        await people.authenticator.authenticate(f"Bearer {secret}")
+    await people.call("ada", "POST", f"me/keys/{made['key']['id']}/revoke")
+    clock.advance(1)
+    answers = await asyncio.gather(*(people.ask("ada", "POST", f"me/keys/{newest}/rotate", grace) for _ in range(3)))
+    assert sorted(answer.status_code for answer in answers) == [201, 409, 409]
+    await people.call("owner", "PUT", "key-policies", {"tenant_id": demo.tenant_id, "max_keys": 0})
+    clock.advance(31 * DAY_S)
+    (last,) = [key for key in (await people.call("ada", "GET", "me/keys"))["data"] if key["status"] == "active"]
+    assert await people.refuse("ada", "POST", f"me/keys/{last['id']}/rotate") == (409, "too_many_keys")
 
 
 async def test_a_key_beyond_a_stricter_policy_is_not_rotated_but_can_be_revoked(people: People, demo: Demo) -> None:

@@ -183,7 +183,9 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
             st.caption(as_text(policy_text(tenants[tenant_id], known)))
             makes = st.toggle("Developers make keys", value=bool(known.get("makes_keys", False)))
             first, second, third = st.columns(3)
-            max_keys = first.number_input("Most active keys of a developer", 0, 1000, known.get("max_keys", 5))
+            max_keys = first.number_input(
+                "Most keys of a developer that work at a time", 0, 1000, known.get("max_keys", 5)
+            )
             max_days = second.number_input(
                 "Longest lifetime in days", 1, 3650, known.get("max_days"), placeholder="no bound"
             )

@@ -124,7 +124,7 @@ def check_spot_bounds(floor: int | None, ceiling: int | None) -> tuple[int, int]
 
 
 def _check_spot(terms: ClassTerms, classes: Mapping[str, ClassTerms]) -> None:
-    """Check that spot classes are behind all others, and promise nothing that idle capacity cannot keep.
+    """Check that spot classes are behind all others, and have no SLO, which idle capacity cannot attain.
 
     Raises BadRequest.
     """

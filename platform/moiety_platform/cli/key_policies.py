@@ -31,7 +31,7 @@ def set_policy(
         bool | None, typer.Option("--makes-keys/--no-keys", help="Let developers make keys. A new policy: yes.")
     ] = None,
     max_keys: Annotated[
-        int | None, typer.Option(min=0, help="Most active keys of a developer. A new policy: 5.")
+        int | None, typer.Option(min=0, help="Most keys of a developer that work at a time. A new policy: 5.")
     ] = None,
     max_days: Annotated[
         int | None, typer.Option(min=0, help="Longest lifetime of a key, in days; 0 for no bound.")

@@ -20,7 +20,10 @@ MAX_DAYS = 3650
 
 
 class NewKeyPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy to set, which replaces that of the tenant. It applies to keys that are made or rotated from then on."""
+    """A policy to set, which replaces that of the tenant. It applies to keys that are made or rotated from then on.
+
+    `max_keys` counts the keys of a user that work, rotated keys in their grace period included.
+    """
 
     tenant_id: str
     makes_keys: bool = True
@@ -33,7 +36,9 @@ class NewKeyPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeyPolicyView(Tagged, frozen=True):
     """The policy of a tenant for keys that its users make for themselves.
 
-    `max_keys` is the number of active keys of a user, `max_days` the longest lifetime of a key. Null is no bound.
+    `max_keys` is the number of keys of a user that work, rotated keys in their grace period included: a user with that
+    many can rotate one key, and no other before a key is revoked or the grace period ends. `max_days` is the longest
+    lifetime of a key. Null is no bound.
     """
 
     tenant_id: str

@@ -162,7 +162,10 @@ class SelfServiceController(Controller):
         key_id: FromPath[str],
         data: JSONBody[Rotation | None] = None,
     ) -> CreatedKey:
-        """Make the successor of a key of yours; the old key works for another `grace_s`, by default one day."""
+        """Make the successor of a key of yours; the old key works for another `grace_s`, by default one day.
+
+        Fails with 409 `too_many_keys` while more keys of yours work than the policy allows.
+        """
         now, grace_s = store.clock.now(), (data or Rotation()).grace_s
         async with store.write() as session:
             user = await _user(session, caller)

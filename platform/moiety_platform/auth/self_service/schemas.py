@@ -44,7 +44,10 @@ class OwnProjects(msgspec.Struct, frozen=True):
 
 
 class SelfView(msgspec.Struct, frozen=True):
-    """The calling user, and the policy for its keys; null if its tenant has none, so that it makes no keys."""
+    """The calling user, and the policy for its keys; null if its tenant has none, so that it makes no keys.
+
+    `num_active_keys` counts the keys that work, rotated keys in their grace period included.
+    """
 
     id: str
     email: str

@@ -40,9 +40,11 @@ async def make_own_key(
     await _lock(session, user)
     policy = await _policy(session, user)
     project = await get_own_project(session, user, new.project_id)
-    if await count_active_keys(session, user, now) >= policy.max_keys:
+    num_keys = await count_active_keys(session, user, now)
+    if num_keys >= policy.max_keys:
         raise Conflict(
-            f"You have {policy.max_keys} active keys, the most that your tenant allows; revoke one first.",
+            f"{num_keys} keys of yours work, rotated ones in their grace period included, and your tenant allows "
+            f"{policy.max_keys}; revoke one first.",
             code="too_many_keys",
         )
     key = NewKey(
@@ -58,13 +60,24 @@ async def make_own_key(
 async def rotate_own_key(
     session: AsyncSession, user: User, key_id: str, grace_s: int, pepper: bytes, now: datetime
 ) -> tuple[ApiKey, KeyText]:
-    """Rotate a key of the user, if the policy still allows such a key. Raises like `make_own_key`."""
+    """Rotate a key of the user, if the policy still allows such a key. Raises like `make_own_key`.
+
+    The old key works on for its grace period, so a user with the most keys has one more until then, and rotates none.
+    """
+    await _lock(session, user)
     policy = await _policy(session, user)
     key = await get_own_key(session, user, key_id)
     await get_own_project(session, user, str(key.project_id))
     beyond = _beyond(key, policy, now)
     if beyond is not None:
         raise Forbidden(f"The policy of your tenant allows no such key any more: {beyond}.", code=NOT_ALLOWED)
+    num_keys = await count_active_keys(session, user, now)
+    if num_keys > policy.max_keys:
+        raise Conflict(
+            f"{num_keys} keys of yours work, rotated ones in their grace period included, and your tenant allows "
+            f"{policy.max_keys}; revoke one first, or wait for the end of a grace period.",
+            code="too_many_keys",
+        )
     return await rotate_key(session, key.id, grace_s, pepper, now)
 
 
@@ -100,11 +113,10 @@ async def own_projects(session: AsyncSession, user: User) -> list[Project]:
 
 
 async def count_active_keys(session: AsyncSession, user: User, now: datetime) -> int:
-    """Return the number of the user's keys that work and were not rotated."""
+    """Return the number of the user's keys that work, rotated ones in their grace period included."""
     active = (
         ApiKey.user_id == user.id,
         ApiKey.revoked_at.is_(None),
-        ApiKey.replaced_by.is_(None),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now),
     )
     return await session.scalar(select(func.count()).select_from(ApiKey).where(*active)) or 0
