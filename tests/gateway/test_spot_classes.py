@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import asynccontextmanager
+from datetime import datetime
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy import select
 
+from moiety_platform.clock import ManualClock
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.errors import Unavailable
 from moiety_platform.spot.pricing import idle_capacity, spot_percent
+from moiety_platform.spot.service import FAILURE_PAUSE_S, SpotMetrics, SpotPrices
 from moiety_platform.usage.billing_context import decode_bill
 from moiety_wire.engine_load import ClassLoad, Load, StepCosts
 
@@ -141,6 +149,63 @@ async def test_a_price_holds_for_its_interval_whatever_the_load_and_changes_with
         assert oldest["ends_at"] == newest["starts_at"]
 
 
+async def test_a_longer_interval_continues_where_the_last_price_ended(
+    start_gateway: StartGateway, engine: FakeEngineClient
+) -> None:
+    async with start_gateway([engine], stores_usage=True, spot_interval_s=60) as gateway:
+        await gateway.admin("POST", "/classes", SPOT, 201)
+        spot = gateway.assembled.services.spot
+        async with spot.database.read() as session:
+            now_ms = await session.scalar(select(spot.now()))
+        gateway.store_clock.ahead_ms += 300_000 - now_ms % 300_000 + 1000  # just after a boundary of both lengths
+        assert (await send(gateway))[0] == 200
+        spot.interval_s = 300
+        for _ in range(5):
+            gateway.store_clock.ahead_ms += 60_000
+            spot.forget()
+            status, _, answer = await send(gateway)
+            assert status == 200, answer
+        listed = await gateway.admin("GET", "/spot-prices?since=2020-01-01T00:00:00Z&until=2999-01-01T00:00:00Z")
+        newest, longer, first = listed["data"]
+        assert (first["ends_at"], longer["ends_at"]) == (longer["starts_at"], newest["starts_at"])
+        lengths = [
+            (datetime.fromisoformat(one["ends_at"]) - datetime.fromisoformat(one["starts_at"])).total_seconds()
+            for one in (first, longer, newest)
+        ]
+        assert lengths == [60, 240, 300]
+
+
+class StoreOutage:
+    """A store whose every connection times out after a while."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[None]:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        raise Unavailable("The store is down.", code="store_unavailable")
+        yield
+
+
+async def test_in_an_outage_requests_share_one_time_out_a_model() -> None:
+    store, clock = StoreOutage(), ManualClock()
+    made = SpotPrices(cast(Any, store), lambda: [], clock, SpotMetrics(CollectorRegistry()), 60)
+    terms = cast(Any, SimpleNamespace(service=SimpleNamespace(name="spot"), spot=(20, 90)))
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(made.price_of(terms, f"m{n % 3}") for n in range(20)), return_exceptions=True)
+
+    assert {(type(one), one.code) for one in await ask()} == {(Unavailable, "store_unavailable")}
+    assert store.num_asked == 3, "the models ask at the same time, each once"
+    await ask()
+    assert store.num_asked == 3
+    clock.advance(FAILURE_PAUSE_S)
+    await ask()
+    assert store.num_asked == 6
+
+
 async def test_gateways_of_one_database_agree_on_the_price(gateway: RunningGateway, engine: FakeEngineClient) -> None:
     """The second gateway sees another load, and takes the price that the first one published."""
     spot = gateway.assembled.services.spot
@@ -163,7 +228,7 @@ async def test_a_client_can_set_the_highest_price(gateway: RunningGateway, engin
     status, _, answer = await send(gateway, x_moiety_spot_max_percent="19")
     assert (status, answer["error"]["code"]) == (409, "spot_price_too_high")
     assert "20 %" in answer["error"]["message"]
-    for wrong in ("0", "101", "cheap", "99999999999999999999"):
+    for wrong in ("0", "101", "cheap", "99999999999999999999", "0001" + "9" * 4400):
         status, _, answer = await send(gateway, x_moiety_spot_max_percent=wrong)
         assert (status, answer["error"]["code"]) == (400, "invalid_spot_limit"), wrong
     assert len(engine.submits) == 1

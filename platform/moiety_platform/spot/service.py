@@ -8,7 +8,8 @@ closed (503).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -26,6 +27,9 @@ from moiety_platform.spot import store
 from moiety_platform.spot.pricing import idle_capacity, spot_percent
 from moiety_platform.spot.terms import MAX_PERCENT_FIELD, SpotPrice
 from moiety_wire.messages import ModelCard
+
+FAILURE_PAUSE_S = 1.0
+PRICE_UNAVAILABLE = "spot_price_unavailable"
 
 
 class SpotMetrics:
@@ -49,9 +53,22 @@ class _KnownPrice:
     until_s: float  # monotonic
 
 
+@dataclass(frozen=True, slots=True)
+class _StoreFailure:
+    """A failure of the store, which is not asked again before `until_s` (monotonic)."""
+
+    message: str
+    code: str | None
+    until_s: float
+
+
 @dataclass(eq=False)
 class SpotPrices:
-    """Spot prices. `interval_s` may be replaced, for later intervals. For one event loop."""
+    """Spot prices. `interval_s` may be replaced, for later intervals. For one event loop.
+
+    One request at a time asks the store for the price of a model and class. When the store fails, all others get the
+    failure for FAILURE_PAUSE_S instead of waiting for a time-out each.
+    """
 
     database: Database
     states: Callable[[], Sequence[EngineState]]
@@ -60,25 +77,29 @@ class SpotPrices:
     interval_s: float
     now: Callable[[], ColumnElement[int]] = now_ms
     _known: dict[tuple[str, str], _KnownPrice] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._publishing = asyncio.Lock()
+    _publishing: dict[tuple[str, str], asyncio.Lock] = field(default_factory=dict)
+    _failure: _StoreFailure | None = None
 
     async def price_of(self, terms: ClassTerms, model: str) -> SpotPrice:
         """Return the current price of a spot class for a model. Raises Unavailable."""
         key = model, terms.service.name
-        known = self._known.get(key)
-        if known is None or self.clock.monotonic() >= known.until_s:
-            async with self._publishing:
-                known = self._known.get(key)
-                if known is None or self.clock.monotonic() >= known.until_s:
+        known = self._valid(key)
+        if known is None:
+            async with self._publishing.setdefault(key, asyncio.Lock()):
+                known = self._valid(key)
+                if known is None:
                     known = self._known[key] = await self._read_or_publish(terms, model)
                     self.metrics.observe(*key, known.price)
         return known.price
 
+    def _valid(self, key: tuple[str, str]) -> _KnownPrice | None:
+        known = self._known.get(key)
+        return known if known is not None and self.clock.monotonic() < known.until_s else None
+
     def forget(self) -> None:
         """Read the prices again from the database before they are used."""
         self._known.clear()
+        self._failure = None
 
     def models(self) -> list[str]:
         """Return the models whose engines serve spot classes."""
@@ -108,9 +129,21 @@ class SpotPrices:
         record.spot_price, record.spot_model = price, card.model
         return price.tariff(regular, name)
 
+    @asynccontextmanager
+    async def _asking_store(self) -> AsyncIterator[None]:
+        """Note a failure of the store. Raises Unavailable at once while the last one is recent."""
+        failure = self._failure
+        if failure is not None and self.clock.monotonic() < failure.until_s:
+            raise Unavailable(failure.message, code=failure.code, retry_after_s=FAILURE_PAUSE_S)
+        try:
+            yield
+        except Unavailable as exc:
+            self._failure = _StoreFailure(exc.message, exc.code, self.clock.monotonic() + FAILURE_PAUSE_S)
+            raise
+
     async def _read_or_publish(self, terms: ClassTerms, model: str) -> _KnownPrice:
         name = terms.service.name
-        async with self.database.read() as session:
+        async with self._asking_store(), self.database.read() as session:
             unix_ms = await session.scalar(select(self.now()))
             assert unix_ms is not None
             found = await store.find_price(session, model, name, unix_ms)
@@ -119,10 +152,16 @@ class SpotPrices:
             idle = self._idle_capacity(model, name)
             percent = spot_percent(idle, *terms.spot)
             interval_ms = round(self.interval_s * 1000)
-            async with self.database.write() as session:
+            async with self._asking_store(), self.database.write() as session:
                 unix_ms = await session.scalar(select(self.now()))
                 assert unix_ms is not None
                 found = await store.publish_price(session, model, name, unix_ms, interval_ms, percent, idle)
+        if found is None:
+            raise Unavailable(
+                f"The spot price of {model!r} changes right now; try again shortly, or choose another service_tier.",
+                code=PRICE_UNAVAILABLE,
+                retry_after_s=1,
+            )
         return _KnownPrice(SpotPrice.of(found), self.clock.monotonic() + (found.ends_ms - unix_ms) / 1000)
 
     def _idle_capacity(self, model: str, service_class: str) -> float:
@@ -137,7 +176,7 @@ class SpotPrices:
             raise Unavailable(
                 f"No engine of {model!r} reports its load right now, so there is no spot price; try again shortly, or "
                 "choose another service_tier.",
-                code="spot_price_unavailable",
+                code=PRICE_UNAVAILABLE,
                 retry_after_s=1,
             )
         return idle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
@@ -30,25 +30,33 @@ async def find_price(session: AsyncSession, model: str, service_class: str, now_
 
 async def publish_price(
     session: AsyncSession, model: str, service_class: str, now_ms: int, interval_ms: int, percent: int, idle: float
-) -> SpotPriceRecord:
+) -> SpotPriceRecord | None:
     """Return the price of the current interval; this one if no other gateway has published one meanwhile.
 
-    Prices that ended long ago are deleted.
+    The interval ends at the next multiple of its length. It starts where the last price ended, if that was within the
+    interval: the length of intervals may have changed since. None if another gateway deleted the price. Prices that
+    ended long ago are deleted.
     """
-    starts_ms = now_ms - now_ms % interval_ms
+    aligned_ms = now_ms - now_ms % interval_ms
+    ended_ms = await session.scalar(
+        select(func.max(SpotPriceRecord.ends_ms)).where(
+            SpotPriceRecord.model == model,
+            SpotPriceRecord.service_class == service_class,
+            SpotPriceRecord.ends_ms <= now_ms,
+        )
+    )
+    starts_ms = aligned_ms if ended_ms is None else max(aligned_ms, ended_ms)
     row = {
         "model": model,
         "service_class": service_class,
         "starts_ms": starts_ms,
-        "ends_ms": starts_ms + interval_ms,
+        "ends_ms": aligned_ms + interval_ms,
         "percent": percent,
         "idle_percent": round(100 * idle),
     }
     await session.execute(insert_into(session, SpotPriceRecord).values(row).on_conflict_do_nothing())
     await session.execute(delete(SpotPriceRecord).where(SpotPriceRecord.ends_ms < now_ms - KEPT_MS))
-    found = await find_price(session, model, service_class, now_ms)
-    assert found is not None, "there is one now"
-    return found
+    return await find_price(session, model, service_class, now_ms)
 
 
 async def list_prices(session: AsyncSession, since_ms: int, until_ms: int, limit: int) -> Sequence[SpotPriceRecord]:

@@ -14,6 +14,7 @@ from moiety_platform.spot.models import SpotPriceRecord
 SPOT_HEADER = "x-moiety-spot-price"
 MAX_PERCENT_HEADER = "x-moiety-spot-max-percent"
 MAX_PERCENT_FIELD = MAX_PERCENT_HEADER.encode()
+MAX_PERCENT_DIGITS = 3
 
 
 class SpotPrice(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class SpotPrice(msgspec.Struct, frozen=True):
     def require_at_most(self, field: bytes) -> None:
         """Check the price against the highest one that the client accepts. Raises BadRequest or Conflict."""
         text = field.decode("latin-1").strip()
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= 100):
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_PERCENT_DIGITS and 1 <= int(text) <= 100):
             raise BadRequest(
                 f"The header {MAX_PERCENT_HEADER} must be a whole percentage from 1 to 100, not {text[:16]!r}.",
                 code="invalid_spot_limit",
