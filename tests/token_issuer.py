@@ -31,6 +31,9 @@ class TokenIssuer:
         self.paths: list[str] = []
         self.held: asyncio.Event | None = None  # that answers wait for
         self.calls_itself: str | None = None
+        self.key_document: bytes | None = None  # in the place of `keys`
+        self.key_headers = b""  # further headers of the response with the keys
+        self.request_heads: list[bytes] = []
         self.keys: list[dict[str, Any]] = [
             {**jwt.algorithms.RSAAlgorithm.to_jwk(RSA.public_key(), as_dict=True), "kid": "rsa", "alg": "RS256"},
             {**jwt.algorithms.ECAlgorithm.to_jwk(EC.public_key(), as_dict=True), "kid": "ec"},
@@ -40,7 +43,9 @@ class TokenIssuer:
         ]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1]
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.request_heads.append(head)
+        path = head.split(b" ")[1]
         if self.held is not None:
             self.num_waiting += 1
             await self.held.wait()
@@ -49,8 +54,11 @@ class TokenIssuer:
                 self.num_fetches += 1
             self.paths.append(path.decode())
             found: dict[str, Any] = {"issuer": self.calls_itself or self.url, "jwks_uri": f"{self.url}/keys"}
-            body = json.dumps({"keys": self.keys} if path == b"/keys" else found).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
+            body, more = json.dumps(found).encode(), b""
+            if path == b"/keys":
+                body, more = self.key_document or json.dumps({"keys": self.keys}).encode(), self.key_headers
+            fields = b"Content-Length: %d\r\nConnection: close\r\n%b" % (len(body), more)
+            writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (fields, body))
             await writer.drain()
         writer.close()
 

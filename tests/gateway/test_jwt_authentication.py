@@ -96,8 +96,8 @@ async def test_models_and_quotas_of_the_issuers_key_apply_to_its_tokens(
     assert (await trusting.post(CHAT, HELLO))[0] == 200, "other keys of the project have their own"
 
 
-async def test_batches_of_a_token_run_after_it_has_ended(trusting: RunningGateway, issuer: TokenIssuer) -> None:
-    issued = await trust(trusting, issuer)
+async def run_batch(trusting: RunningGateway, issuer: TokenIssuer, key_id: str) -> Any:
+    """Run a batch of one line with a token; return its usage row."""
     client = trusting.client.with_options(api_key=issuer.token())
     body = {"model": "tiny", "messages": HELLO["messages"], "max_tokens": 2}
     line = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": body}).encode()
@@ -108,9 +108,23 @@ async def test_batches_of_a_token_run_after_it_has_ended(trusting: RunningGatewa
             await asyncio.sleep(0.02)
             batch = await client.batches.retrieve(batch.id)
     assert batch.request_counts is not None and batch.request_counts.completed == 1
-    listed = await trusting.admin("GET", f"/usage/requests?key_id={issued['key_ids'][0]}")
-    (row,) = listed["data"]
+    (row,) = (await trusting.admin("GET", f"/usage/requests?key_id={key_id}"))["data"]
+    return row
+
+
+async def test_batches_of_a_token_run_after_it_has_ended(trusting: RunningGateway, issuer: TokenIssuer) -> None:
+    issued = await trust(trusting, issuer)
+    row = await run_batch(trusting, issuer, issued["key_ids"][0])
     assert row["outcome"] in ("stop", "length") and row["end_user"] == "ada"
+    assert row["service_class"] == "batch"
+
+
+async def test_batches_of_a_token_keep_to_the_class_of_its_issuer(
+    trusting: RunningGateway, issuer: TokenIssuer
+) -> None:
+    await trusting.admin("POST", "/classes", {"name": "overnight", "rank": 9}, 201)
+    issued = await trust(trusting, issuer, service_class="overnight", end_user_claim=None)
+    assert (await run_batch(trusting, issuer, issued["key_ids"][0]))["service_class"] == "overnight"
 
 
 async def test_tokens_that_no_issuer_vouches_for_get_401_in_each_apis_form(

@@ -34,7 +34,7 @@ from moiety_platform.jwt_issuers.controller import JwtIssuerController
 from moiety_platform.jwt_issuers.jwt_authenticator import JwtAuthenticator
 from moiety_platform.jwt_issuers.jwt_keys import VALID_S
 from moiety_platform.jwt_issuers.models import JwtGrantRecord
-from moiety_platform.jwt_issuers.terms import claim_values, find_claim
+from moiety_platform.jwt_issuers.terms import JwtIssuers, claim_values, find_claim
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenant_deletion.controller import DeletionServices, TenantDeletionController
@@ -144,6 +144,11 @@ async def test_the_class_of_an_issuer_is_never_better_than_its_tenants(
         await gateway.trust(service_class=issuers)
         assert (await gateway.principal()).service_class == expected, (tenants, issuers)
     assert (await gateway.trust(400, service_class="gold"))["error"]["param"] == "service_class"
+
+
+def test_a_class_whose_rank_is_not_known_yet_is_not_used_beyond_the_issuers() -> None:
+    assert JwtIssuers({}, {"standard": 1}, {}).worse_class("new", "standard") == "standard"
+    assert JwtIssuers({}, {"standard": 1}, {}).worse_class("new", None) == "new"
 
 
 async def test_tokens_that_are_not_valid_are_refused(gateway: Gateway) -> None:
@@ -320,6 +325,10 @@ async def test_a_grant_that_stays_keeps_its_key_and_one_that_goes_loses_it(
     assert refused["error"]["code"] == "key_of_issuer"
     await gateway.admin.call("POST", f"keys/{moved['key_ids'][0]}/revoke", 200)
     assert (await gateway.refusal(gateway.issuer.token(team="a"))).code == "key_revoked"
+    renewed = await gateway.trust(claim="team", grants=[web, {**web, "claim_value": "b"}])
+    assert renewed["key_ids"][0] not in (*first["key_ids"], *moved["key_ids"]), "a revoked key stays revoked"
+    assert renewed["key_ids"][1] == moved["key_ids"][1]
+    assert (await gateway.principal(team="a")).key_id == renewed["key_ids"][0]
     await gateway.admin.call("DELETE", "issuers/ci", 200)
     assert (await gateway.refusal(gateway.issuer.token(team="b"))).code == "unknown_issuer"
     assert {

@@ -76,6 +76,10 @@ class AuthenticatesJwts(Protocol):
         """Return the caller. Raises Unauthenticated, Forbidden or Unavailable."""
         ...
 
+    async def limit_class(self, principal: Principal) -> Principal:
+        """Return the holder of a key with at most the class of the key's issuer. Raises Unavailable."""
+        ...
+
     def forget(self) -> None:
         """Read the issuers again before the next token is accepted."""
         ...

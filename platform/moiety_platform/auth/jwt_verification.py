@@ -30,7 +30,10 @@ ALGORITHMS = (
     *("ES256", "ES384", "ES512", "EdDSA"),
 )
 
-FETCH_ERRORS = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError)
+FETCH_ERRORS = (
+    *(httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError),
+    RecursionError,  # of a document that is nested too deeply
+)
 
 PublicKeys = dict[str, jwt.PyJWK]
 

@@ -104,6 +104,8 @@ class LineRunner:
             try:
                 principal = await self.authenticator.principal_of(line.batch.key_id)
                 require_scope(principal, INFERENCE_SCOPE)
+                if self.authenticator.jwts is not None:
+                    principal = await self.authenticator.jwts.limit_class(principal)
                 if line.batch.end_user is not None:
                     principal = replace(principal, end_user=line.batch.end_user)
             except Unauthenticated as exc:

@@ -93,6 +93,17 @@ class JwtAuthenticator:
             end_user=_end_user(issuer, claims),
         )
 
+    async def limit_class(self, principal: Principal) -> Principal:
+        """Return the holder of a key with at most the class of the issuer whose grant has the key, for deferred work.
+
+        Keys that no grant has stay as they are. Raises Unavailable.
+        """
+        issuers = await self._issuers.current()
+        best = issuers.key_classes.get(principal.key_id)
+        if best is None:
+            return principal
+        return replace(principal, service_class=issuers.worse_class(principal.service_class, best))
+
     def _keys_of_issuers(self) -> JwtKeys:
         if self._keys is None:
             from moiety_platform.jwt_issuers.jwt_keys import JwtKeys  # noqa: PLC0415  slow to import

@@ -72,7 +72,7 @@ class JwtKeys:
         return usable_keys(await self._get(location))
 
     async def _get(self, url: str) -> dict[str, Any]:
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         try:
             request = await guarded_request(self._http, self._reach, "GET", httpx.URL(url), headers)
         except CannotReach as exc:
@@ -80,8 +80,11 @@ class JwtKeys:
         response = await self._http.send(request, stream=True)
         try:
             response.raise_for_status()
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise ValueError(f"{url} is encoded as {encoding[:40]!r}, which the request does not accept")
             data = b""
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():  # not decompressed
                 data += part
                 if len(data) > MAX_DOCUMENT_BYTES:
                     raise ValueError(f"{url} has more than {MAX_DOCUMENT_BYTES} bytes")

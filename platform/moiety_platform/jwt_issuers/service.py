@@ -44,7 +44,14 @@ async def load_issuers(session: AsyncSession) -> JwtIssuers:
     for record in await session.scalars(select(JwtIssuerRecord).order_by(JwtIssuerRecord.name)):
         by_url[record.url].append(_terms_of(record, granted[record.name]))
     ranks = {row.name: row.rank for row in await session.execute(select(ClassRecord.name, ClassRecord.rank))}
-    return JwtIssuers(dict(by_url), ranks)
+    classes = {
+        grant.key_id: issuer.service_class
+        for named in by_url.values()
+        for issuer in named
+        if issuer.service_class is not None
+        for grant in issuer.grants
+    }
+    return JwtIssuers(dict(by_url), ranks, classes)
 
 
 async def list_issuers(session: AsyncSession) -> list[JwtIssuerView]:
@@ -72,8 +79,8 @@ async def set_issuer(
 ) -> tuple[JwtIssuerView, list[str]]:
     """Set or replace an issuer; return it and the ids of the keys that changed.
 
-    A grant for another project gets another key, and keys that no grant has any more are revoked for good. Raises
-    BadRequest, NotFound, or Conflict.
+    A grant for another project, or whose key was revoked, gets another key. Keys that no grant has any more are revoked
+    for good. Raises BadRequest, NotFound, or Conflict.
     """
     check_issuer(new, reach)
     if new.service_class is not None:
@@ -117,8 +124,10 @@ async def _set_grants(session: AsyncSession, record: JwtIssuerRecord, new: NewJw
     for grant, project in zip(new.grants, projects, strict=True):
         value = grant.claim_value or EVERY_TOKEN
         old = before.get(value)
-        if old is not None and (await session.get_one(ApiKey, old.key_id)).project_id == project.id:
-            del before[value]
+        if old is not None:
+            key = await session.get_one(ApiKey, old.key_id)
+            if key.project_id == project.id and key.revoked_at is None:
+                del before[value]
     for old in before.values():
         await _end_grant(session, old, now)
     await session.flush()  # before grants with the same claim values are added

@@ -55,15 +55,24 @@ class JwtIssuer:
 
 @dataclass(frozen=True, slots=True)
 class JwtIssuers:
-    """All trusted issuers by URL, and the ranks of the service classes, of which 0 is the best."""
+    """All trusted issuers by URL, and the ranks of the service classes, of which 0 is the best.
+
+    `key_classes` are the best classes of the keys of grants, where the issuer has one.
+    """
 
     by_url: Mapping[str, Sequence[JwtIssuer]]
     class_ranks: Mapping[str, int]
+    key_classes: Mapping[str, str]
 
     def worse_class(self, service_class: str, other: str | None) -> str:
-        """Return the class with the worse rank; `service_class` if there is no `other` one."""
-        if other is None or other not in self.class_ranks or service_class not in self.class_ranks:
+        """Return the class with the worse rank; `service_class` if there is no `other` one.
+
+        The other one if a rank is not known yet, so that a new class of the tenant is not used beyond the issuer's.
+        """
+        if other is None:
             return service_class
+        if other not in self.class_ranks or service_class not in self.class_ranks:
+            return other
         return max(service_class, other, key=self.class_ranks.__getitem__)
 
 
