@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from moiety_platform.cli.apply.plan import PlanAction, PlanTerms, make_plan
 from moiety_platform.cli.apply.spec import read_declared_objects
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.resources.apply_kind import DeclaredObject
+from moiety_platform.webhooks.terms import hash_routing_key
 
 FILE = """
 webhooks:
@@ -88,17 +90,19 @@ def test_a_tenant_without_a_key_policy_declares_none(tmp_path: Path) -> None:
     assert set(found) == {("tenant", "acme"), ("tenant", "empty")}
 
 
-def test_a_routing_key_is_sent_when_a_webhook_is_created_and_compared_by_its_end(tmp_path: Path) -> None:
+def test_a_routing_key_is_sent_when_a_webhook_is_created_and_compared_by_its_hash(tmp_path: Path) -> None:
     pager = wanted_of(tmp_path, FILE)["webhook", "pager"]
-    shown = {"url": "https://p.example.com", "format": "pagerduty", "events": ["slo"]}
-    assert pager.fields == {**shown, "routing_key_hint": "cdef"}
+    shown: dict[str, Any] = {"url": "https://p.example.com", "format": "pagerduty", "events": ["slo"]}
+    known = hash_routing_key(shown["url"], "0123456789abcdef")
+    assert pager.fields == {**shown, "routing_key_hash": known}
     request = apply_kinds()["webhook"].create_request(pager, "")
     assert request.body == {**shown, "routing_key": "0123456789abcdef"}
     claims = {pager.place: DeclaredEntry("default", "whk_1")}
     terms = PlanTerms("default", shows_keys=True)
-    row = {"id": "whk_1", **shown, "routing_key_hint": "cdef"}
+    row = {"id": "whk_1", **shown, "routing_key_hint": "cdef", "routing_key_hash": known}
+    other = row | {"routing_key_hash": hash_routing_key(shown["url"], "1123456789abcdef")}  # with the same end
     (kept,) = make_plan([pager], Current({pager.place: row}, claims), terms)
-    (replaced,) = make_plan([pager], Current({pager.place: row | {"routing_key_hint": "0000"}}, claims), terms)
+    (replaced,) = make_plan([pager], Current({pager.place: other}, claims), terms)
     assert (kept.action, replaced.action) == (PlanAction.KEEP, PlanAction.REPLACE)
 
 

@@ -24,7 +24,7 @@ from moiety_platform.webhooks.deliveries import enqueue
 from moiety_platform.webhooks.events import event_of_condition, event_of_quota
 from moiety_platform.webhooks.formats import MAX_HEADER, body_of
 from moiety_platform.webhooks.sender import AlertSender
-from moiety_platform.webhooks.terms import EventGroup, WebhookFormat
+from moiety_platform.webhooks.terms import EventGroup, WebhookFormat, hash_routing_key
 from moiety_platform.webhooks.tester import MAX_EXCERPT_BYTES, WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
 
@@ -116,6 +116,7 @@ async def test_a_routing_key_is_kept_and_never_shown(admin: Admin, receiver: Rec
     made = await create(admin, receiver, format="pagerduty", routing_key=ROUTING_KEY, events=["slo", "engine"])
     assert (made["webhook"]["format"], made["webhook"]["events"]) == ("pagerduty", ["engine", "slo"])
     assert made["webhook"]["routing_key_hint"] == ROUTING_KEY[-4:]
+    assert made["webhook"]["routing_key_hash"] == hash_routing_key(made["webhook"]["url"], ROUTING_KEY)
     listed = await admin.http.get("webhooks")
     audit = await admin.http.get("audit")
     assert ROUTING_KEY not in made["secret"] + listed.text + audit.text

@@ -9,9 +9,9 @@ import msgspec
 
 from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, Entry
 from moiety_platform.resources.paths import path_of
-from moiety_platform.webhooks.terms import HINT_LENGTH, EventGroup, WebhookFormat
+from moiety_platform.webhooks.terms import EventGroup, WebhookFormat, hash_routing_key
 
-_HINT = "routing_key_hint"
+_HASH = "routing_key_hash"
 
 
 class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"key_secret": "keySecret"}):
@@ -26,7 +26,7 @@ class WebhookForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
 
 
 def _objects(entry: Entry) -> Iterator[DeclaredObject]:
-    """Return the object. The gateway does not show a routing key, so its last characters are compared."""
+    """Return the object. The gateway does not show a routing key, so its hash is compared."""
     form: WebhookForm = entry.form
     fields: dict[str, Any] = {"url": form.url}
     if "format" in entry.raw:
@@ -35,14 +35,15 @@ def _objects(entry: Entry) -> Iterator[DeclaredObject]:
         fields["events"] = [group.value for group in sorted(form.events, key=list(EventGroup).index)]
     identity = {}
     if form.routing_key is not None:
-        fields[_HINT], identity["routing_key"] = form.routing_key[-HINT_LENGTH:], form.routing_key
+        fields[_HASH] = hash_routing_key(form.url, form.routing_key)
+        identity["routing_key"] = form.routing_key
     yield DeclaredObject(
         "webhook", form.name, form.name, entry.path, fields, key_secret=form.key_secret, identity=identity
     )
 
 
 def _create(declared: DeclaredObject, _parent: str) -> AdminRequest:
-    shown = {name: value for name, value in declared.fields.items() if name != _HINT}
+    shown = {name: value for name, value in declared.fields.items() if name != _HASH}
     return AdminRequest("POST", "/webhooks", {**shown, **declared.identity})
 
 

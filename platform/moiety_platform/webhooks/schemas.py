@@ -11,7 +11,7 @@ import msgspec
 
 from moiety_platform.openapi.schemas import shows
 from moiety_platform.webhooks.models import MAX_ROUTING_KEY_LENGTH, MAX_URL_LENGTH, Webhook
-from moiety_platform.webhooks.terms import HINT_LENGTH, EventGroup, WebhookFormat
+from moiety_platform.webhooks.terms import HINT_LENGTH, EventGroup, WebhookFormat, hash_routing_key
 from moiety_wire.shared_fields import copy_fields
 
 ROUTING_KEY = re.compile(rf"[A-Za-z0-9]{{16,{MAX_ROUTING_KEY_LENGTH}}}", re.ASCII)
@@ -49,7 +49,8 @@ class NewWebhook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WebhookView(msgspec.Struct, frozen=True):
     """A webhook and the state of its deliveries.
 
-    `routing_key_hint` are the last characters of the routing key, which is not shown. `pending` and `dead` count events
+    `routing_key_hint` are the last characters of the routing key, which is not shown; `routing_key_hash` is its
+    HMAC-SHA256 under the URL, by which `moiety apply` notices another key. `pending` and `dead` count events
     that wait and events given up in the last 30 days; the others are the times of the last success and the last
     failure, and the cause of that failure.
     """
@@ -58,6 +59,7 @@ class WebhookView(msgspec.Struct, frozen=True):
     url: str
     format: str
     routing_key_hint: str | None
+    routing_key_hash: str | None
     events: list[str]
     created_at: datetime
     pending: int
@@ -73,6 +75,7 @@ class WebhookView(msgspec.Struct, frozen=True):
             webhook,
             cls,
             routing_key_hint=None if key is None else key[-HINT_LENGTH:],
+            routing_key_hash=None if key is None else hash_routing_key(webhook.url, key),
             events=[group.value for group in webhook.groups],
             pending=pending,
             dead=dead,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from enum import StrEnum
 
 HINT_LENGTH = 4  # characters of a routing key that are shown
+
+
+def hash_routing_key(url: str, routing_key: str) -> str:
+    """Return a hash by which a routing key can be compared without being shown, keyed by the webhook's URL."""
+    return hmac.digest(b"routing-key:" + url.encode(), routing_key.encode(), hashlib.sha256).hex()
 
 
 class WebhookFormat(StrEnum):
