@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import delete
+from sqlalchemy import delete, text, update
+from sqlalchemy.exc import IntegrityError
 
 from moiety_platform.access.roles import Role
 from moiety_platform.auth.self_service.schemas import NewOwnKey
 from moiety_platform.auth.self_service.service import make_own_key
 from moiety_platform.auth.users import service as users
+from moiety_platform.auth.users.invitations import read_invitation
 from moiety_platform.auth.users.models import User
 from moiety_platform.auth.users.schemas import UserChange
+from moiety_platform.auth.users.sign_in import TokenSubject
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
-from moiety_platform.errors import Forbidden, NotFound, Unauthenticated
+from moiety_platform.errors import Conflict, Forbidden, NotFound, Unauthenticated
 from moiety_platform.tenants.schemas import NewProject
 from moiety_platform.tenants.service import create_project
 
@@ -51,12 +54,12 @@ async def test_a_key_that_is_made_while_its_user_is_deleted_is_revoked(
     reached = asyncio.Event()
     async with database.write() as session:
         user = await session.get_one(User, ada["id"])
-        key, text = await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
+        key, made = await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
         deletion = asyncio.create_task(delete_ada())
         await reached.wait()
     assert await deletion == [key.id]
     with pytest.raises(Unauthenticated, match="revoked"):
-        await people.authenticator.authenticate(f"Bearer {text.text}")
+        await people.authenticator.authenticate(f"Bearer {made.text}")
 
 
 @pytest.mark.parametrize(
@@ -115,3 +118,57 @@ async def test_a_key_whose_user_is_gone_is_refused(
         await session.execute(delete(User).where(User.id == ada["id"]))  # not through the API, so nothing is revoked
     with pytest.raises(Forbidden, match="deleted"):
         await people.authenticator.authenticate(f"Bearer {made['secret']}")
+
+
+async def test_only_an_invited_user_accepts(people: People, database: Database, demo: Demo) -> None:
+    user, invitation = await people.invite("ada", "developer", demo.tenant_id)
+    for state in ("active", "disabled"):
+        async with database.write() as session:
+            await session.execute(update(User).where(User.id == user["id"]).values(state=state))
+        refused = await people.refuse("ada", "POST", "invitations/accept", {"invitation": invitation})
+        assert refused == (410, "invitation_ended"), state
+
+
+async def test_a_user_who_accepted_since_it_was_read_is_not_invited_again(
+    postgres_only: None, people: People, database: Database, demo: Demo, clock: ManualClock
+) -> None:
+    invited, invitation = await people.invite("ada", "developer", demo.tenant_id)
+    async with database.write() as session:
+        user = await users.get_user(session, invited["id"])
+        await people.call("ada", "POST", "invitations/accept", {"invitation": invitation})
+        with pytest.raises(Conflict, match="accepted"):
+            await users.invite_user(session, user, 1, PEPPER, clock.now())
+
+
+@pytest.mark.parametrize("is_of_tenant", [True, False])
+async def test_a_person_has_one_row_in_each_tenant(
+    people: People, database: Database, demo: Demo, is_of_tenant: bool
+) -> None:
+    place = ("developer", demo.tenant_id) if is_of_tenant else ("viewer", None)
+    await people.join("ada", *place)
+    other, _ = await people.invite("ada2", *place)
+    same = {"issuer": people.issuer.url, "subject": "ada", "state": "active"}
+    with pytest.raises(IntegrityError):
+        async with database.write() as session:
+            await session.execute(update(User).where(User.id == other["id"]).values(same))
+
+
+async def test_of_two_invitations_that_a_person_accepts_at_once_one_is_good(
+    postgres_only: None, people: People, database: Database, second: Database, demo: Demo, clock: ManualClock
+) -> None:
+    ada = TokenSubject(people.issuer.url, "ada", None, "oidc:ada")
+    (_, first), (_, other) = [await people.invite(who, "developer", demo.tenant_id) for who in ("a", "b")]
+
+    async def accept_other() -> None:
+        async with second.write() as session:
+            await users.accept_invitation(session, read_invitation(other, PEPPER, clock.now()), ada, clock.now())
+
+    async with database.write() as session:
+        await users.accept_invitation(session, read_invitation(first, PEPPER, clock.now()), ada, clock.now())
+        accepting = asyncio.create_task(accept_other())
+        while not await session.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
+            assert not accepting.done()
+            await asyncio.sleep(0.01)
+    with pytest.raises(Conflict) as refused:
+        await accepting
+    assert refused.value.code == "user_exists"

@@ -137,6 +137,29 @@ async def test_a_person_with_several_roles_names_the_tenant(people: People, demo
     assert await people.refuse("ada", "GET", "caller", tenant=demo.tenant_id) == (403, "user_disabled")
 
 
+async def test_a_suspended_tenant_is_skipped_for_a_person_with_another_role(
+    people: People, demo: Demo, other_tenant: str
+) -> None:
+    await people.join("ada", "developer", demo.tenant_id)
+    people.clock.advance(1)
+    await people.join("ada", "developer", other_tenant)
+    await people.call("owner", "PATCH", f"tenants/{demo.tenant_id}", {"status": "suspended"})
+    assert (await people.call("ada", "GET", "caller"))["tenant_id"] == other_tenant
+    assert await people.refuse("ada", "GET", "caller", tenant=demo.tenant_id) == (403, "tenant_suspended")
+    await people.call("owner", "PATCH", f"tenants/{other_tenant}", {"status": "suspended"})
+    assert await people.refuse("ada", "GET", "caller") == (403, "tenant_suspended")
+
+
+async def test_an_address_that_is_not_verified_does_not_restrict_an_invitation(people: People, demo: Demo) -> None:
+    _, invitation = await people.invite("ada", "viewer", demo.tenant_id)
+    body = {"invitation": invitation}
+    for verified in (True, "true"):
+        people.tokens["eve"] = people.token("eve", email_verified=verified)
+        assert await people.refuse("eve", "POST", "invitations/accept", body) == (403, "invitation_invalid")
+    people.tokens["eve"] = people.token("eve", email_verified="false")
+    assert (await people.call("eve", "POST", "invitations/accept", body))["subject"] == "eve"
+
+
 async def test_a_tenants_administrator_manages_its_developers_and_no_administrators(
     people: People, demo: Demo, other_tenant: str
 ) -> None:

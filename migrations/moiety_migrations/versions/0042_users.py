@@ -54,6 +54,15 @@ def upgrade() -> None:
         postgresql_where=OF_DEPLOYMENT,
     )
     op.create_index("ix_users_issuer_subject", "users", ["issuer", "subject"])
+    op.create_index("ix_users_tenant_id_issuer_subject", "users", ["tenant_id", "issuer", "subject"], unique=True)
+    op.create_index(
+        "ix_users_deployment_subject",
+        "users",
+        ["issuer", "subject"],
+        unique=True,
+        sqlite_where=OF_DEPLOYMENT,
+        postgresql_where=OF_DEPLOYMENT,
+    )
     op.create_index("ix_users_created_at_id", "users", ["created_at", "id"])
     op.create_table(
         "key_policies",

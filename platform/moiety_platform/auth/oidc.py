@@ -87,7 +87,8 @@ class OidcVerifier:
 
     def _subject(self, claims: Mapping[str, Any]) -> TokenSubject:
         email = claims.get("email")
-        is_verified = isinstance(email, str) and claims.get("email_verified", True) is True
+        verified = claims.get("email_verified", True)  # text at some issuers
+        is_verified = isinstance(email, str) and (verified is True or verified == "true")
         return TokenSubject(self._terms.issuer, claims["sub"], email if is_verified else None, _actor(claims["sub"]))
 
     async def _caller_of_claims(self, claims: Mapping[str, Any]) -> Caller:

@@ -37,7 +37,7 @@ async def make_own_key(
     keys, Conflict where the user has the most keys, NotFound for a project
     that the user does not reach, or BadRequest for more than the policy allows.
     """
-    await _lock(session, user)
+    user = await _lock(session, user)
     policy = await _policy(session, user)
     project = await get_own_project(session, user, new.project_id)
     num_keys = await count_active_keys(session, user, now)
@@ -64,7 +64,7 @@ async def rotate_own_key(
 
     The old key works on for its grace period, so a user with the most keys has one more until then, and rotates none.
     """
-    await _lock(session, user)
+    user = await _lock(session, user)
     policy = await _policy(session, user)
     key = await get_own_key(session, user, key_id)
     await get_own_project(session, user, str(key.project_id))
@@ -122,8 +122,8 @@ async def count_active_keys(session: AsyncSession, user: User, now: datetime) ->
     return await session.scalar(select(func.count()).select_from(ApiKey).where(*active)) or 0
 
 
-async def _lock(session: AsyncSession, user: User) -> None:
-    """Read the user again and lock it, so that only one transaction at a time counts and makes its keys.
+async def _lock(session: AsyncSession, user: User) -> User:
+    """Return the user as it is now, locked, so that only one transaction at a time counts and makes its keys.
 
     SQLite has only one writer anyway. Raises Forbidden for a user who was deleted or disabled meanwhile, or whose role
     makes no keys any more.
@@ -140,6 +140,7 @@ async def _lock(session: AsyncSession, user: User) -> None:
             f"Your role is {found.role} now, which makes no keys. Ask an administrator of your tenant for a key.",
             code=MISSING_ROLE,
         )
+    return found
 
 
 async def _policy(session: AsyncSession, user: User) -> KeyPolicy:

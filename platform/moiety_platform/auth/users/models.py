@@ -1,4 +1,4 @@
-"""Table of users. A person with roles in several tenants has a row in each."""
+"""Table of users. A person with roles in several tenants has one row in each."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ class User(Base):
             postgresql_where=text(OF_DEPLOYMENT),
         ),
         Index(None, "issuer", "subject"),
+        Index(None, "tenant_id", "issuer", "subject", unique=True),
+        Index(
+            "ix_users_deployment_subject",
+            "issuer",
+            "subject",
+            unique=True,
+            sqlite_where=text(OF_DEPLOYMENT),
+            postgresql_where=text(OF_DEPLOYMENT),
+        ),
         Index(None, "created_at", "id"),
     )
 

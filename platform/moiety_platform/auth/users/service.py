@@ -162,8 +162,9 @@ async def invite_user(
 ) -> tuple[str, datetime]:
     """Make an invitation, which replaces an open one; return it and its end.
 
-    Raises BadRequest, or Conflict for a user who has signed in already or is disabled.
+    Raises BadRequest, NotFound, or Conflict for a user who has signed in already or is disabled.
     """
+    user = await lock_user(session, user.id)
     if not MIN_VALID_HOURS <= valid_hours <= MAX_VALID_HOURS:
         raise BadRequest(f"'valid_hours' must be from {MIN_VALID_HOURS} to {MAX_VALID_HOURS}.", param="valid_hours")
     if user.state == UserState.DISABLED:
@@ -187,7 +188,8 @@ async def accept_invitation(
     Raises Forbidden, Gone for an invitation that was used or replaced, or Conflict for a person who has a role there.
     """
     user = await session.get(User, invitation.user_id, with_for_update=True, populate_existing=True)
-    if user is None or user.invitation_hash is None or user.invitation_hash != invitation.stored_hash:
+    is_open = user is not None and user.state == UserState.INVITED and user.invitation_hash is not None
+    if user is None or not is_open or user.invitation_hash != invitation.stored_hash:
         raise invitation_ended("was used or replaced already")
     if subject.email is not None and check_email(subject.email) != user.email:
         raise Forbidden(
@@ -202,12 +204,19 @@ async def accept_invitation(
         User.tenant_id.is_(None) if user.tenant_id is None else User.tenant_id == user.tenant_id,
     )
     if (await session.scalars(same)).first() is not None:
-        raise Conflict("You have a role there already; ask an administrator to change it.", code="user_exists")
+        raise _has_role()
     user.issuer, user.subject = subject.issuer, subject.subject
     user.state, user.accepted_at = UserState.ACTIVE, now
     user.invitation_hash = user.invitation_expires_at = None
-    await session.flush()
+    try:
+        await session.flush()
+    except IntegrityError as error:  # the person has accepted another invitation meanwhile
+        raise _has_role() from error
     return user
+
+
+def _has_role() -> Conflict:
+    return Conflict("You have a role there already; ask an administrator to change it.", code="user_exists")
 
 
 async def delete_user(session: AsyncSession, user: User, now: datetime) -> Sequence[str]:

@@ -75,8 +75,9 @@ async def _memberships(database: Database, *conditions: ColumnElement[bool]) -> 
 def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tenant_id: str | None) -> Caller | None:
     """Return the caller; None for a person who is no user here.
 
-    `tenant_id` is the tenant that the request names in `TENANT_HEADER`; without it the first role that is not disabled
-    is used. Raises Forbidden for a disabled user, a suspended tenant, or a tenant in which the person has no role.
+    `tenant_id` is the tenant that the request names in `TENANT_HEADER`; without it the first role that is neither
+    disabled nor in a suspended tenant is used. Raises Forbidden for a disabled user, a suspended tenant, or a tenant in
+    which the person has no role.
     """
     if not memberships:
         return None
@@ -86,12 +87,13 @@ def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tena
             f"You have no role in the tenant that the header {TENANT_HEADER} names; see: GET /admin/v1/caller.",
             code=TENANT_UNKNOWN,
         )
-    chosen = next((one for one in reached if one.user.state == UserState.ACTIVE), None)
-    if chosen is None:
+    enabled = [one for one in reached if one.user.state == UserState.ACTIVE]
+    if not enabled:
         raise Forbidden("This user is disabled. Ask an administrator of your tenant to enable it.", code=USER_DISABLED)
-    if chosen.tenant_status is not None and chosen.tenant_status != TenantStatus.ACTIVE:
+    chosen = next((one for one in enabled if one.tenant_status in (None, TenantStatus.ACTIVE)), None)
+    if chosen is None:
         raise Forbidden(
-            f"The tenant {chosen.tenant_name!r} is suspended. Ask your administrator to activate it.",
+            f"The tenant {enabled[0].tenant_name!r} is suspended. Ask your administrator to activate it.",
             code="tenant_suspended",
         )
     return Caller(subject.actor, Role(chosen.user.role), chosen.user.tenant_id, chosen.user.id)
