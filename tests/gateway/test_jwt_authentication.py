@@ -122,7 +122,8 @@ async def test_batches_of_a_token_run_after_it_has_ended(trusting: RunningGatewa
 async def test_batches_of_a_token_keep_to_the_class_of_its_issuer(
     trusting: RunningGateway, issuer: TokenIssuer
 ) -> None:
-    await trusting.admin("POST", "/classes", {"name": "overnight", "rank": 9}, 201)
+    overnight = {"name": "overnight", "rank": 9, "completion_s": 86_400, "on_overload": "queue"}
+    await trusting.admin("POST", "/classes", overnight, 201)
     issued = await trust(trusting, issuer, service_class="overnight", end_user_claim=None)
     assert (await run_batch(trusting, issuer, issued["key_ids"][0]))["service_class"] == "overnight"
 
