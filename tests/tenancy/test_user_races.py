@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, text, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.access.roles import Role
 from moiety_platform.auth.self_service.schemas import NewOwnKey
@@ -40,6 +42,13 @@ def postgres_only(dialect: str) -> None:
         pytest.skip("SQLite has one writer at a time, so its writing transactions cannot overlap")
 
 
+async def wait_until_blocked(session: AsyncSession, task: asyncio.Task[Any]) -> None:
+    """Wait until the task's transaction waits for a lock of this one."""
+    while not await session.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
+        assert not task.done(), "it did not wait"
+        await asyncio.sleep(0.01)
+
+
 async def test_a_key_that_is_made_while_its_user_is_deleted_is_revoked(
     postgres_only: None, people: People, database: Database, second: Database, demo: Demo, clock: ManualClock
 ) -> None:
@@ -48,15 +57,13 @@ async def test_a_key_that_is_made_while_its_user_is_deleted_is_revoked(
     async def delete_ada() -> list[str]:
         async with second.write() as session:
             user = await users.get_user(session, ada["id"])
-            reached.set()
             return list(await users.delete_user(session, user, clock.now()))
 
-    reached = asyncio.Event()
     async with database.write() as session:
         user = await session.get_one(User, ada["id"])
         key, made = await make_own_key(session, user, NewOwnKey("k", demo.project_id), PEPPER, clock.now())
         deletion = asyncio.create_task(delete_ada())
-        await reached.wait()
+        await wait_until_blocked(session, deletion)
     assert await deletion == [key.id]
     with pytest.raises(Unauthenticated, match="revoked"):
         await people.authenticator.authenticate(f"Bearer {made.text}")
@@ -166,9 +173,7 @@ async def test_of_two_invitations_that_a_person_accepts_at_once_one_is_good(
     async with database.write() as session:
         await users.accept_invitation(session, read_invitation(first, PEPPER, clock.now()), ada, clock.now())
         accepting = asyncio.create_task(accept_other())
-        while not await session.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
-            assert not accepting.done()
-            await asyncio.sleep(0.01)
+        await wait_until_blocked(session, accepting)
     with pytest.raises(Conflict) as refused:
         await accepting
     assert refused.value.code == "user_exists"
