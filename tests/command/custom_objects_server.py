@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -19,6 +20,7 @@ class FakeCustomObjectsApi(FakeSecretsApi):
 
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     num_watches: int = 0
+    num_broken_watches: int = 0  # watches still to be answered with an event that is none
 
     def __post_init__(self) -> None:
         self._version = 1
@@ -32,6 +34,7 @@ class FakeCustomObjectsApi(FakeSecretsApi):
             generation = before.get("metadata", {}).get("generation", 0) + 1
             metadata = {"name": name, "namespace": self.namespace, "generation": generation}
             metadata["resourceVersion"] = str(self._version)
+            metadata["creationTimestamp"] = before.get("metadata", {}).get("creationTimestamp") or _now()
             document = {"apiVersion": "moiety.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec}
             self.objects[plural_of(kind), name] = {**before, **document}
             self._changed.notify_all()
@@ -67,6 +70,9 @@ class FakeCustomObjectsApi(FakeSecretsApi):
         """Wait for a change, and answer with one event: the API's stream, of one line."""
         with self._changed:
             self.num_watches += 1
+            if self.num_broken_watches:
+                self.num_broken_watches -= 1
+                return 200, {"type": "BROKEN"}
             self._changed.wait_for(lambda: self._version > since, WATCH_S)
             metadata = {"name": "any", "resourceVersion": str(self._version)}
         document = {"apiVersion": "moiety.dev/v1alpha1", "kind": plural, "metadata": metadata, "spec": {}}
@@ -81,6 +87,10 @@ class FakeCustomObjectsApi(FakeSecretsApi):
             found["status"] = body["status"]
             self._changed.notify_all()
             return 200, found
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def plural_of(kind: str) -> str:

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +16,11 @@ import httpx
 import pytest
 from tests.conftest import wait_for
 
-from moiety_platform.cli.controller.custom_objects import CustomKind, CustomObject, declarations_of, new_condition
+from moiety_platform.cli.controller.custom_objects import CustomKind
+from moiety_platform.cli.controller.custom_objects_api import CustomObjectsApi
+from moiety_platform.cluster.pod_identity import PodIdentity
 
 from .custom_objects_server import FakeCustomObjectsApi
-
-TENANT, KEY, LIMIT = CustomKind.TENANT, CustomKind.API_KEY, CustomKind.LIMIT
-
-
-def custom(kind: CustomKind, name: str, /, **spec: Any) -> CustomObject:
-    return CustomObject(kind, name, 1, spec)
-
-
-def test_objects_become_the_entries_of_a_file_and_each_part_knows_its_object() -> None:
-    made = declarations_of(
-        [
-            custom(LIMIT, "per-day", tenant="acme", limits={"tokens_per_day": 9, "dollars_per_month": "5"}),
-            custom(LIMIT, "of-web", tenant="acme", project="web", limits={"requests_per_minute": 6}),
-            custom(LIMIT, "of-ci", tenant="acme", key="ci", limits={"concurrent_requests": 2}),
-            custom(KEY, "ci", tenant="acme", project="web", keySecret="acme-ci", models=["m"]),
-            custom(KEY, "other", tenant="acme", keySecret="acme-other"),
-            custom(TENANT, "acme", weight=2, models=["m"]),
-        ]
-    )
-    assert made.problems == {}
-    assert {f"{kind} {name}": owner for (kind, name), owner in made.owners.items()} == {
-        "tenant acme": (TENANT, "acme"),
-        "project acme/web": (KEY, "ci"),
-        "project acme/default": (KEY, "other"),
-        "key acme/web/ci": (KEY, "ci"),
-        "key acme/default/other": (KEY, "other"),
-        "limit acme: tokens_per_day": (LIMIT, "per-day"),
-        "limit acme: money_per_month": (LIMIT, "per-day"),
-        "limit acme/web: requests_per_minute": (LIMIT, "of-web"),
-        "limit acme/web/ci: concurrent_requests": (LIMIT, "of-ci"),
-    }
-
-
-@pytest.mark.parametrize(
-    ("objects", "ref", "words"),
-    [
-        ([custom(KEY, "k", tenant="none", keySecret="s")], (KEY, "k"), "no Tenant 'none'"),
-        ([custom(TENANT, "a"), custom(LIMIT, "l", tenant="a", key="k", limits={})], (LIMIT, "l"), "no ApiKey 'k'"),
-        ([custom(TENANT, "a", name="x"), custom(TENANT, "b", name="x")], (TENANT, "b"), "has the same name 'x'"),
-        ([custom(TENANT, "a", wieght=2)], (TENANT, "a"), "wieght"),
-        (
-            [
-                custom(TENANT, "a"),
-                custom(LIMIT, "l", tenant="a", limits={"tokens_per_day": 1}),
-                custom(LIMIT, "m", tenant="a", limits={"tokens_per_day": 2}),
-            ],
-            (LIMIT, "m"),
-            "limits tokens_per_day there already",
-        ),
-    ],
-)
-def test_an_object_that_cannot_be_applied_is_told_why_and_others_are_applied(
-    objects: list[CustomObject], ref: Any, words: str
-) -> None:
-    made = declarations_of([*objects, custom(TENANT, "fine")])
-    assert words in made.problems[ref]
-    assert ("tenant", "fine") in made.owners
-
-
-def test_a_condition_is_written_only_when_it_changes() -> None:
-    one = custom(TENANT, "a")
-    first = new_condition(one, "", "2026-01-01T00:00:00Z")
-    assert first is not None and (first["status"], first["reason"]) == ("True", "Applied")
-    known = CustomObject(TENANT, "a", 1, {}, (first,))
-    assert new_condition(known, "", "2026-01-02T00:00:00Z") is None
-    newer = new_condition(CustomObject(TENANT, "a", 2, {}, (first,)), "", "2026-01-02T00:00:00Z")
-    assert newer is not None and newer["lastTransitionTime"] == "2026-01-01T00:00:00Z"
-    failed = new_condition(known, "no", "2026-01-02T00:00:00Z")
-    assert failed is not None
-    assert (failed["status"], failed["message"], failed["lastTransitionTime"]) == (
-        "False",
-        "no",
-        "2026-01-02T00:00:00Z",
-    )
 
 
 @pytest.fixture
@@ -101,19 +30,32 @@ def api(tmp_path: Path) -> Iterator[FakeCustomObjectsApi]:
 
 
 @pytest.fixture
-def controller(serve: Any, api: FakeCustomObjectsApi, tmp_path: Path) -> Iterator[Path]:
-    """Run the command until the end of the test; its output."""
-    log = tmp_path / "controller.log"
-    command = [sys.executable, "-m", "moiety_platform.cli", "controller", "--account", str(api.folder)]
-    environment = {**os.environ, **api.environment, "MOIETY_DATA_DIR": str(serve.data_dir)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+def start_controller(serve: Any, api: FakeCustomObjectsApi, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Function that runs the command with these arguments until the end of the test, and returns its output."""
+    processes: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def start(*arguments: str) -> Path:
+        log = tmp_path / f"controller-{len(processes)}.log"
+        command = [sys.executable, "-m", "moiety_platform.cli", "controller", "--account", str(api.folder), *arguments]
+        environment = {**os.environ, **api.environment, "MOIETY_DATA_DIR": str(serve.data_dir)}
+        with log.open("wb") as output:
+            processes[log] = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        return log
+
     try:
-        yield log
-        assert process.poll() is None, log.read_text()
+        yield start
+        assert all(process.poll() is None for process in processes.values()), [log.read_text() for log in processes]
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait(timeout=30)
+
+
+@pytest.fixture
+def controller(start_controller: Callable[..., Path]) -> Path:
+    """Output of the running command."""
+    return start_controller()
 
 
 def test_custom_resources_are_applied_after_each_change_and_removed_with_their_object(
@@ -163,6 +105,72 @@ def test_custom_resources_are_applied_after_each_change_and_removed_with_their_o
         )
     assert "Traceback" not in controller.read_text()
     assert api.num_watches >= 3
+
+
+def test_a_deleted_key_and_tenant_stop_working_while_an_object_of_another_tenant_is_invalid(
+    serve: Any, api: FakeCustomObjectsApi, controller: Path
+) -> None:
+    api.put("Tenant", "leaky", {})
+    api.put("ApiKey", "leaked", {"tenant": "leaky", "keySecret": "leaked"})
+    api.put("ApiKey", "second", {"tenant": "leaky", "keySecret": "second"})
+    api.put("Limit", "bound", {"tenant": "leaky", "limits": {"tokens_per_day": 1000}})
+    api.put("Tenant", "typist", {})
+    wait_for(lambda: api.condition("ApiKey", "second").get("status") == "True", "the keys")
+    keys = {name: base64.b64decode(api.secrets[name]["data"]["key"]).decode() for name in ("leaked", "second")}
+    api.put("Limit", "typo", {"tenant": "typist", "key": "nothing", "limits": {"tokens_per_day": 1}})
+    api.put("Limit", "typo-here", {"tenant": "leaky", "key": "nothing", "limits": {"tokens_per_day": 1}})
+    wait_for(lambda: api.condition("Limit", "typo-here").get("status") == "False", "a refusal")
+    assert [status_of(serve, key) for key in keys.values()] == [200, 200]
+    api.remove("ApiKey", "leaked")
+    api.remove("Limit", "bound")
+    wait_for(lambda: status_of(serve, keys["leaked"]) == 401, "the key to be revoked")
+    wait_for(lambda: "Not removed: limit leaky: tokens_per_day: Limit 'typo-here'" in controller.read_text(), "a line")
+    assert status_of(serve, keys["second"]) == 200
+    api.remove("Tenant", "leaky")
+    wait_for(lambda: status_of(serve, keys["second"]) == 401, "the key of the deleted tenant to be revoked")
+    wait_for(lambda: "no Tenant 'leaky'" in api.condition("ApiKey", "second").get("message", ""), "a condition")
+    assert "Traceback" not in controller.read_text()
+
+
+def test_a_key_is_created_only_with_its_limit_also_if_the_gateway_refuses_the_limit(
+    serve: Any, api: FakeCustomObjectsApi, controller: Path
+) -> None:
+    api.put("Tenant", "bounded", {})
+    api.put("Limit", "huge", {"tenant": "bounded", "limits": {"tokens_per_day": 2**63}})
+    api.put("ApiKey", "waiting", {"tenant": "bounded", "keySecret": "waiting"})
+    wait_for(lambda: api.condition("ApiKey", "waiting").get("status") == "False", "the key to be held back")
+    assert "while its Limit 'huge' is not applied" in api.condition("ApiKey", "waiting")["message"]
+    assert api.condition("Limit", "huge")["status"] == "False"
+    assert "waiting" not in api.secrets
+    api.put("Limit", "huge", {"tenant": "bounded", "limits": {"tokens_per_day": 5}})
+    wait_for(lambda: api.condition("ApiKey", "waiting").get("status") == "True", "the key")
+    assert "waiting" in api.secrets
+
+
+def test_the_owners_key_is_read_again_after_the_gateway_has_refused_it(
+    serve: Any, api: FakeCustomObjectsApi, start_controller: Callable[..., Path], tmp_path: Path
+) -> None:
+    key_file = tmp_path / "admin-key"
+    key_file.write_text("mty_not_the_key")
+    log = start_controller("--url", serve.url, "--admin-key-file", str(key_file))
+    api.put("Tenant", "rotated", {})
+    wait_for(lambda: api.condition("Tenant", "rotated").get("status") == "False", "a refusal")
+    key_file.write_text(serve.admin_key)
+    wait_for(lambda: api.condition("Tenant", "rotated").get("status") == "True", "the new key to be used")
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_watch_that_ends_on_any_error_is_started_again(api: FakeCustomObjectsApi) -> None:
+    api.num_broken_watches = 3 * len(CustomKind)
+    changed = threading.Event()
+    with CustomObjectsApi(PodIdentity.of(api.environment, api.folder), retry_s=0.01) as objects:
+        objects.watch(changed)
+        wait_for(lambda: api.num_watches >= 4 * len(CustomKind), "further watches")
+
+
+def status_of(serve: Any, key: str) -> int:
+    head = {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{serve.url}/v1/models", headers=head, trust_env=False).status_code
 
 
 def serve_model(serve: Any, key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,16 @@ from moiety_platform.resources.apply_kind import DeclaredObject, ObjectPlace
 from moiety_platform.resources.paths import path_of
 
 
+def _all_steps(steps: list[PlanStep], _: dict[ObjectPlace, str]) -> list[PlanStep]:
+    return steps
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApplyTerms:
-    """Terms of an application. `secrets_file` takes texts of new keys in place of the cluster's Secrets."""
+    """Terms of an application. `secrets_file` takes texts of new keys in place of the cluster's Secrets.
+
+    `review` gets the checked plan and the refused objects, and returns the plan that is executed.
+    """
 
     source: str
     account: Path
@@ -31,6 +38,7 @@ class ApplyTerms:
     adopt: bool = False
     show_keys: bool = False
     partial: bool = False
+    review: Callable[[list[PlanStep], dict[ObjectPlace, str]], list[PlanStep]] = _all_steps
 
 
 def apply_declared(
@@ -47,14 +55,19 @@ def apply_declared(
         steps = make_plan(
             list(declared), current, PlanTerms(terms.source, terms.prune, terms.adopt, terms.show_keys, kept)
         )
-        refused = {(step.kind, step.name): step.why for step in steps if step.action is PlanAction.REFUSE}
-        refused |= check_plan(client, steps, current)
+        refused = _refused_objects(steps) | check_plan(client, steps, current)
+        steps = terms.review(steps, refused)
+        refused |= _refused_objects(steps)
         if terms.dry_run or (refused and not terms.partial):
             outcome = ApplyOutcome()
         else:
             outcome = PlanExecutor(client, secrets, current, terms.source).run_plan(steps)
     outcome.failed = refused | outcome.failed
     return steps, outcome, refused
+
+
+def _refused_objects(steps: Sequence[PlanStep]) -> dict[ObjectPlace, str]:
+    return {(step.kind, step.name): step.why for step in steps if step.action is PlanAction.REFUSE}
 
 
 def is_revoked(client: AdminClient, key_id: str) -> bool:

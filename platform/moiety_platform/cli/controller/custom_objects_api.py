@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import httpx2
@@ -13,14 +13,15 @@ from lightkube.config.models import Cluster, User
 from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
 from lightkube.types import PatchType
 
-from moiety_platform.cli.controller.custom_objects import CustomKind, CustomObject
+from moiety_platform.cli.controller.custom_objects import EPOCH, CustomKind, CustomObject
 from moiety_platform.cluster.errors import ApiRefused, NotInACluster
 from moiety_platform.cluster.pod_identity import PodIdentity
 
 GROUP, VERSION = "moiety.dev", "v1alpha1"
 TIMEOUT_S = 10.0
 WATCH_S = 240  # after which the API ends a watch, and the next one begins
-RETRY_S = 2.0
+RETRY_S = 2.0  # after a watch; doubled after each that fails
+LONGEST_RETRY_S = 60.0
 
 RESOURCES = {
     kind: create_namespaced_resource(GROUP, VERSION, kind.value, f"{kind.value.lower()}s") for kind in CustomKind
@@ -32,9 +33,9 @@ log = structlog.get_logger(__name__)
 class CustomObjectsApi:
     """Owner of the connection, and of the threads that watch. Methods raise ApiRefused."""
 
-    def __init__(self, identity: PodIdentity) -> None:
+    def __init__(self, identity: PodIdentity, retry_s: float = RETRY_S) -> None:
         """Connect at first use. Raises NotInACluster where the certificate cannot be read."""
-        self._identity = identity
+        self._identity, self._retry_s = identity, retry_s
         self._client = _client_of(identity, TIMEOUT_S)
         self._is_closed = threading.Event()
         self._watching: list[threading.Thread] = []
@@ -83,19 +84,36 @@ class CustomObjectsApi:
             self._watching.append(thread)
 
     def _watch(self, kind: CustomKind, changed: threading.Event) -> None:
+        pause_s = self._retry_s
         while not self._is_closed.is_set():
-            client = _client_of(self._identity, WATCH_S + TIMEOUT_S)
             try:
-                for _ in client.watch(RESOURCES[kind], server_timeout=WATCH_S):
+                for _ in self._changes(kind):
                     changed.set()
-                    if self._is_closed.is_set():
-                        return
-            except (ApiError, httpx2.HTTPError) as exc:
-                log.warning("watch_failed", kind=kind, reason=str(exc), advice="none needed: it is tried again")
-            finally:
-                client.close()
+                    pause_s = self._retry_s
+            except Exception as exc:  # of any kind: without its thread, changes would be missed until the next resync
+                log.warning(
+                    "watch_failed",
+                    kind=kind,
+                    reason=str(exc) or type(exc).__name__,
+                    advice=f"none needed: it is tried again after {pause_s:g} s",
+                )
+                failed = True
+            else:
+                failed = False
             changed.set()  # something may have been missed
-            self._is_closed.wait(RETRY_S)
+            self._is_closed.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S) if failed else self._retry_s
+
+    def _changes(self, kind: CustomKind) -> Iterator[None]:
+        """Yield after each change, until the API ends the watch or this object is closed."""
+        client = _client_of(self._identity, WATCH_S + TIMEOUT_S)
+        try:
+            for _ in client.watch(RESOURCES[kind], server_timeout=WATCH_S):
+                yield
+                if self._is_closed.is_set():
+                    return
+        finally:
+            client.close()
 
 
 def _client_of(identity: PodIdentity, timeout_s: float) -> Client:
@@ -114,4 +132,11 @@ def _read(kind: CustomKind, document: GenericNamespacedResource) -> CustomObject
     metadata = document.metadata
     assert metadata is not None and metadata.name is not None, "every stored object has a name"
     conditions = (document.get("status") or {}).get("conditions") or ()
-    return CustomObject(kind, metadata.name, metadata.generation or 0, document.get("spec") or {}, tuple(conditions))
+    return CustomObject(
+        kind,
+        metadata.name,
+        metadata.generation or 0,
+        document.get("spec") or {},
+        tuple(conditions),
+        metadata.creationTimestamp or EPOCH,
+    )
