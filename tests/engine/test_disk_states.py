@@ -13,7 +13,7 @@ import pytest
 
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.disk.records import read_head
-from moiety_engine.disk.state_rows import num_state_pieces, piece_keys
+from moiety_engine.disk.state_rows import MIN_KEYS, num_state_pieces, piece_keys
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
@@ -193,6 +193,29 @@ def test_deleted_and_sleeping(make_loops: MakeLoops) -> None:
         loop.forget_tenants(["t"])
         run(loop, submit(2, prompt(3, 9)))
     assert files(loops) == []
+
+
+def test_keys_of_states_that_are_neither_written_nor_read_are_forgotten_while_the_disk_is_busy(
+    make_loops: MakeLoops,
+) -> None:
+    with make_loops("qwen3_next").make() as loop:
+        disk = loop.intake.disk
+        assert disk is not None
+        group = disk.first
+        states = group.states
+        assert states is not None
+        offered = states.note(b"offered")
+        group.saver.offer("t", offered)
+        for number in range(MIN_KEYS // states.num_pieces + 1):  # searches whose requests do not wait for the disk
+            states.note(number.to_bytes(16, "big"))
+        assert not disk.is_quiet
+        group.forget_unused_keys()
+        assert states.num_keys == len(offered)
+        assert all(map(states.is_piece, offered))
+        for number in range(MIN_KEYS // states.num_pieces + 1):
+            states.note(number.to_bytes(16, "big"))
+        disk.run_copies(loop.executor.awake())  # drops the offer, which the device has not
+        assert states.num_keys == 0
 
 
 def test_several_stages_are_refused(make_loops: MakeLoops) -> None:

@@ -15,7 +15,7 @@ from moiety_engine.disk.records import Kept
 from moiety_engine.disk.restoring import Restorer
 from moiety_engine.disk.rows import Rows
 from moiety_engine.disk.saving import Saver
-from moiety_engine.disk.state_rows import StateRestores
+from moiety_engine.disk.state_rows import StateRestores, piece_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -131,6 +131,11 @@ class GroupCache:
         if not self.saver.is_quiet and self.rows_out is not None:
             self.saver.save(self._find_on_device, self.rows_out, most_bytes)
 
+    def forget_unused_keys(self) -> None:
+        """Forget the keys of states that are neither written nor read any more."""
+        if self.states is not None:
+            self.states.forget_unused_keys(lambda: self.saver.known_keys() | self.restorer.expected_keys())
+
     def _find_on_device(self, key: bytes) -> int | None:
         block = self.ledger.pool.find(key)
         return block if block is not None or self.states is None else self.states.find(key)
@@ -166,7 +171,8 @@ class GroupCache:
         """Prevent blocks with these hashes, and the states after them, from being restored or written."""
         keys, states = list(hashes), self.states
         if states is not None:
-            keys += [key for one in hashes if states.is_written(one, self.index) for key in states.note(one)]
+            written = [one for one in hashes if states.is_written(one, self.index)]
+            keys += [key for one in written for key in piece_keys(one, states.num_pieces)]
         self.saver.invalidate(keys)
 
     def _released(self, sequence: Sequence) -> None:

@@ -170,6 +170,10 @@ class Restorer:
         wanted = any(hashes[-1] in pending.wanted for pending in self._pending.values())
         return wanted or any(one in self._read_by for one in hashes)
 
+    def expected_keys(self) -> set[bytes]:
+        """Return the hashes that are being read or are still to be read for waiting requests."""
+        return self._read_by.keys() | {one for pending in self._pending.values() for one in pending.wanted}
+
     def record_restored(self, num_blocks: int, num_bytes: int) -> None:
         self.restored_blocks_total += num_blocks
         self.restored_bytes_total += num_bytes

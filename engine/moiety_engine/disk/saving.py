@@ -85,6 +85,10 @@ class Saver:
     def is_paused(self) -> bool:
         return self._clock() < self._paused_until_s
 
+    def known_keys(self) -> frozenset[bytes]:
+        """Return the hashes that were offered or are being written."""
+        return frozenset(self._known)
+
     def offer(self, tenant_id: str, hashes: list[bytes], kept: Kept | None = None) -> None:
         """Offer a request's released blocks, which are on the device, by their hashes."""
         now_s = self._clock()

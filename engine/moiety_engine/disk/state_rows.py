@@ -18,13 +18,15 @@ from moiety_engine.runner.kv_swap import HostKv
 from moiety_wire.block_hashes import HASH_BYTES, MARK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import Tensor
 
     from moiety_engine.cache.state_slots import StateSlots
     from moiety_engine.disk.index import DiskIndex
     from moiety_engine.model.batch import KvCache
+
+MIN_KEYS = 4096  # that are remembered before unused ones are looked for
 
 
 def num_state_pieces(kv: KvCache) -> int:
@@ -100,7 +102,8 @@ class StateRestores:
 
     def __init__(self, states: StateSlots, num_blocks: int, num_pieces: int) -> None:
         self._states, self._num_blocks, self.num_pieces = states, num_blocks, num_pieces
-        self._wanted: dict[bytes, tuple[bytes, int]] = {}  # block and piece of each key that is read
+        self._wanted: dict[bytes, tuple[bytes, int]] = {}  # block and piece of each key that is written or read
+        self._max_keys = MIN_KEYS
         self._filling: dict[bytes, tuple[int, set[int]]] = {}  # slot of each block, and the pieces in it
 
     def keys_of(self, hashes: Iterable[bytes]) -> list[bytes]:
@@ -168,6 +171,22 @@ class StateRestores:
         self._states.pool.free(slot for slot, _ in self._filling.values())
         self._filling.clear()
         self._wanted.clear()
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys of which it is remembered whose they are."""
+        return len(self._wanted)
+
+    def forget_unused_keys(self, used: Callable[[], Collection[bytes]]) -> None:
+        """Forget all keys but the used ones, if there are twice as many as after the last time.
+
+        `used` returns the keys that are to be written or read.
+        """
+        if len(self._wanted) <= self._max_keys:
+            return
+        kept = used()
+        self._wanted = {key: whose for key, whose in self._wanted.items() if key in kept}
+        self._max_keys = max(MIN_KEYS, 2 * len(self._wanted))
 
     def forget_keys(self) -> None:
         """Forget which keys are whose; call it while nothing is written or read."""

@@ -219,6 +219,7 @@ class DiskTier:
             if not group.restorer.is_quiet:
                 group.restore(lambda: mover.move(groups.take_copies()))
             group.save(most_bytes or TURN_BYTES[self._kind])
+            group.forget_unused_keys()
 
     def _forget_keys(self) -> None:
         for group in self.groups:
@@ -246,7 +247,7 @@ class DiskTier:
                 group.saver.remove(group.index.take_unused_since(now_s - self._ttl_s))
             group.saver.take_written()
 
-    # ── who waits for it ──
+    # ── requests that wait for blocks ──
 
     def must_wait(self, submit: CoreSubmit, grammar: GrammarHandle | None) -> bool:
         """Return whether the request waits here for the beginning of its prompt."""

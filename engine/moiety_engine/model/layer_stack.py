@@ -163,7 +163,7 @@ class LayerStack:
         `bound`: the most tokens of the part that any rank dispatches; None: unknown.
         """
         if not len(x_TD):
-            return (yield from self._way_of_others(x_TD, batch, kv, on_stored, bound=bound))
+            return (yield from self._run_without_tokens(x_TD, batch, kv, on_stored, bound=bound))
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self._spec.streams)
         normed_TD = self._norms[0][0](x_TD)
@@ -201,7 +201,7 @@ class LayerStack:
             x_TD, normed_TD = residual.end(x_TD, normed_TD, fed_TD, next_norm)
         return x_TD, normed_TD
 
-    def _way_of_others(
+    def _run_without_tokens(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None, *, bound: int | None
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Run a batch without tokens of this group: those of other groups may use this rank's cache and experts."""

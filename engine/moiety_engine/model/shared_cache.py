@@ -29,8 +29,8 @@ COPIED_TOKENS = 4096  # of a layer in one exchange, which bounds the memory for 
 def share_rows(copies: RankCollectives, cache: Cache, rank_slots: Sequence[Tensor]) -> None:
     """Store what the other ranks have computed of a layer, whose cache has this rank's tokens already.
 
-    `copies` are the ranks with a copy of the cache, `rank_slots` the slots of the tokens of each of them, int64. All of
-    them must call this together. Nothing is done if no rank has a copy.
+    `copies` are the ranks with a copy of the cache, `rank_slots` the slots of each rank's tokens, int64. All ranks
+    with a copy must call this together. Nothing is done if no rank has a copy.
     """
     if copies.size == 1 or not rank_slots:
         return
@@ -44,7 +44,7 @@ def share_rows(copies: RankCollectives, cache: Cache, rank_slots: Sequence[Tenso
 def copy_from_first(copies: RankCollectives, cache: Cache, slots_T: Tensor) -> None:
     """Copy what the first of the ranks with a copy of a layer's cache has in these slots, int64, to the others.
 
-    All of them must call this together.
+    All ranks with a copy must call this together.
     """
     parts = _parts_of(cache)
     for some_T in torch.split(slots_T.to(parts[0].device), COPIED_TOKENS):

@@ -92,13 +92,13 @@ class DraftModel:
         ]
         rows = self._rows(pieces)
         drafts = self._run(rows, sampled_L)
-        said = {piece.sequence: draft for piece, draft in zip(rows.drafting, drafts, strict=True)}
+        drafted = {piece.sequence: draft for piece, draft in zip(rows.drafting, drafts, strict=True)}
         for piece in rows.pieces:
             num_guessed = len(self.models) - 1 if piece.drafts else 0
-            proposed = said.get(piece.sequence, [])[:-1]
+            proposed = drafted.get(piece.sequence, [])[:-1]
             self.held.record_computed(piece.sequence, piece.first, piece.end, proposed, num_guessed)
         chunks = [
-            chunk._replace(draft=tuple(said[chunk.sequence])) if chunk.draft else chunk
+            chunk._replace(draft=tuple(drafted[chunk.sequence])) if chunk.draft else chunk
             for chunk in plan.chunks[: plan.num_decode]
         ]
         end_ns = self._clock_ns()
@@ -148,7 +148,7 @@ class DraftModel:
         passes = self._passes
         passes.begin(sampled_L)
         drafted_rows = [DraftedRow(piece.sequence) for piece in rows.drafting]
-        said: list[Tensor] = []
+        downloads: list[Tensor] = []
         hosts, before_L, number = rows.first_pass(), None, 0
         with one_torch_thread() if self.model.only_kernels else contextlib.nullcontext():
             while hosts:
@@ -157,14 +157,14 @@ class DraftModel:
                 if drafted_rows:
                     wanting = [drafted_rows[row].after(number) for row in rows.wanting(number)]
                     drawn = self._sampler.sample(passes.model_of(number).logits(hidden_LD), wanting, sampled_L)
-                    said.append(self._staging.download(drawn.token_L))
+                    downloads.append(self._staging.download(drawn.token_L))
                     before_L = drawn.token_L
                     passes.add_drafted(before_L)
                 number += 1
                 hosts = rows.next_pass(number)
         self._staging.mark().wait()
         drafts: list[list[int]] = [[] for _ in rows.drafting]
-        for number, token_L in enumerate(said):
+        for number, token_L in enumerate(downloads):
             for row, token in zip(rows.wanting(number), token_L.tolist(), strict=True):
                 drafts[row].append(token)
         return [draft[: piece.drafts] for draft, piece in zip(drafts, rows.drafting, strict=True)]

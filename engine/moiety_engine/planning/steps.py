@@ -367,9 +367,9 @@ def context_exchange_s(
 
 
 def shared_cache_s(kv_bytes: float, rows: float, shape: Shape, network: GpuNetwork) -> float:
-    """Return the seconds of a layer's all-gather of the keys and values of a step, `rows` of them on each rank.
+    """Return the seconds of a layer's all-gather of the keys and values of a step, `rows` tokens on each rank.
 
-    A rank receives those of all other groups, from other hosts by its own port.
+    A rank receives the rows of all other groups, from other hosts by its own port.
     """
     if shape.pcp == 1 or not kv_bytes:
         return 0.0
