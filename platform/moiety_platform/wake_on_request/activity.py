@@ -30,7 +30,7 @@ class EngineActivity:
 
 
 class ActivityLog:
-    """Observations of all engines of ours. Owned by the waker."""
+    """Observations of the engines of this deployment. Owned by the waker."""
 
     def __init__(self, on_awake: Callable[[str, float], None]) -> None:
         """Create an empty log. `on_awake` gets the model of an engine that was woken, and how long that took."""
@@ -38,7 +38,7 @@ class ActivityLog:
         self._engines: dict[str, EngineActivity] = {}
 
     def observe(self, states: Iterable[EngineState], now_s: float) -> list[SleepView]:
-        """Return the connected engines of ours, with what was observed of them so far."""
+        """Return the connected engines of this deployment, with their observations so far."""
         views = []
         for state in states:
             card, load = state.card, state.load
