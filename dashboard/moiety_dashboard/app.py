@@ -38,6 +38,8 @@ def main() -> None:
         if session.ANSWERED_INVITATION in st.session_state:
             st.html(session.DROP_INVITATION, unsafe_allow_javascript=True)
         chosen.run()
+    elif credential is not None and why is None:
+        session.ask_about_invitation(session.client_of(settings, credential))
     elif credential is not None and session.credential() is not None:
         wait_for_gateway(settings, str(why))
     else:
@@ -45,8 +47,10 @@ def main() -> None:
 
 
 def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str | None, bool]:
-    """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it rejects."""
-    not_accepted: str | None = None
+    """Return why the gateway is not usable, and whether it accepts the user; sign out a user that it rejects.
+
+    A user that is to be asked about an invitation first is not checked yet.
+    """
     place = st.empty()  # always, so that the following elements keep their positions
     if credential is None:
         return None, False
@@ -56,14 +60,14 @@ def check_user(settings: DashboardSettings, credential: str | None) -> tuple[str
         with place, st.spinner("Waiting for the gateway", show_time=True):
             if not session.probe_gateway(settings):
                 raise GatewayUnreachable(f"The gateway at {without_password(settings.gateway_url)} does not respond")
-            client = session.client_of(settings, credential)
-            not_accepted = session.accept_invitation(client, credential)
-            session.caller(client)
+            if session.has_open_invitation(credential):
+                return None, False
+            session.caller(session.client_of(settings, credential))
     except GatewayUnreachable as exc:
         return str(exc), False
     except (KeyRefused, RoleRefused, ApiRefused) as exc:
         session.sign_out()
-        return f"The gateway rejected the sign-in: {not_accepted or exc}", False
+        return f"The gateway rejected the sign-in: {exc}", False
     return None, True
 
 

@@ -101,24 +101,37 @@ def pending_invitation() -> str | None:
     return found
 
 
-def accept_invitation(client: AdminClient, credential: str) -> str | None:
-    """Accept the pending invitation, if there is one; return why it was not accepted. Raises GatewayUnreachable."""
+def has_open_invitation(credential: str) -> bool:
+    """Return whether this user is still to be asked about an invitation, which keys cannot accept."""
+    return pending_invitation() is not None and not credential.startswith(KEY_PREFIX)
+
+
+def ask_about_invitation(client: AdminClient) -> None:
+    """Ask whether to accept the pending invitation. It stays pending until it is accepted or declined."""
     code = pending_invitation()
-    if code is None:
-        return None
-    if credential.startswith(KEY_PREFIX):
-        return "An invitation is accepted by a sign-in with your identity provider, not with a key."
-    why = None
-    try:
-        client.change("POST", "/invitations/accept", {"invitation": code})
-    except GatewayUnreachable:
-        raise
-    except ApiError as exc:
-        why = str(exc)
+    assert code is not None, "asked only while there is an invitation"
+    _, middle, _ = st.columns([1, 1.4, 1])
+    with middle:
+        st.title("Invitation", anchor=False)
+        st.markdown("Accept it only if you expect it: this sign-in then becomes the invited user of that organization.")
+        yes, no = st.columns(2)
+        if yes.button("Accept the invitation", type="primary", width="stretch"):
+            try:
+                client.change("POST", "/invitations/accept", {"invitation": code})
+            except ApiError as exc:
+                st.error(f"The invitation was not accepted: {as_text(exc)}", icon=":material/error:")
+            else:
+                _close_invitation(code)
+                notify("The invitation is accepted.")
+                st.rerun()
+        if no.button("Decline", width="stretch"):
+            _close_invitation(code)
+            st.rerun()
+
+
+def _close_invitation(code: str) -> None:
     st.session_state[ANSWERED_INVITATION] = code
     st.query_params.pop(INVITATION, None)
-    notify("The invitation is accepted." if why is None else f"The invitation was not accepted: {why}")
-    return why
 
 
 def draw_tenants() -> None:
@@ -189,17 +202,16 @@ def draw_sign_in(settings: DashboardSettings, why: str | None = None) -> None:
 
 
 def _try(settings: DashboardSettings, entered: str) -> None:
-    why = None
+    known: dict[str, Any] = {}
     try:
-        client = client_of(settings, entered)
-        why = accept_invitation(client, entered)
-        found = client.get("/caller").data
+        if not has_open_invitation(entered):  # otherwise it may be no user yet
+            known[CALLER] = client_of(settings, entered).get("/caller").data
     except GatewayUnreachable as exc:
         st.error(f"{as_text(exc)}. Check that it is running.", icon=":material/cloud_off:")
     except ApiError as exc:
-        st.error(f"The gateway rejected the key: {as_text(why or exc)}", icon=":material/key_off:")
+        st.error(f"The gateway rejected the key: {as_text(exc)}", icon=":material/key_off:")
     else:
-        st.session_state[CREDENTIAL], st.session_state[CALLER] = entered, found
+        st.session_state.update({CREDENTIAL: entered, **known})
         st.session_state[SESSION_ID], st.session_state[PENDING_TICKET] = browser_sessions().start(entered)
         st.rerun()
 

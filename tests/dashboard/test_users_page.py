@@ -121,7 +121,8 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
         owner.see_in_table("ada@example.com")
 
         developer = open_browser()
-        developer.sign_in(token_of("ada", issuer), f"?invitation={code}")
+        open_link(developer, token_of("ada", issuer), code)
+        developer.press("Accept the invitation")
         developer.page.get_by_role("heading", name="My keys", exact=True).wait_for()
         for name in NOT_OF_DEVELOPERS:
             navigation = developer.page.get_by_test_id("stSidebarNav")
@@ -154,6 +155,32 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
 
 @pytest.mark.slow
 @needs_browser
+def test_an_invitation_stays_open_after_an_error_until_it_is_declined(
+    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+) -> None:
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        user = http.post("/users", json={"email": "eve@example.com", "role": "viewer"}).raise_for_status().json()
+        code = http.post(f"/users/{user['id']}/invitation").raise_for_status().json()["secret"]
+        browser = open_browser()
+        open_link(browser, token_of("mallory", issuer), code)
+        browser.press("Accept the invitation")
+        browser.see("The invitation was not accepted")  # the token has another address
+        browser.see("Accept it only if you expect it")
+        browser.press("Decline")
+        browser.see("The gateway rejected the sign-in")
+        assert http.get(f"/users/{user['id']}").json()["state"] == "invited"
+
+
+def open_link(browser: Browser, token: str, code: str) -> None:
+    """Open the link of an invitation, and sign in."""
+    browser.page.goto(f"{browser.address}/?invitation={code}")
+    browser.page.get_by_label("Administrator key").fill(token)
+    browser.press("Sign in")
+    browser.see("Accept it only if you expect it")
+
+
+@pytest.mark.slow
+@needs_browser
 def test_an_invitation_survives_the_way_to_the_identity_provider(
     serve: Any, issuer: str, open_browser: Callable[[], Browser]
 ) -> None:
@@ -168,6 +195,9 @@ def test_an_invitation_survives_the_way_to_the_identity_provider(
         browser.see("You are invited.")
         browser.page.get_by_label("Administrator key").fill(token_of("bob", issuer))
         browser.press("Sign in")
+        browser.see("Accept it only if you expect it")
+        assert http.get(f"/users/{user['id']}").json()["state"] == "invited"
+        browser.press("Accept the invitation")
         browser.see("Signed in as")
         assert http.get(f"/users/{user['id']}").json()["state"] == "active"
         browser.page.wait_for_function("!document.cookie.includes('moiety_invitation')")

@@ -1,9 +1,13 @@
-"""Fields, tables and dialogs of keys that several pages share. A key's text is shown once, to whoever made the key."""
+"""Fields, tables and dialogs of keys that several pages share.
+
+The text of a new key is shown once, to the user who made it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import streamlit as st
@@ -19,6 +23,16 @@ PLAYGROUND_KEY = "playground key"
 GRACES = {"none": 0, "1 hour": 3600, "1 day": 86_400, "7 days": 7 * 86_400}
 EXPIRIES = {"never": None, "1 day": 1, "7 days": 7, "30 days": 30, "90 days": 90, "1 year": 365}
 NANO = 1_000_000_000
+
+
+def nano_of(dollars: float) -> int:
+    """Return the nano-dollars of an entered number of dollars, exactly as it was written."""
+    return int((Decimal(str(dollars)) * NANO).to_integral_value())
+
+
+def dollars_of(nano: int) -> float:
+    """Return the number of dollars for a field; up to 15 digits are exact."""
+    return float(Decimal(nano) / NANO)
 
 
 def key_columns(*, with_user: bool) -> dict[str, Any]:
@@ -99,9 +113,13 @@ def ask_terms(
     }
     money = bounds.get("money_per_month")
     dollars = third.number_input(
-        "Dollars per month", 0.0, None if money is None else money / NANO, None, placeholder=_most(money, is_money=True)
+        "Dollars per month",
+        0.0,
+        None if money is None else dollars_of(money),
+        None,
+        placeholder=_most(money, is_money=True),
     )
-    limits["money_per_month"] = None if dollars is None else round(dollars * NANO)
+    limits["money_per_month"] = None if dollars is None else nano_of(dollars)
     days = allowed[expiry]
     body: dict[str, Any] = {"allowed_models": chosen or None}
     if days is not None and days != longest_days:  # without an expiry the gateway takes the longest
@@ -118,7 +136,7 @@ def _cap(place: Any, label: str, most: int | None) -> int | None:
 def _most(cap: int | None, *, is_money: bool) -> str:
     if cap is None:
         return "no quota"
-    return f"max {cap / NANO:g}" if is_money else f"max {short(cap)}"  # the field is narrow
+    return f"max {(Decimal(cap) / NANO).normalize():f}" if is_money else f"max {short(cap)}"  # the field is narrow
 
 
 def ask_change(client: AdminClient, keys: Sequence[Mapping[str, Any]], collection: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.frames.tenants import limits_text, users_frame
 from moiety_dashboard.page import Page
-from moiety_dashboard.views.key_forms import NANO
+from moiety_dashboard.views.key_forms import dollars_of, nano_of
 
 MADE = "made invitation"
 ALL_TENANTS = ""  # in place of a tenant's id
@@ -227,12 +227,11 @@ def _ask_caps(known: Mapping[str, int]) -> dict[str, int]:
     rate = first.number_input("Requests per minute", 0, None, known.get("requests_per_minute"), placeholder="no quota")
     tokens = second.number_input("Tokens per day", 0, None, known.get("tokens_per_day"), placeholder="no quota")
     money = known.get("money_per_month")
-    dollars = third.number_input(
-        "Dollars per month", 0.0, None, None if money is None else money / NANO, placeholder="no quota"
-    )
+    before = None if money is None else dollars_of(money)
+    dollars = third.number_input("Dollars per month", 0.0, None, before, placeholder="no quota")
     asked = {
         "requests_per_minute": rate,
         "tokens_per_day": tokens,
-        "money_per_month": None if dollars is None else round(dollars * NANO),
+        "money_per_month": money if dollars == before else None if dollars is None else nano_of(dollars),
     }
     return {kind: cap for kind, cap in {**known, **asked}.items() if cap is not None}
