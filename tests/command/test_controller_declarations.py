@@ -261,10 +261,11 @@ def test_each_object_has_a_declared_place_or_a_problem(objects: list[CustomObjec
     assert set(made.owners) == {one.place for one in made.declared}
 
 
+DAILY = st.fixed_dictionaries({"tokens_per_day": st.integers(0, 9)})
 LIMITS = st.lists(
     st.builds(
         CustomObject, st.just(LIMIT), st.sampled_from("abcd"), st.just(1),
-        specs(tenant=st.just("t"), limits=CAPS, project=st.sampled_from("pq"), key=st.sampled_from(["one", "two"])),
+        specs(tenant=st.just("t"), limits=DAILY | DAILY | CAPS, project=st.just("p"), key=st.just("one") | st.just("two")),
         st.just(()), st.integers(0, 2).map(lambda age: EPOCH + timedelta(seconds=age)),
     ),
     min_size=2, max_size=4, unique_by=lambda one: one.ref,
