@@ -265,7 +265,8 @@ DAILY = st.fixed_dictionaries({"tokens_per_day": st.integers(0, 9)})
 LIMITS = st.lists(
     st.builds(
         CustomObject, st.just(LIMIT), st.sampled_from("abcd"), st.just(1),
-        specs(tenant=st.just("t"), limits=DAILY | DAILY | CAPS, project=st.just("p"), key=st.just("one") | st.just("two")),
+        specs(tenant=st.just("t"), limits=DAILY | DAILY | CAPS,
+              project=st.just("p"), key=st.just("one") | st.just("two")),
         st.just(()), st.integers(0, 2).map(lambda age: EPOCH + timedelta(seconds=age)),
     ),
     min_size=2, max_size=4, unique_by=lambda one: one.ref,
