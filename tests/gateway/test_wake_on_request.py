@@ -324,6 +324,26 @@ async def test_a_model_that_an_autoscaler_starts_shows_its_waiting_requests(
         assert waker.waiting() == {"tiny": 0}
 
 
+async def test_requests_that_do_not_wait_are_demands_that_an_autoscaler_reads(
+    start_gateway: StartGateway, new_card: NewCard
+) -> None:
+    small = FakeEngineClient(new_card("s", "small"))
+    async with start_gateway([small], **ON, wake_timeout_s=0.2, scaled_models="large,tiny") as gateway:
+        route = {"name": "best", "targets": [{"model": "large", "weight": 1}], "fallbacks": ["small"]}
+        await gateway.admin("PUT", "/routes", route)
+        assert (await chat(gateway, model="best"))[2]["model"] == "small"
+        assert (await chat(gateway))[0] == 503
+        shown = (await gateway.request("GET", "/metrics"))[2].decode()
+        assert 'moiety_wake_demands{model="large"} 1.0' in shown
+        assert 'moiety_wake_demands{model="tiny"} 1.0' in shown, "it was rejected, and clients try again"
+        assert 'moiety_wake_demands{model="small"} 0.0' in shown
+        await gateway.rows.wait_for(2)
+        shown = (await gateway.request("GET", "/metrics"))[2].decode()
+        requests = [line for line in shown.splitlines() if line.startswith("moiety_requests_total")]
+        assert any('model="tiny"' in line and 'status="503"' in line for line in requests), requests
+        assert not any('model="unknown"' in line for line in requests)
+
+
 def test_settings_that_cannot_work_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     refused: Sequence[tuple[dict[str, Any], str]] = (

@@ -275,9 +275,9 @@ class RequestPipeline:
         try:
             card = card_of(states, base, allowed, has_images=has_images)
         except PlatformError:
-            if base in cards_of(states):  # there is such a model, but not for this request
-                record.served_model, record.base_model = model, base
             asleep = None if services.waker is None else services.waker.find_refusal(base, allowed)
+            if asleep is not None or base in cards_of(states):  # there is such a model, but not for this request
+                record.served_model, record.base_model = model, base
             if asleep is not None:
                 raise asleep from None
             raise

@@ -21,7 +21,13 @@ class WakeCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
             "moiety_wake_waiting_requests",
-            "Requests that wait until an engine of their model is awake. An autoscaler starts engines by it.",
+            "Requests that wait until an engine of their model is awake.",
+            labels=_MODEL,
+        )
+        demands = GaugeMetricFamily(
+            "moiety_wake_demands",
+            "Waiting requests, or 1 for 30 s after a request that does not wait: a batch line, a request of a route "
+            "with a fallback, or a rejected request. An autoscaler starts engines by it.",
             labels=_MODEL,
         )
         wakes = CounterMetricFamily(
@@ -39,6 +45,8 @@ class WakeCollector(Collector):
         )
         for model, count in self._waker.waiting().items():
             waiting.add_metric((model,), count)
+        for model, count in self._waker.demands().items():
+            demands.add_metric((model,), count)
         for model, count in self._waker.num_wakes.items():
             wakes.add_metric((model,), count)
         for model, count in self._waker.num_rejected.items():
@@ -46,4 +54,4 @@ class WakeCollector(Collector):
         for kind, times in self._waker.measured().items():
             for model, time_s in times.items():
                 seconds.add_metric((model, kind.value), time_s)
-        yield from (waiting, wakes, rejected, seconds)
+        yield from (waiting, demands, wakes, rejected, seconds)

@@ -221,6 +221,16 @@ class EngineWaker:
         models = {one.model for one in self._engines} | self.settings.stopped_models | self._demands.keys()
         return {model: self._num_waiting(model) for model in sorted(models)} if self.settings.wake_on_request else {}
 
+    def demands(self) -> dict[str, int]:
+        """Return this process's demand for each model: its waiting requests, and 1 if others have asked for it lately.
+
+        Others are batch lines, requests of routes with a fallback, and rejected requests: they do not wait.
+        """
+        found = self.waiting()
+        if found:
+            found |= {one.model: max(1, one.num_waiting) for one in self._own_demands()}
+        return found
+
     def measured(self) -> dict[WakeKind, dict[str, float]]:
         """Return the measured times in seconds, by kind and model."""
         return self._times
