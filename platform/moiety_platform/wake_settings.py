@@ -46,7 +46,7 @@ class WakeSettings(ProcessSettings):
     device_group_awake: int = live(
         1, "Largest number of engines with the same --device-group that are awake at the same time.", ge=1
     )
-    device_group_residency_s: float = live(
+    device_group_min_awake_s: float = live(
         10.0,
         "Shortest time that a woken engine of a device group serves before it is put into sleep mode for another "
         "engine, in seconds. An engine without requests gives way earlier.",

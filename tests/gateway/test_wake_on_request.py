@@ -166,7 +166,7 @@ async def test_reload_changes_when_engines_sleep_and_which_are_started(
 
         put_to_sleep(*engines)
         assert (await chat(gateway, model="a"))[0] == 503
-        await change(**ON, device_group_awake=2, device_group_residency_s=60.0)
+        await change(**ON, device_group_awake=2, device_group_min_awake_s=60.0)
         assert [(await chat(gateway, model=name))[0] for name in "ab"] == [200, 200]
         assert [is_asleep(engine) for engine in engines] == [False, False, True]
         await change(wake_timeout_s=0.2)
@@ -214,7 +214,7 @@ async def test_models_of_a_device_group_take_turns_and_are_never_awake_together(
     engines = [FakeEngineClient(replace(new_card(name, name), device_group="gpu0")) for name in ("a", "b", "c")]
     for engine in engines:
         engine.wake_s = 0.05
-    terms = {"device_group_residency_s": 0.3}
+    terms = {"device_group_min_awake_s": 0.3}
     async with start_gateway(engines, **ON, **terms) as gateway:
         put_to_sleep(*engines)
         most_awake, done = 0, asyncio.Event()
@@ -374,7 +374,7 @@ async def test_gateways_that_share_a_database_wake_an_engine_once_and_never_fill
     async with start_gateway(engines) as gateway, AsyncExitStack() as stack:
         put_to_sleep(*engines)
         url = str(gateway.database.engine.url)
-        settings = WakeSettings(**ON, device_group_residency_s=0.2)
+        settings = WakeSettings(**ON, device_group_min_awake_s=0.2)
         wakers = [await _waker(stack, url, f"gateway-{number}", gateway.replicas, settings) for number in range(3)]
         await asyncio.gather(*(waker.wait_awake("a", 5.0) for waker in wakers for _ in range(5)))
         assert [engine.num_wakes for engine in engines] == [1, 0]

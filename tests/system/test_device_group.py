@@ -49,7 +49,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     moiety = [sys.executable, "-m", "moiety_platform.cli"]
     settings = {
         "wake_on_request": True,
-        "device_group_residency_s": 0.5,
+        "device_group_min_awake_s": 0.5,
         "engines": [f"ipc://{tmp_path}/{model}" for model in MODELS],
     }
     (tmp_path / "moiety.json").write_text(json.dumps({"gateway": settings}))

@@ -24,10 +24,11 @@ TTL_MS = 60_000
 
 async def test_demands_of_all_gateways_are_summed_with_the_earliest_slo_and_replaced(database: Database) -> None:
     async with database.write() as session:
-        await put_demands(session, "one", [ModelDemand("a", 2, 5.0), ModelDemand("b", 1, 9.0)], TTL_MS)
-        await put_demands(session, "two", [ModelDemand("a", 3, -1.0)], TTL_MS)
+        await put_demands(session, "one", [ModelDemand("a", 2, 5.0, 7.0), ModelDemand("b", 1, 9.0)], TTL_MS)
+        await put_demands(session, "two", [ModelDemand("a", 3, -1.0, 3.0)], TTL_MS)
         first, second = await read_demands(session)
     assert (first.model, first.num_waiting, second.model, second.num_waiting) == ("a", 5, "b", 1)
+    assert 7 <= first.waited_s < 9 and 0 <= second.waited_s < 2, "since the first gateway needs it"
     assert -2 < first.slack_s <= -1 and 8 < second.slack_s <= 9
     async with database.write() as session:
         await put_demands(session, "one", [ModelDemand("a", 7, 5.0)], TTL_MS)

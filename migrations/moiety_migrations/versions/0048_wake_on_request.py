@@ -18,6 +18,7 @@ def upgrade() -> None:
         text_key("owner", 64),
         required_count("num_waiting"),
         required_ms("slo_ms"),
+        required_ms("since_ms"),
         required_ms("expires_ms"),
     )
     op.create_table(

@@ -20,7 +20,8 @@ class WakeDemand(DeploymentTable, Base):
     model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH), primary_key=True)
     owner: Mapped[str] = mapped_column(String(OWNER_LENGTH), primary_key=True)
     num_waiting: Mapped[int] = mapped_column(Integer)
-    slo_ms: Mapped[int] = mapped_column(BigInteger)  # when the first of them misses its SLO
+    slo_ms: Mapped[int] = mapped_column(BigInteger)  # when the first request misses its SLO
+    since_ms: Mapped[int] = mapped_column(BigInteger)  # since when the model is needed and has no awake engine
     expires_ms: Mapped[int] = mapped_column(BigInteger)
 
 

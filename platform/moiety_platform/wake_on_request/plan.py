@@ -2,12 +2,14 @@
 
 Engines of a device group share the memory of a device, so that only some of them are awake at the same time. When a
 model is needed whose engines are asleep and its group is full, another engine gives way: one without requests first,
-the one that is idle longest; then the one that has been awake longest, and only after its residency, so that two busy
-models take turns instead of displacing each other after each request.
+the one that is idle longest; then the one that has been awake longest, and only after its minimum awake time, so that
+two busy models take turns instead of displacing each other after each request. A demand that has waited longer than
+one turn of all models of its group is served before the urgent ones, so that no model starves.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +18,7 @@ import msgspec
 from moiety_wire.engine_load import SleepState
 from moiety_wire.roles import EngineRole
 
-IDLE_RESIDENCY_S = 1.0  # of a woken engine without requests, so that those that woke it can reach it
+MIN_IDLE_AWAKE_S = 1.0  # of a woken engine without requests, so that the requests that woke it can reach it
 
 
 class SleepView(msgspec.Struct, frozen=True):
@@ -37,18 +39,23 @@ class SleepView(msgspec.Struct, frozen=True):
 
 
 class ModelDemand(msgspec.Struct, frozen=True):
-    """Requests that wait for an engine of a model. `slack_s` is the time until the first one misses its SLO."""
+    """Requests that wait for an engine of a model.
+
+    `slack_s` is the time until the first one misses its SLO, and `waited_s` the time since the model is needed and has
+    no awake engine.
+    """
 
     model: str
     num_waiting: int
     slack_s: float
+    waited_s: float = 0.0
 
 
 class WakeTerms(msgspec.Struct, frozen=True):
     """Limits of the plan, and the measured times of waking an engine by model."""
 
     max_awake: int = 1  # engines of a device group
-    residency_s: float = 0.0
+    min_awake_s: float = 0.0  # of a busy engine of a device group
     sleep_after_s: float = 0.0  # 0: idle engines stay awake
     wake_s: Mapping[str, float] = {}
 
@@ -63,15 +70,14 @@ class WakePlan(msgspec.Struct, frozen=True):
 def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms) -> WakePlan:
     """Return the engines to wake and to put to sleep now.
 
-    Demands come in the order of their slack after the model's wake time, then by the number of waiting requests. A
-    demand whose model has an engine that is awake or waking changes nothing.
+    Demands come in the order of `in_order`. A demand whose model has an engine that is awake or waking changes nothing.
     """
     wake: list[str] = []
     sleep: list[str] = []
     used = Counter(one.group for one in engines if one.group and one.sleep is not SleepState.ASLEEP)
     freed = Counter(one.group for one in engines if one.group and one.sleep is SleepState.FALLING_ASLEEP)
     wanted = {demand.model for demand in demands}
-    for demand in in_order(demands, terms):
+    for demand in in_order(engines, demands, terms):
         for role in sorted({one.role for one in engines if one.model == demand.model}):
             ours = [one for one in engines if one.model == demand.model and one.role == role]
             if any(one.sleep in (SleepState.AWAKE, SleepState.WAKING) and one.address not in sleep for one in ours):
@@ -96,13 +102,27 @@ def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], ter
     return WakePlan(tuple(wake), tuple(sleep))
 
 
-def in_order(demands: Sequence[ModelDemand], terms: WakeTerms) -> list[ModelDemand]:
-    """Return the demands, the most urgent one first."""
+def in_order(engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms) -> list[ModelDemand]:
+    """Return the demands in the order in which they are served.
 
-    def urgency(demand: ModelDemand) -> tuple[float, int, str]:
-        return demand.slack_s - terms.wake_s.get(demand.model, 0.0), -demand.num_waiting, demand.model
+    Demands that have waited longer than a turn of their device group come first, the longest wait before the others.
+    Then come those with the least slack after the model's wake time, then those with the most waiting requests.
+    """
+    turns_s = {demand.model: _turn_s(demand.model, engines, terms) for demand in demands}
+
+    def urgency(demand: ModelDemand) -> tuple[float, float, int, str]:
+        waited_s = demand.waited_s if demand.waited_s > turns_s[demand.model] else 0.0
+        slack_s = demand.slack_s - terms.wake_s.get(demand.model, 0.0)
+        return -waited_s, slack_s, -demand.num_waiting, demand.model
 
     return sorted(demands, key=urgency)
+
+
+def _turn_s(model: str, engines: Sequence[SleepView], terms: WakeTerms) -> float:
+    """Return the minimum awake time of all models that share a group with the model; infinite without a group."""
+    groups = {one.group for one in engines if one.model == model and one.group}
+    sharing = {one.model for one in engines if one.group in groups}
+    return terms.min_awake_s * len(sharing) if sharing else math.inf
 
 
 def expected_wait_s(
@@ -110,8 +130,8 @@ def expected_wait_s(
 ) -> float:
     """Return the predicted time until an engine of the model is awake, in seconds; a time never measured counts as 0.
 
-    In a full device group this is the wake time after the remaining residency of the engine that gives way, and after
-    the turns of the models that are ahead.
+    In a full device group this is the wake time after the rest of the minimum awake time of the engine that gives way,
+    and after the turns of the models that are ahead.
     """
     ours = [one for one in engines if one.model == model]
     wake_s = terms.wake_s.get(model, 0.0)
@@ -125,18 +145,18 @@ def expected_wait_s(
     rests = [_rest_s(one, terms) for found in members.values() for one in found if one.sleep is not SleepState.ASLEEP]
     sharing = {one.model for found in members.values() for one in found}
     turns_s = 0.0
-    for demand in in_order(demands, terms):
+    for demand in in_order(engines, demands, terms):
         if demand.model == model:
             break
         if demand.model in sharing:
-            turns_s += terms.residency_s + terms.wake_s.get(demand.model, 0.0)
+            turns_s += terms.min_awake_s + terms.wake_s.get(demand.model, 0.0)
     return min(rests) + turns_s / terms.max_awake + wake_s
 
 
 def _rest_s(engine: SleepView, terms: WakeTerms) -> float:
-    """Return how long an engine still resides before it may give way."""
-    residency_s = terms.residency_s if engine.is_busy else min(IDLE_RESIDENCY_S, terms.residency_s)
-    return max(0.0, residency_s - engine.awake_s)
+    """Return how long an engine still stays awake before it may give way."""
+    min_awake_s = terms.min_awake_s if engine.is_busy else min(MIN_IDLE_AWAKE_S, terms.min_awake_s)
+    return max(0.0, min_awake_s - engine.awake_s)
 
 
 def _victim(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str], terms: WakeTerms) -> SleepView | None:
@@ -148,7 +168,7 @@ def _victim(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str]
         and one.can_sleep
         and one.address not in sleep
         and not _rest_s(one, terms)
-        and not (one.model in wanted and one.awake_s < terms.residency_s)
+        and not (one.model in wanted and one.awake_s < terms.min_awake_s)
     ]
     return min(able, key=lambda one: (one.is_busy, -one.idle_s, -one.awake_s, one.address), default=None)
 

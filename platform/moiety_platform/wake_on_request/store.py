@@ -32,6 +32,7 @@ async def put_demands(session: AsyncSession, owner: str, demands: Sequence[Model
         fields = {
             "num_waiting": demand.num_waiting,
             "slo_ms": now_ms() + round(demand.slack_s * 1000),
+            "since_ms": now_ms() - round(demand.waited_s * 1000),
             "expires_ms": now_ms() + ttl_ms,
         }
         insert = insert_into(session, WakeDemand).values(model=demand.model, owner=owner, **fields)
@@ -42,11 +43,19 @@ async def read_demands(session: AsyncSession) -> list[ModelDemand]:
     """Return the waiting requests of all gateways by model, and remove those of gateways that are gone."""
     await session.execute(delete(WakeDemand).where(WakeDemand.expires_ms <= now_ms()))
     rows = await session.execute(
-        select(WakeDemand.model, func.sum(WakeDemand.num_waiting), func.min(WakeDemand.slo_ms) - now_ms())
+        select(
+            WakeDemand.model,
+            func.sum(WakeDemand.num_waiting),
+            func.min(WakeDemand.slo_ms) - now_ms(),
+            now_ms() - func.min(WakeDemand.since_ms),
+        )
         .group_by(WakeDemand.model)
         .order_by(WakeDemand.model)
     )
-    return [ModelDemand(model, int(num_waiting), int(slack_ms) / 1000) for model, num_waiting, slack_ms in rows]
+    return [
+        ModelDemand(model, int(num_waiting), int(slack_ms) / 1000, max(0, int(waited_ms)) / 1000)
+        for model, num_waiting, slack_ms, waited_ms in rows
+    ]
 
 
 async def claim_lease(session: AsyncSession, owner: str, lease_ms: int) -> bool:

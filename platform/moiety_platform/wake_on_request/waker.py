@@ -69,8 +69,9 @@ class PoolScaler(Protocol):
 class _Demand(msgspec.Struct):
     """Requests of this process for one model. Times are of the monotonic clock."""
 
+    since_s: float  # since when the model is needed and has no awake engine
     num_waiting: int = 0
-    slo_s: float = math.inf  # when the first of them misses its SLO
+    slo_s: float = math.inf  # when the first request misses its SLO
     noted_until_s: float = 0.0  # until when a request that does not wait counts
 
 
@@ -160,7 +161,7 @@ class EngineWaker:
         """
         if (allowed is not None and model not in allowed) or not self.is_asleep(model):
             return None
-        demand = self._demands.setdefault(model, _Demand())
+        demand = self._demand_of(model)
         demand.noted_until_s = self._clock.monotonic() + NOTE_S
         self._wake_round()
         retry_after_s = max(1, math.ceil(self.expected_s(model)))
@@ -183,7 +184,7 @@ class EngineWaker:
                 retry_after_s=math.ceil(expected_s),
             )
         now_s = self._clock.monotonic()
-        demand = self._demands.setdefault(model, _Demand())
+        demand = self._demand_of(model)
         demand.num_waiting += 1
         demand.slo_s = min(demand.slo_s, now_s + slo_s)
         self._wake_round()
@@ -344,12 +345,23 @@ class EngineWaker:
         """Return this process's demands, without those that are met."""
         now_s, found = self._clock.monotonic(), []
         for model, demand in list(self._demands.items()):
-            if not demand.num_waiting and (demand.noted_until_s <= now_s or not self.is_asleep(model)):
+            is_asleep = self.is_asleep(model)
+            if not demand.num_waiting and (demand.noted_until_s <= now_s or not is_asleep):
                 del self._demands[model]
                 continue
+            if not is_asleep:
+                demand.since_s = now_s  # its turn has come, and the next wait begins with its end
             slack_s = demand.slo_s - now_s if demand.num_waiting else self.settings.wake_timeout_s
-            found.append(ModelDemand(model, demand.num_waiting, min(slack_s, 86_400.0)))
+            waited_s = now_s - demand.since_s
+            found.append(ModelDemand(model, demand.num_waiting, min(slack_s, 86_400.0), waited_s))
         return found
+
+    def _demand_of(self, model: str) -> _Demand:
+        """Return this process's demand for a model, which begins now if there was none."""
+        demand = self._demands.get(model)
+        if demand is None:
+            demand = self._demands[model] = _Demand(self._clock.monotonic())
+        return demand
 
     def _num_waiting(self, model: str) -> int:
         demand = self._demands.get(model)
@@ -370,7 +382,7 @@ class EngineWaker:
         settings = self.settings
         return WakeTerms(
             settings.device_group_awake,
-            settings.device_group_residency_s,
+            settings.device_group_min_awake_s,
             settings.sleep_after_s,
             self._times[WakeKind.WAKE],
         )
