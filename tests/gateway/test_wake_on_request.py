@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import structlog
 from msgspec.structs import replace
 from pydantic import ValidationError
 
@@ -248,11 +249,15 @@ class Pools:
         self.changes: list[tuple[str, int]] = []
         self.engines: dict[str, FakeEngineClient] = {}
         self.gateway: RunningGateway | None = None
-        self.is_down = False
+        self.is_down = self.hangs = False
 
     async def replicas(self, name: str) -> int:
         if self.is_down:
             raise Unavailable("Kubernetes' API cannot be reached", retry_after_s=1)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if name not in self.engines:
+            raise Unavailable(f"Kubernetes has no StatefulSet {name}", retry_after_s=1)
         return self.wanted.get(name, 0)
 
     async def close(self) -> None:
@@ -306,6 +311,39 @@ async def test_a_kubernetes_api_that_is_away_delays_the_start(start_gateway: Sta
         assert not asked.done() and not pools.changes
         pools.is_down = False
         assert (await asked)[0] == 200
+
+
+async def test_a_statefulset_that_cannot_be_scaled_delays_no_other(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
+    async with with_pools(start_gateway, FakeEngineClient(card), scaled_models="a=gone,tiny=pool") as (gateway, pools):
+        with structlog.testing.capture_logs() as logs:
+            lost = asyncio.create_task(chat(gateway, model="a"))
+            await until(lambda: any(line["event"] == "engine_pool_not_scaled" for line in logs))
+            assert (await chat(gateway))[0] == 200
+            assert pools.changes == [("pool", 1)]
+        (first, *_) = (line for line in logs if line["event"] == "engine_pool_not_scaled")
+        assert (first["statefulset"], first["model"]) == ("gone", "a")
+        assert "no StatefulSet gone" in first["reason"] and first["retry_after_s"] > 0
+        assert not any(line["event"] == "store_unreachable" for line in logs), "the database is there"
+        lost.cancel()
+
+
+async def test_a_kubernetes_api_that_hangs_does_not_keep_engines_asleep(
+    start_gateway: StartGateway, card: ModelCard, until: Until
+) -> None:
+    async with with_pools(start_gateway, FakeEngineClient(card), scaled_models="tiny=pool,b=other") as (gateway, pools):
+        assert (await chat(gateway))[0] == 200
+        engine = pools.engines["pool"]
+        pools.hangs = True
+        lost = asyncio.create_task(chat(gateway, model="b"))
+        waker = gateway.assembled.services.waker
+        assert waker is not None
+        await until(lambda: waker.waiting().get("b"))
+        put_to_sleep(engine)
+        async with asyncio.timeout(20):
+            assert (await chat(gateway))[0] == 200
+        lost.cancel()
 
 
 async def test_a_model_that_an_autoscaler_starts_shows_its_waiting_requests(

@@ -154,7 +154,7 @@ async def test_gateways_scale_a_statefulset_and_say_what_forbids_it(api: FakeSec
     assert await scaler.replicas("rel-engine") == 1
     await scaler.scale("rel-engine", 0)
     assert (api.scales["rel-engine"], await scaler.replicas("rel-engine")) == (0, 0)
-    with pytest.raises(Unavailable, match=r"read the scale of none: 404"):
+    with pytest.raises(Unavailable, match=r"has no StatefulSet none \(404\): correct its name in the setting scaled_m"):
         await scaler.replicas("none")
     api.refuses.add("patch scale")
     with pytest.raises(Unavailable, match="the role that the chart creates"):
@@ -164,3 +164,12 @@ async def test_gateways_scale_a_statefulset_and_say_what_forbids_it(api: FakeSec
         await nobody.replicas("rel-engine")
     await scaler.close()
     await nobody.close()
+
+
+async def test_a_token_that_cannot_be_read_is_reported_with_its_folder(api: FakeSecretsApi) -> None:
+    identity = PodIdentity.of(api.environment, api.folder)
+    for token_file in (api.folder / "gone", api.folder):  # missing, and not readable as a file
+        scaler = StatefulSetScaler(identity.url, identity.namespace, token_file, identity.ca)
+        with pytest.raises(Unavailable, match="token of the service account cannot be read"):
+            await scaler.replicas("rel-engine")
+        await scaler.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from moiety_platform.cluster.errors import NotInACluster
 from moiety_platform.cluster.pod_identity import PodIdentity
 from moiety_platform.live_settings import CannotApplySetting
-from moiety_platform.wake_on_request.waker import PoolScaler
+from moiety_platform.wake_on_request.engine_pools import PoolScaler
 
 OpenScaler = Callable[[], PoolScaler]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ from moiety_platform.live_settings import LiveSettings, PreparedChange
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.wake_on_request.activity import ActivityLog
+from moiety_platform.wake_on_request.engine_pools import EnginePools, PoolScaler
 from moiety_platform.wake_on_request.plan import ModelDemand, SleepView, WakeTerms, expected_wait_s, plan_sleep
 from moiety_platform.wake_on_request.store import (
     WakeKind,
@@ -50,22 +51,6 @@ S = TypeVar("S", bound=WakeSettings)
 log = structlog.get_logger(__name__)
 
 
-class PoolScaler(Protocol):
-    """Replicas of StatefulSets. The methods raise Unavailable when they cannot be asked."""
-
-    async def replicas(self, name: str) -> int:
-        """Return the wanted number of replicas."""
-        ...
-
-    async def scale(self, name: str, replicas: int) -> None:
-        """Set the wanted number of replicas."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection."""
-        ...
-
-
 class _Demand(msgspec.Struct):
     """Requests of this process for one model. Times are of the monotonic clock."""
 
@@ -89,8 +74,7 @@ class EngineWaker:
     ) -> None:
         """Create the waker. `open_scaler` is called if settings name StatefulSets; it raises CannotApplySetting."""
         self._owner, self._database, self._replicas, self._clock = owner, database, replicas, clock
-        self._open_scaler = open_scaler
-        self._scaler: PoolScaler | None = open_scaler() if settings.scaled_statefulsets else None
+        self._pools = EnginePools(settings, open_scaler, clock, self._count_wake)
         self.settings = settings
         replicas.stopped_models = settings.stopped_models
         self._demands: dict[str, _Demand] = {}
@@ -99,8 +83,6 @@ class EngineWaker:
         self._engines: list[SleepView] = []
         self._times: dict[WakeKind, dict[str, float]] = {kind: {} for kind in WakeKind}
         self._measured: list[tuple[str, WakeKind, float]] = []  # times that are not in the database yet
-        self._started: dict[str, float] = {}  # when a StatefulSet was scaled up for a model
-        self._served_s: dict[str, float] = {}  # when a model of a StatefulSet last had a request
         self._holds_lease = self._has_written = self._is_new = False
         self._decided_s = -math.inf
         self._decided_for: list[tuple[str, SleepState]] = []  # states of the engines at the last decision
@@ -111,13 +93,12 @@ class EngineWaker:
 
     async def start(self) -> None:
         self._rounds.start()
+        await self._pools.start()
 
     async def stop(self) -> None:
         """Stop, and give the lease back. Idempotent."""
         await self._rounds.stop()
-        if self._scaler is not None:
-            await self._scaler.close()
-            self._scaler = None
+        await self._pools.stop()
         if self._holds_lease or self._has_written:
             self._holds_lease = self._has_written = False
             try:
@@ -131,12 +112,11 @@ class EngineWaker:
         live.follow_with(WAKE_SETTINGS, self._prepare)
 
     async def _prepare(self, settings: S) -> PreparedChange:
-        scaler = self._scaler
-        if settings.scaled_statefulsets and scaler is None:
-            scaler = self._open_scaler()
+        commit_pools = self._pools.prepare(settings)
 
         def commit() -> None:
-            self.settings, self._scaler = settings, scaler
+            self.settings = settings
+            commit_pools()
             self._replicas.stopped_models = settings.stopped_models
             self._rounds.wake()
 
@@ -245,7 +225,8 @@ class EngineWaker:
             self._rounds.every_s = POLL_S
             return
         self._engines = self._activity.observe(self._replicas.states(), now_s)
-        self._note_started(now_s)
+        for model, seconds in self._pools.note_ready(self._can_take, now_s):
+            self._measured.append((model, WakeKind.START, seconds))
         self._changed.set()
         self._changed = asyncio.Event()
         own = self._own_demands()
@@ -272,6 +253,7 @@ class EngineWaker:
         is_new_holder = holds_lease and bool(demands) and not self._holds_lease
         self._has_written, self._holds_lease, self._all_demands = bool(own), holds_lease and bool(demands), demands
         if not holds_lease:
+            self._pools.request_scale((), ())
             return
         if is_new_holder and any(one.group for one in self._engines):
             self._is_new = True  # the commands of the last holder may not be in this process's loads yet
@@ -281,8 +263,9 @@ class EngineWaker:
             self._command(address, now_s, asleep=False)
         for address in plan.sleep:
             self._command(address, now_s, asleep=True)
-        if self._scaler is not None:
-            await self._scale(self._scaler, demands, now_s)
+        wanted = {demand.model for demand in demands}
+        idle = set(self._pools.idle_models(self._engines, now_s)) - wanted
+        self._pools.request_scale({model for model in wanted if not self._states(model)}, idle)
 
     def _command(self, address: str, now_s: float, *, asleep: bool) -> None:
         client = self._replicas.find(address)
@@ -296,50 +279,18 @@ class EngineWaker:
             return  # it was lost meanwhile
         self._activity.sent(address, now_s, asleep=asleep)
         if not asleep:
-            self.num_wakes[card.model] = self.num_wakes.get(card.model, 0) + 1
+            self._count_wake(card.model)
         log.info("engine_put_to_sleep" if asleep else "engine_woken", engine=address, model=card.model)
-
-    async def _scale(self, scaler: PoolScaler, demands: list[ModelDemand], now_s: float) -> None:
-        wanted = {demand.model for demand in demands}
-        for model, name in self.settings.scaled_statefulsets.items():
-            if model in wanted and not self._states(model) and model not in self._started:
-                if await scaler.replicas(name) == 0:
-                    await scaler.scale(name, 1)
-                    self.num_wakes[model] = self.num_wakes.get(model, 0) + 1
-                    log.info("engine_pool_started", statefulset=name, model=model)
-                self._started[model] = now_s
-            elif model not in wanted and self._is_to_stop(model, now_s):
-                if await scaler.replicas(name) > 0:
-                    await scaler.scale(name, 0)
-                    log.info("engine_pool_stopped", statefulset=name, model=model)
-                self._served_s[model] = now_s
-
-    def _is_to_stop(self, model: str, now_s: float) -> bool:
-        after_s = self.settings.stop_after_s
-        ours = [one for one in self._engines if one.model == model]
-        return (
-            bool(after_s and ours)
-            and all(one.idle_s >= after_s for one in ours)
-            and (now_s - self._served_s.get(model, -math.inf) >= after_s)
-        )
 
     def _may_act(self, now_s: float) -> bool:
         """Return whether idle engines are to sleep or to be stopped, as far as this process knows."""
         plan = plan_sleep(self._engines, self._all_demands, self._terms())
-        return bool(plan.sleep) or any(self._is_to_stop(model, now_s) for model in self.settings.scaled_statefulsets)
+        return bool(plan.sleep) or bool(self._pools.idle_models(self._engines, now_s))
 
     # ── observations ──
 
     def _note_awake(self, model: str, seconds: float) -> None:
         self._measured.append((model, WakeKind.WAKE, seconds))
-
-    def _note_started(self, now_s: float) -> None:
-        for model, begun_s in list(self._started.items()):
-            if any(state.can_take for state in self._states(model)):
-                del self._started[model]
-                self._measured.append((model, WakeKind.START, now_s - begun_s))
-            elif now_s - begun_s > self.settings.wake_timeout_s:
-                del self._started[model]  # it is looked at again
 
     def _own_demands(self) -> list[ModelDemand]:
         """Return this process's demands, without those that are met."""
@@ -372,6 +323,10 @@ class EngineWaker:
         states = self._replicas.states()
         return [one for one in states if one.healthy and not one.draining and one.card and one.card.model == model]
 
+    def _can_take(self, model: str) -> bool:
+        """Return whether any engine of the model takes requests."""
+        return any(state.can_take for state in self._states(model))
+
     def _is_ready(self, model: str) -> bool:
         """Return whether an engine of each role takes requests."""
         states = self._states(model)
@@ -386,6 +341,9 @@ class EngineWaker:
             settings.sleep_after_s,
             self._times[WakeKind.WAKE],
         )
+
+    def _count_wake(self, model: str) -> None:
+        self.num_wakes[model] = self.num_wakes.get(model, 0) + 1
 
     def _count_rejected(self, model: str) -> None:
         self.num_rejected[model] = self.num_rejected.get(model, 0) + 1
