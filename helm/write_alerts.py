@@ -104,7 +104,7 @@ ENGINES = (
     Alert(
         "MoietyNoEngine", PAGE,
         "moiety_store_ready unless on (instance) (moiety_engine_up == 1) "
-        "unless on (instance) (moiety_wake_waiting_requests >= 0)",
+        "unless on (instance) (moiety_wake_ready == 1)",
         "1m",
         "Gateway {{ $labels.instance }} has no engine",
         "No engine accepts requests from this gateway. The gateway answers all requests with 503.",

@@ -24,7 +24,7 @@ RARE = {
     "moiety_failovers_total", "moiety_route_requests_total", "moiety_route_fallbacks_total",
     "moiety_shadow_requests_total", "moiety_guardrail_checks_total", "moiety_quote_ttft_ratio",
     "moiety_quote_duration_ratio", "moiety_quote_guarantees_total", "moiety_credit_nanodollars_total",
-    "moiety_wake_waiting_requests", "moiety_wake_demands", "moiety_wakes_total",
+    "moiety_wake_ready", "moiety_wake_waiting_requests", "moiety_wake_demands", "moiety_wakes_total",
     "moiety_wake_rejected_requests_total", "moiety_wake_seconds",
     "moiety_serve_restarts_total", "moiety_serve_lost_output_bytes_total",
     "moiety_speculative_prefill_total", "moiety_spans_dropped_total",

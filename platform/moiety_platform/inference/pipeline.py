@@ -46,7 +46,7 @@ from moiety_platform.inference.generation import (
 )
 from moiety_platform.inference.guarded_run import guarded_runs
 from moiety_platform.inference.idempotency import claim_key
-from moiety_platform.inference.least_reservation import reserve_least
+from moiety_platform.inference.least_reservation import check_least, reserve_least
 from moiety_platform.inference.matched_request import MatchedRequest
 from moiety_platform.inference.model_routing import RouteAttempt, RoutedRequest, start_routed
 from moiety_platform.inference.option_scores import billed_prompt_tokens
@@ -275,11 +275,13 @@ class RequestPipeline:
         try:
             card = card_of(states, base, allowed, has_images=has_images)
         except PlatformError:
-            asleep = None if services.waker is None else services.waker.find_refusal(base, allowed)
-            if asleep is not None or base in cards_of(states):  # there is such a model, but not for this request
+            waker = services.waker
+            is_asleep = waker is not None and waker.can_wake(base, allowed)
+            if is_asleep or base in cards_of(states):  # there is such a model, but not for this request
                 record.served_model, record.base_model = model, base
-            if asleep is not None:
-                raise asleep from None
+            if waker is not None and is_asleep:
+                await check_least(record, await services.classes.current(), self._tariffs, prices, base)
+                raise waker.note_request(base) from None
             raise
         record.served_model, record.base_model = model, base
         if adapter is not None:

@@ -132,6 +132,19 @@ class QuotaReservation:
         """
         await self.begin(num_prompt_tokens, num_sequences, 1, tariff)
 
+    async def check_least(self, num_sequences: int, tariff: Tariff) -> None:
+        """Check that the quotas allow a lower bound of the request, and keep no reservation.
+
+        No effect while the request has a reservation. Raises the errors of `begin`.
+        """
+        if self._hold is not None:
+            return
+        await self.begin_least(0, num_sequences, tariff)
+        hold, self._hold = self._hold, None
+        assert hold is not None, "begun"
+        hold.settle(dict.fromkeys(Unit, 0))
+        self._reserved = self._reserved_cost = 0
+
     async def begin(self, num_prompt_tokens: int, num_sequences: int, credit_tokens: int, tariff: Tariff) -> int:
         """Reserve the prompt and output for each sequence, and return the credit of each sequence.
 

@@ -265,15 +265,27 @@ class Replicas:
     def why_not_ready(self) -> list[str]:
         """Return a reason per engine, or nothing if at least one can take a request, sleeps or is started by requests.
 
-        A gateway whose engines sleep must count as ready, otherwise no client could reach it to wake them.
+        A gateway whose engines sleep or are stopped must count as ready, otherwise no client could reach it to wake
+        them. It does not if an engine is lost that no request starts.
         """
         states = self.states()
-        if self.stopped_models or any(state.healthy and not state.draining for state in states):
+        if any(state.healthy and not state.draining for state in states):
+            return []
+        if self.stopped_models and not self._has_lost_engine(states):
             return []
         if not states and not self.missing:
             return ["no engine is configured; set MOIETY_ENGINES to the address of an engine"]
         reasons = [f"engine {state.address}: {state.reason or 'draining'}" for state in states]
         return reasons + [f"engines {name}: {why}" for name, why in self.missing.items()]
+
+    def _has_lost_engine(self, states: Sequence[EngineState]) -> bool:
+        """Return whether one of these engines, none of which serves, is not of a model that can have no running engine.
+
+        An engine or a name whose model is not known yet counts as the engine of such a model, one for each model.
+        """
+        if any(state.card is not None and state.card.model not in self.stopped_models for state in states):
+            return True
+        return sum(state.card is None for state in states) + len(self.missing) > len(self.stopped_models)
 
     def set_asleep(self, engine_id: str, *, asleep: bool) -> EngineState:
         """Send an engine to sleep or wake it; return its state before. Raises NotFound, Unavailable or Conflict."""

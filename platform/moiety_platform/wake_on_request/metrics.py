@@ -43,6 +43,13 @@ class WakeCollector(Collector):
             "Measured time until an engine serves after it was woken (wake) or started (start).",
             labels=("model", "kind"),
         )
+        ready = GaugeMetricFamily(
+            "moiety_wake_ready",
+            "1 while an engine serves, sleeps or can be started by a request, and 0 if engines that no request starts "
+            "are lost.",
+        )
+        if self._waker.settings.wake_on_request:
+            ready.add_metric((), int(self._waker.is_ready))
         for model, count in self._waker.waiting().items():
             waiting.add_metric((model,), count)
         for model, count in self._waker.demands().items():
@@ -54,4 +61,4 @@ class WakeCollector(Collector):
         for kind, times in self._waker.measured().items():
             for model, time_s in times.items():
                 seconds.add_metric((model, kind.value), time_s)
-        yield from (waiting, demands, wakes, rejected, seconds)
+        yield from (ready, waiting, demands, wakes, rejected, seconds)

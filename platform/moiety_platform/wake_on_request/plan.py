@@ -1,4 +1,4 @@
-"""Choice of the engines to wake and to put to sleep: a pure function of the engines and of the waiting requests.
+"""Plan of the engines to wake and to put to sleep: a pure function of the engines and of the waiting requests.
 
 Engines of a device group share the memory of a device, so that only some of them are awake at the same time. When a
 model is needed whose engines are asleep and its group is full, another engine gives way: one without requests first,

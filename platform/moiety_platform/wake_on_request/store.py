@@ -17,7 +17,7 @@ LEASE_NAME = "engines"
 
 
 class WakeKind(StrEnum):
-    """Kind of a measured time: the end of sleep, or the start of an engine."""
+    """Kinds of measured times: the end of sleep, or the start of an engine."""
 
     WAKE = "wake"
     START = "start"

@@ -42,6 +42,7 @@ POLL_S, FAST_POLL_S = 1.0, 0.05  # without and with waiting requests
 DECIDE_S = 0.5  # between two transactions of a gateway with waiting requests
 LEASE_S = 3.0
 DEMAND_S = 5.0  # how long a demand counts after its gateway last wrote it
+ANNOUNCE_S = 1.0  # between two decisions that requests for a model bring about
 NOTE_S = 30.0  # how long a request that does not wait counts as a demand
 COMMAND_S = 5.0  # after which a command that an engine has not followed is sent again
 WAKE_SETTINGS = tuple(WakeSettings.model_fields)
@@ -57,6 +58,7 @@ class _Demand(msgspec.Struct):
     since_s: float  # since when the model is needed and has no awake engine
     num_waiting: int = 0
     slo_s: float = math.inf  # when the first request misses its SLO
+    announced_s: float = -math.inf  # when a decision about it was last asked for
     noted_until_s: float = 0.0  # until when a request that does not wait counts
 
 
@@ -134,16 +136,16 @@ class EngineWaker:
         awake = {_role(state) for state in states if state.sleep is SleepState.AWAKE}
         return any(_role(state) not in awake for state in states)
 
-    def find_refusal(self, model: str, allowed: frozenset[str] | None) -> EnginesAsleep | None:
-        """Return the error of a request whose model's engines sleep, and wake one; None if they do not.
+    def can_wake(self, model: str, allowed: frozenset[str] | None) -> bool:
+        """Return whether a key that may use the models `allowed`, None meaning all, can wake an engine of the model."""
+        return (allowed is None or model in allowed) and self.is_asleep(model)
 
-        The key may use the models `allowed`, None meaning all. The request need not wait: it may have a fallback.
+    def note_request(self, model: str) -> EnginesAsleep:
+        """Wake an engine of a model whose engines sleep, and return the error of the request.
+
+        The request need not wait: it may have a fallback.
         """
-        if (allowed is not None and model not in allowed) or not self.is_asleep(model):
-            return None
-        demand = self._demand_of(model)
-        demand.noted_until_s = self._clock.monotonic() + NOTE_S
-        self._wake_round()
+        self._note_demand(model)
         retry_after_s = max(1, math.ceil(self.expected_s(model)))
         message = f"all engines for {model!r} sleep, and one is being woken; try again in {retry_after_s} s"
         return EnginesAsleep(message, model, retry_after_s=retry_after_s)
@@ -157,6 +159,7 @@ class EngineWaker:
         expected_s = self.expected_s(model)
         if expected_s > timeout_s:
             self._count_rejected(model)
+            self._note_demand(model)
             raise EnginesAsleep(
                 f"all engines for {model!r} sleep, and one is expected to be awake in {math.ceil(expected_s)} s, which "
                 f"is more than requests wait ({timeout_s:g} s); try again later",
@@ -167,7 +170,9 @@ class EngineWaker:
         demand = self._demand_of(model)
         demand.num_waiting += 1
         demand.slo_s = min(demand.slo_s, now_s + slo_s)
-        self._wake_round()
+        if demand.num_waiting == 1:
+            self._rounds.wake()  # rounds are frequent from now on
+        self._announce(demand)
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         until_s = begin_s + timeout_s
@@ -202,14 +207,21 @@ class EngineWaker:
         models = {one.model for one in self._engines} | self.settings.stopped_models | self._demands.keys()
         return {model: self._num_waiting(model) for model in sorted(models)} if self.settings.wake_on_request else {}
 
+    @property
+    def is_ready(self) -> bool:
+        """Readiness of the gateway: an engine serves, sleeps or can be started by a request."""
+        return not self._replicas.why_not_ready()
+
     def demands(self) -> dict[str, int]:
         """Return this process's demand for each model: its waiting requests, and 1 if others have asked for it lately.
 
         Others are batch lines, requests of routes with a fallback, and rejected requests: they do not wait.
         """
-        found = self.waiting()
-        if found:
-            found |= {one.model: max(1, one.num_waiting) for one in self._own_demands()}
+        found, now_s = self.waiting(), self._clock.monotonic()
+        for model, num_waiting in found.items():
+            demand = self._demands.get(model)
+            if demand is not None and demand.noted_until_s > now_s and self.is_asleep(model):
+                found[model] = max(1, num_waiting)
         return found
 
     def measured(self) -> dict[WakeKind, dict[str, float]]:
@@ -239,7 +251,7 @@ class EngineWaker:
         await self._decide(own, now_s)
 
     async def _decide(self, own: list[ModelDemand], now_s: float) -> None:
-        measured, self._measured = self._measured, []
+        measured = list(self._measured)
         async with self._database.write() as session:
             await put_demands(session, self._owner, own, round(DEMAND_S * 1000))
             for model, kind, seconds in measured:
@@ -249,6 +261,7 @@ class EngineWaker:
             times = await read_times(session)
             if holds_lease and not demands:
                 await release_lease(session, self._owner)  # so that another gateway's request need not wait for its end
+        del self._measured[: len(measured)]  # after the commit, since a failed transaction has stored none
         self._times = dict(times)
         is_new_holder = holds_lease and bool(demands) and not self._holds_lease
         self._has_written, self._holds_lease, self._all_demands = bool(own), holds_lease and bool(demands), demands
@@ -307,6 +320,20 @@ class EngineWaker:
             found.append(ModelDemand(model, demand.num_waiting, min(slack_s, 86_400.0), waited_s))
         return found
 
+    def _note_demand(self, model: str) -> None:
+        """Count a request that does not wait as a demand, for `NOTE_S`."""
+        demand = self._demand_of(model)
+        demand.noted_until_s = self._clock.monotonic() + NOTE_S
+        self._announce(demand)
+
+    def _announce(self, demand: _Demand) -> None:
+        """Decide at once about a demand, at most once a second, since each decision is a write transaction."""
+        now_s = self._clock.monotonic()
+        if now_s - demand.announced_s >= ANNOUNCE_S:
+            demand.announced_s = now_s
+            self._is_new = True
+            self._rounds.wake()
+
     def _demand_of(self, model: str) -> _Demand:
         """Return this process's demand for a model, which begins now if there was none."""
         demand = self._demands.get(model)
@@ -347,10 +374,6 @@ class EngineWaker:
 
     def _count_rejected(self, model: str) -> None:
         self.num_rejected[model] = self.num_rejected.get(model, 0) + 1
-
-    def _wake_round(self) -> None:
-        self._is_new = True
-        self._rounds.wake()
 
     async def _wait_change(self, timeout_s: float) -> None:
         changed = self._changed
