@@ -84,7 +84,7 @@ async def test_a_measured_time_outlives_a_failed_transaction(
     async with start_gateway([engine], **ON) as gateway:
         put_to_sleep(engine)
         engine.wake_s = 0.1
-        failed = []
+        failed: list[str] = []
 
         def fail(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
             if statement.startswith("INSERT INTO wake_times") and not failed:
