@@ -17,6 +17,6 @@ def test_an_amount_of_up_to_15_digits_is_sent_as_it_was_entered(nano: int) -> No
     assert nano_of(float(f"{Decimal(nano) / 1000:f}")) == nano * 10**6
 
 
-@pytest.mark.parametrize(("nano", "words"), [(1_234_567_890_000_000, "at most 1234567.89"), (2 * 10**9, "at most 2")])
+@pytest.mark.parametrize(("nano", "words"), [(1_234_567_890_000_000, "max 1234567.89"), (2 * 10**9, "max 2")])
 def test_the_highest_amount_is_shown_with_all_digits(nano: int, words: str) -> None:
     assert _most(nano, is_money=True) == words
