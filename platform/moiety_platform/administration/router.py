@@ -66,6 +66,31 @@ DRY_RUN = "x-moiety-dry-run"
 DRY_RUN_METHODS = ("POST", "PUT", "PATCH")
 MAX_JSON_DEPTH = 16  # no body of ours needs more than two
 
+CONTROLLERS: tuple[ControllerRouterHandler, ...] = (
+    AuditController,
+    ClassController,
+    SpotHistoryController,
+    TenantController,
+    IdempotencyController,
+    ProjectController,
+    KeyController,
+    UserController,
+    InvitationController,
+    KeyPolicyController,
+    SelfServiceController,
+    PriceController,
+    RouteController,
+    QuotaController,
+    UsageController,
+    SpendController,
+    RequestLogController,
+    OverviewController,
+    CallerController,
+    TraceController,
+    DeclarationController,
+    BatchAdminController,
+)
+
 
 def admin_router(
     database: Database,
@@ -149,31 +174,7 @@ def admin_router(
             "actions": Provide(lambda: ACTIONS, sync_to_thread=False),
             "quarantined_usage": Provide(lambda: quarantined_usage, sync_to_thread=False),
         },
-        route_handlers=[
-            AuditController,
-            ClassController,
-            SpotHistoryController,
-            TenantController,
-            IdempotencyController,
-            ProjectController,
-            KeyController,
-            UserController,
-            InvitationController,
-            KeyPolicyController,
-            SelfServiceController,
-            PriceController,
-            RouteController,
-            QuotaController,
-            UsageController,
-            SpendController,
-            RequestLogController,
-            OverviewController,
-            CallerController,
-            TraceController,
-            DeclarationController,
-            BatchAdminController,
-            *more,
-        ],
+        route_handlers=[*CONTROLLERS, *more],
     )
 
 
