@@ -1,4 +1,4 @@
-"""Columns that many tables have, as revisions from 0040 on declare them.
+"""Columns that many tables have. Revisions before 0040 use only the functions for several columns of one type.
 
 Applied revisions use these functions: a function that changes would change the tables of new databases only. Add a
 function instead.
@@ -7,9 +7,12 @@ function instead.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.types import TypeEngine
+
+T = TypeVar("T")
 
 
 def text_key(name: str, length: int) -> sa.Column[str]:
@@ -55,3 +58,18 @@ def required_json(name: str) -> sa.Column[Any]:
 def required_time(name: str) -> sa.Column[datetime]:
     """Return a column of times in UTC, without null."""
     return sa.Column(name, sa.DateTime(timezone=True), nullable=False)
+
+
+def required_columns(kind: TypeEngine[T], *names: str) -> list[sa.Column[T]]:
+    """Return columns of one type without null, in the order of their names."""
+    return [sa.Column(name, kind, nullable=False) for name in names]
+
+
+def optional_columns(kind: TypeEngine[T], *names: str) -> list[sa.Column[T]]:
+    """Return columns of one type with null, in the order of their names."""
+    return [sa.Column(name, kind) for name in names]
+
+
+def key_columns(kind: TypeEngine[T], *names: str) -> list[sa.Column[T]]:
+    """Return columns of one type that are part of the primary key, in the order of their names."""
+    return [sa.Column(name, kind, primary_key=True) for name in names]

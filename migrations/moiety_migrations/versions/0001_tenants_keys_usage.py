@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns, required_columns
+
 revision = "0001"
 down_revision = None
 
@@ -45,8 +47,7 @@ def upgrade() -> None:
         sa.Column("scopes", sa.JSON(), nullable=False),
         sa.Column("allowed_models", sa.JSON()),
         sa.Column("created_at", moment, nullable=False),
-        sa.Column("expires_at", moment),
-        sa.Column("revoked_at", moment),
+        *optional_columns(moment, "expires_at", "revoked_at"),
         sa.Column("replaced_by", sa.String(32)),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_api_keys_project_id_projects"),
     )
@@ -59,21 +60,12 @@ def _create_usage(moment: sa.DateTime) -> None:
     op.create_table(
         "usage",
         sa.Column("request_id", sa.Text(), primary_key=True),
-        sa.Column("tenant_id", sa.Text(), nullable=False),
-        sa.Column("project_id", sa.Text(), nullable=False),
-        sa.Column("key_id", sa.Text(), nullable=False),
-        sa.Column("endpoint", sa.Text(), nullable=False),
-        sa.Column("model", sa.Text(), nullable=False),
-        sa.Column("service_class", sa.Text(), nullable=False),
+        *required_columns(sa.Text(), "tenant_id", "project_id", "key_id", "endpoint", "model", "service_class"),
         sa.Column("started_at", moment, nullable=False),
         sa.Column("outcome", sa.Text(), nullable=False),
-        sa.Column("http_status", sa.Integer(), nullable=False),
-        sa.Column("num_choices", sa.Integer(), nullable=False),
-        sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("output_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("queue_ms", sa.Double()),
-        sa.Column("ttft_ms", sa.Double()),
+        *required_columns(sa.Integer(), "http_status", "num_choices"),
+        *required_columns(sa.BigInteger(), "prompt_tokens", "cached_tokens", "output_tokens"),
+        *optional_columns(sa.Double(), "queue_ms", "ttft_ms"),
         sa.Column("duration_ms", sa.Double(), nullable=False),
         sa.Column("error_code", sa.Text()),
     )

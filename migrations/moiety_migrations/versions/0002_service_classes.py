@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns
+
 revision = "0002"
 down_revision = "0001"
 
@@ -21,8 +23,7 @@ def upgrade() -> None:
         sa.Column("weight", sa.Double(), nullable=False),
         sa.Column("ttft_s", sa.Double()),
         sa.Column("ttft_per_1k_s", sa.Double(), nullable=False),
-        sa.Column("tpot_s", sa.Double()),
-        sa.Column("completion_s", sa.Double()),
+        *optional_columns(sa.Double(), "tpot_s", "completion_s"),
         sa.Column("max_queue_s", sa.Double(), nullable=False),
         sa.Column("preemptible", sa.Boolean(), nullable=False),
         sa.Column("on_overload", sa.String(16), nullable=False),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0003"
 down_revision = "0002"
 
@@ -16,8 +18,7 @@ def upgrade() -> None:
         "quotas",
         sa.Column("id", sa.String(32), primary_key=True),
         sa.Column("level", sa.String(16), nullable=False),
-        sa.Column("scope_id", sa.String(32), nullable=False),
-        sa.Column("kind", sa.String(32), nullable=False),
+        *required_columns(sa.String(32), "scope_id", "kind"),
         sa.Column("cap", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.UniqueConstraint("level", "scope_id", "kind", name="uq_quotas_level_scope_id_kind"),
@@ -29,8 +30,7 @@ def upgrade() -> None:
         "quota_windows",
         sa.Column("quota_id", sa.String(32), primary_key=True),
         sa.Column("start", sa.DateTime(timezone=True), primary_key=True),
-        sa.Column("granted", sa.BigInteger(), nullable=False),
-        sa.Column("settled", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "granted", "settled"),
         sa.CheckConstraint("settled <= granted", name=op.f("ck_quota_windows_settled_within_granted")),
     )
     op.create_table(
@@ -38,9 +38,7 @@ def upgrade() -> None:
         sa.Column("quota_id", sa.String(32), primary_key=True),
         sa.Column("start", sa.DateTime(timezone=True), primary_key=True),
         sa.Column("replica_id", sa.String(64), primary_key=True),
-        sa.Column("granted", sa.BigInteger(), nullable=False),
-        sa.Column("settled", sa.BigInteger(), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "granted", "settled", "expires_ms"),
         sa.Column("state", sa.String(16), nullable=False),
         sa.CheckConstraint("settled <= granted", name=op.f("ck_quota_leases_settled_within_granted")),
         sa.CheckConstraint("state IN ('live', 'quarantined')", name=op.f("ck_quota_leases_state_known")),

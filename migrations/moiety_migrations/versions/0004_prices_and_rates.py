@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0004"
 down_revision = "0003"
 
@@ -16,17 +18,14 @@ def upgrade() -> None:
         "prices",
         sa.Column("model", sa.String(256), primary_key=True),
         sa.Column("service_class", sa.String(32), primary_key=True),
-        sa.Column("input", sa.BigInteger(), nullable=False),
-        sa.Column("cached_input", sa.BigInteger(), nullable=False),
-        sa.Column("output", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "input", "cached_input", "output"),
         sa.CheckConstraint("input >= 0 AND output >= 0", name=op.f("ck_prices_not_negative")),
         sa.CheckConstraint("cached_input >= 0 AND cached_input <= input", name=op.f("ck_prices_cached_not_dearer")),
     )
     op.create_table(
         "quota_rates",
         sa.Column("quota_id", sa.String(32), primary_key=True),
-        sa.Column("debt", sa.BigInteger(), nullable=False),
-        sa.Column("at_ms", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "debt", "at_ms"),
     )
 
 

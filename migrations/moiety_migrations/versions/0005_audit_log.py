@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns
+
 revision = "0005"
 down_revision = "0004"
 
@@ -19,8 +21,7 @@ def upgrade() -> None:
         sa.Column("action", sa.String(16), nullable=False),
         sa.Column("object_kind", sa.String(32), nullable=False),
         sa.Column("object_id", sa.String(300), nullable=False),
-        sa.Column("before", sa.JSON()),
-        sa.Column("after", sa.JSON()),
+        *optional_columns(sa.JSON(), "before", "after"),
         sa.Column("hash", sa.String(64), nullable=False),
     )
     op.create_index("ix_audit_log_object_id", "audit_log", ["object_id"])

@@ -5,18 +5,12 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import key_columns, required_columns
+
 revision = "0006"
 down_revision = "0005"
 
 _TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens", "cost_nanodollars")
-
-
-def _count(name: str) -> sa.Column[int]:
-    return sa.Column(name, sa.BigInteger(), nullable=False)
-
-
-def _time(name: str) -> sa.Column[float]:
-    return sa.Column(name, sa.Double(), nullable=False)
 
 
 def upgrade() -> None:
@@ -28,21 +22,18 @@ def upgrade() -> None:
         sa.Column("sequence", sa.Integer(), primary_key=True, autoincrement=False),
         sa.Column("tenant_id", sa.Text(), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
-        *(_count(name) for name in _TOTALS),
+        *required_columns(sa.BigInteger(), *_TOTALS),
     )
     op.create_index("ix_ledger_tenant_id_started_at", "ledger", ["tenant_id", "started_at"])
     op.create_table(
         "usage_hours",
         sa.Column("hour", sa.DateTime(timezone=True), primary_key=True),
-        *(
-            sa.Column(name, sa.Text(), primary_key=True)
-            for name in ("tenant_id", "project_id", "key_id", "model", "service_class")
-        ),
-        *(_count(name) for name in ("requests", "failed", "rejected", "disconnected", *_TOTALS[:3])),
-        _time("ttft_ms"),
-        _count("num_ttft"),
-        _time("duration_ms"),
-        *(_count(name) for name in ("preemptions", "cost_nanodollars", "num_kept", "num_promised")),
+        *key_columns(sa.Text(), "tenant_id", "project_id", "key_id", "model", "service_class"),
+        *required_columns(sa.BigInteger(), "requests", "failed", "rejected", "disconnected", *_TOTALS[:3]),
+        sa.Column("ttft_ms", sa.Double(), nullable=False),
+        sa.Column("num_ttft", sa.BigInteger(), nullable=False),
+        sa.Column("duration_ms", sa.Double(), nullable=False),
+        *required_columns(sa.BigInteger(), "preemptions", "cost_nanodollars", "num_kept", "num_promised"),
     )
     totals = ", ".join(_TOTALS)
     op.execute(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns, required_columns
+
 revision = "0008"
 down_revision = "0007"
 
@@ -27,13 +29,11 @@ def _make_files() -> None:
     op.create_table(
         "files",
         sa.Column("id", sa.String(32), primary_key=True),
-        *_ids("tenant", "project"),
+        *required_columns(sa.String(32), "tenant_id", "project_id"),
         sa.Column("purpose", sa.String(32), nullable=False),
         sa.Column("filename", sa.String(255), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("created_ms", sa.BigInteger(), nullable=False),
-        sa.Column("touched_ms", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "num_bytes", "created_ms", "touched_ms"),
         sa.Column("expires_ms", sa.BigInteger()),
         sa.Column("batch_id", sa.String(32)),
         sa.Column("line_state", sa.String(16)),
@@ -56,21 +56,19 @@ def _make_batches() -> None:
     op.create_table(
         "batches",
         sa.Column("id", sa.String(32), primary_key=True),
-        *_ids("tenant", "project", "key"),
+        *required_columns(sa.String(32), "tenant_id", "project_id", "key_id"),
         sa.Column("endpoint", sa.String(64), nullable=False),
-        *_ids("input_file"),
+        sa.Column("input_file_id", sa.String(32), nullable=False),
         sa.Column("note", sa.JSON()),
         sa.Column("output_expires_s", sa.Integer()),
         sa.Column("status", sa.String(16), nullable=False),
         sa.Column("closing_as", sa.String(16)),
-        sa.Column("closing_error", sa.JSON()),
-        sa.Column("errors", sa.JSON()),
-        sa.Column("output_file_id", sa.String(32)),
-        sa.Column("error_file_id", sa.String(32)),
-        *(sa.Column(name, sa.Integer(), nullable=False) for name in ("total", "completed", "failed")),
-        *(sa.Column(f"{name}_tokens", sa.BigInteger(), nullable=False) for name in ("prompt", "cached", "output")),
-        *(sa.Column(f"{name}_ms", sa.BigInteger(), nullable=False) for name in ("available", "created", "expires")),
-        *(sa.Column(f"{name}_ms", sa.BigInteger()) for name in _MOMENTS),
+        *optional_columns(sa.JSON(), "closing_error", "errors"),
+        *optional_columns(sa.String(32), "output_file_id", "error_file_id"),
+        *required_columns(sa.Integer(), "total", "completed", "failed"),
+        *required_columns(sa.BigInteger(), "prompt_tokens", "cached_tokens", "output_tokens"),
+        *required_columns(sa.BigInteger(), "available_ms", "created_ms", "expires_ms"),
+        *optional_columns(sa.BigInteger(), *(f"{name}_ms" for name in _MOMENTS)),
         sa.CheckConstraint("completed + failed <= total", name=op.f("ck_batches_counts_add_up")),
     )
     op.create_index("ix_batches_project_id_created_ms_id", "batches", ["project_id", "created_ms", "id"])
@@ -87,15 +85,9 @@ def _make_batches() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("available_ms", sa.BigInteger(), nullable=False),
         sa.Column("owner", sa.String(64)),
-        sa.Column("num_refusals", sa.Integer(), nullable=False),
-        sa.Column("num_failures", sa.Integer(), nullable=False),
+        *required_columns(sa.Integer(), "num_refusals", "num_failures"),
         sa.Column("answer", sa.LargeBinary()),
         sa.Column("answer_bytes", sa.Integer(), nullable=False),
         sa.CheckConstraint("state IN ('pending', 'completed', 'failed')", name=op.f("ck_batch_lines_state_known")),
     )
     op.create_index("ix_batch_lines_batch_id_state_number", "batch_lines", ["batch_id", "state", "number"])
-
-
-def _ids(*names: str) -> list[sa.Column[str]]:
-    """Return columns with the ids of a row's owners, such as its tenant and project."""
-    return [sa.Column(f"{name}_id", sa.String(32), nullable=False) for name in names]

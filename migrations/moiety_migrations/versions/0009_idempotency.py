@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0009"
 down_revision = "0008"
 
@@ -18,8 +20,7 @@ def upgrade() -> None:
         sa.Column("fingerprint", sa.LargeBinary(), nullable=False),
         sa.Column("claim_id", sa.String(32), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
-        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "expires_ms", "num_bytes"),
         sa.Column("status", sa.Integer()),
         sa.Column("headers", sa.JSON()),
         sa.Column("body", sa.LargeBinary()),
@@ -30,8 +31,7 @@ def upgrade() -> None:
     op.create_table(
         "idempotency_tenants",
         sa.Column("tenant_id", sa.String(32), primary_key=True),
-        sa.Column("num_keys", sa.BigInteger(), nullable=False),
-        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "num_keys", "num_bytes"),
     )
 
 

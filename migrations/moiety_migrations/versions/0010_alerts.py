@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import key_columns, optional_columns, required_columns
+
 revision = "0010"
 down_revision = "0009"
 
@@ -25,10 +27,8 @@ def upgrade() -> None:
         sa.Column("id", sa.String(32), nullable=False),
         sa.Column("tenant_id", sa.String(32)),
         sa.Column("level", sa.String(16), nullable=False),
-        sa.Column("scope_id", sa.String(32), nullable=False),
-        sa.Column("kind", sa.String(32), nullable=False),
-        sa.Column("cap", sa.BigInteger(), nullable=False),
-        sa.Column("used", sa.BigInteger(), nullable=False),
+        *required_columns(sa.String(32), "scope_id", "kind"),
+        *required_columns(sa.BigInteger(), "cap", "used"),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False),
     )
     op.create_index("ix_quota_alerts_id", "quota_alerts", ["id"], unique=True)
@@ -37,14 +37,12 @@ def upgrade() -> None:
         sa.Column("id", sa.String(32), primary_key=True),
         sa.Column("url", sa.String(1000), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("delivered_ms", sa.BigInteger()),
-        sa.Column("failed_ms", sa.BigInteger()),
+        *optional_columns(sa.BigInteger(), "delivered_ms", "failed_ms"),
         sa.Column("last_error", sa.String(64)),
     )
     op.create_table(
         "webhook_deliveries",
-        sa.Column("webhook_id", sa.String(32), primary_key=True),
-        sa.Column("alert_id", sa.String(32), primary_key=True),
+        *key_columns(sa.String(32), "webhook_id", "alert_id"),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("num_tries", sa.Integer(), nullable=False),
         sa.Column("available_ms", sa.BigInteger(), nullable=False),

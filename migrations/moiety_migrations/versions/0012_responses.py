@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0012"
 down_revision = "0011"
 
@@ -14,16 +16,12 @@ def upgrade() -> None:
     op.create_table(
         "responses",
         sa.Column("id", sa.String(40), primary_key=True),
-        sa.Column("tenant_id", sa.String(32), nullable=False),
-        sa.Column("project_id", sa.String(32), nullable=False),
+        *required_columns(sa.String(32), "tenant_id", "project_id"),
         sa.Column("model", sa.String(512), nullable=False),
         sa.Column("previous_id", sa.String(40)),
         sa.Column("num_items", sa.Integer(), nullable=False),
-        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("total_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
-        sa.Column("items", sa.LargeBinary(), nullable=False),
-        sa.Column("body", sa.LargeBinary(), nullable=False),
+        *required_columns(sa.BigInteger(), "num_bytes", "total_bytes", "expires_ms"),
+        *required_columns(sa.LargeBinary(), "items", "body"),
     )
     op.create_index("ix_responses_tenant_id_num_bytes", "responses", ["tenant_id", "num_bytes"])
     op.create_index("ix_responses_expires_ms", "responses", ["expires_ms"])

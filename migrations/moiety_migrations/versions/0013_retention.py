@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
 from moiety_migrations.stored_names import former_table
 
 revision = "0013"
@@ -25,7 +26,7 @@ def upgrade() -> None:
         "usage_cuts",
         sa.Column("hour", sa.DateTime(timezone=True), primary_key=True),
         sa.Column("tenant_id", sa.Text(), primary_key=True),
-        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in SUMS),
+        *required_columns(sa.BigInteger(), *SUMS),
     )
     op.create_index("ix_quota_windows_start", "quota_windows", ["start"])
     op.create_index("ix_quota_alerts_start", "quota_alerts", ["start"])

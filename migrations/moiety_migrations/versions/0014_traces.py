@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns, required_columns
+
 revision = "0014"
 down_revision = "0013"
 
@@ -17,15 +19,11 @@ def upgrade() -> None:
         "traces",
         sa.Column("trace_id", sa.String(32), primary_key=True),
         sa.Column("span_id", sa.String(16), primary_key=True),
-        *(
-            sa.Column(name, sa.Text(), nullable=False)
-            for name in ("request_id", "tenant_id", "service_class", "operation", "model")
-        ),
+        *required_columns(sa.Text(), "request_id", "tenant_id", "service_class", "operation", "model"),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("duration_ms", sa.Double(), nullable=False),
         sa.Column("outcome", sa.Text(), nullable=False),
-        sa.Column("reason", sa.Text()),
-        sa.Column("error_code", sa.Text()),
+        *optional_columns(sa.Text(), "reason", "error_code"),
         sa.Column("kept_for", sa.Text(), nullable=False),
         sa.Column("stored_ms", sa.BigInteger(), nullable=False),
     )
@@ -40,13 +38,11 @@ def upgrade() -> None:
         sa.Column("parent_id", sa.String(16)),
         sa.Column("name", sa.Text(), nullable=False),
         sa.Column("kind", sa.SmallInteger(), nullable=False),
-        sa.Column("service", sa.Text(), nullable=False),
-        sa.Column("tenant_id", sa.Text(), nullable=False),
-        sa.Column("start_ns", sa.BigInteger(), nullable=False),
-        sa.Column("end_ns", sa.BigInteger(), nullable=False),
+        *required_columns(sa.Text(), "service", "tenant_id"),
+        *required_columns(sa.BigInteger(), "start_ns", "end_ns"),
         sa.Column("status", sa.SmallInteger(), nullable=False),
         sa.Column("status_message", sa.Text(), nullable=False),
-        *(sa.Column(name, sa.JSON(), nullable=False) for name in ("attributes", "events", "links")),
+        *required_columns(sa.JSON(), "attributes", "events", "links"),
         sa.Column("stored_ms", sa.BigInteger(), nullable=False),
     )
     op.create_index("ix_spans_tenant_id", "spans", ["tenant_id"])

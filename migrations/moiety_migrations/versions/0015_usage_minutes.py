@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import key_columns, required_columns
+
 revision = "0015"
 down_revision = "0014"
 
@@ -20,10 +22,9 @@ def upgrade() -> None:
     op.create_table(
         "usage_minutes",
         sa.Column("minute", sa.Integer(), primary_key=True, autoincrement=False),
-        sa.Column("tenant_id", sa.Text(), primary_key=True),
-        sa.Column("service_class", sa.Text(), primary_key=True),
-        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in COUNTS),
-        *(sa.Column(name, sa.Double(), nullable=False) for name in TIMES),
+        *key_columns(sa.Text(), "tenant_id", "service_class"),
+        *required_columns(sa.BigInteger(), *COUNTS),
+        *required_columns(sa.Double(), *TIMES),
     )
 
 

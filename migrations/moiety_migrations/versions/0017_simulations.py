@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0017"
 down_revision = "0016"
 
@@ -16,8 +18,7 @@ def upgrade() -> None:
         sa.Column("id", sa.String(32), primary_key=True),
         sa.Column("slot", sa.SmallInteger()),
         sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("created_ms", sa.BigInteger(), nullable=False),
-        sa.Column("alive_ms", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "created_ms", "alive_ms"),
         sa.Column("settings", sa.JSON(), nullable=False),
         sa.Column("result", sa.JSON()),
         sa.Column("problem", sa.Text()),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import key_columns, required_columns
+
 revision = "0018"
 down_revision = "0017"
 
@@ -12,24 +14,17 @@ COUNTS = ("requests", "failed", "rejected", "disconnected", "prompt_tokens", "ca
 MORE = ("preemptions", "cost_nanodollars", "num_kept", "num_promised")
 
 
-def _count(name: str) -> sa.Column[int]:
-    return sa.Column(name, sa.BigInteger(), nullable=False)
-
-
 def upgrade() -> None:
     """Create the tables. They are empty at first: a retention job sums up the existing days during operation."""
     op.create_table(
         "usage_days",
         sa.Column("day", sa.DateTime(timezone=True), primary_key=True),
-        *(
-            sa.Column(name, sa.Text(), primary_key=True)
-            for name in ("tenant_id", "project_id", "key_id", "model", "service_class")
-        ),
-        *(_count(name) for name in COUNTS),
+        *key_columns(sa.Text(), "tenant_id", "project_id", "key_id", "model", "service_class"),
+        *required_columns(sa.BigInteger(), *COUNTS),
         sa.Column("ttft_ms", sa.Double(), nullable=False),
-        _count("num_ttft"),
+        sa.Column("num_ttft", sa.BigInteger(), nullable=False),
         sa.Column("duration_ms", sa.Double(), nullable=False),
-        *(_count(name) for name in MORE),
+        *required_columns(sa.BigInteger(), *MORE),
     )
     op.create_table(
         "usage_day_marks",

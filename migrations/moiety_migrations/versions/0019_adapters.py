@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns, required_columns
+
 revision = "0019"
 down_revision = "0018"
 
@@ -20,10 +22,8 @@ def upgrade() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("config", sa.Text(), nullable=False),
         sa.Column("num_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("digest", sa.String(64)),
-        sa.Column("engine_adapter", sa.String(64)),
-        sa.Column("created_ms", sa.BigInteger(), nullable=False),
-        sa.Column("touched_ms", sa.BigInteger(), nullable=False),
+        *optional_columns(sa.String(64), "digest", "engine_adapter"),
+        *required_columns(sa.BigInteger(), "created_ms", "touched_ms"),
         sa.CheckConstraint("state IN ('uploading', 'ready', 'deleted')", name=op.f("ck_adapters_state_known")),
     )
     op.create_index("ix_adapters_tenant_id_model_name", "adapters", ["tenant_id", "model", "name"], unique=True)

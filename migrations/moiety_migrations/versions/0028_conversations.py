@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0028"
 down_revision = "0026"
 
@@ -14,13 +16,9 @@ def upgrade() -> None:
     op.create_table(
         "conversations",
         sa.Column("id", sa.String(40), primary_key=True),
-        sa.Column("tenant_id", sa.String(32), nullable=False),
-        sa.Column("project_id", sa.String(32), nullable=False),
-        sa.Column("models", sa.Text(), nullable=False),
-        sa.Column("labels", sa.Text(), nullable=False),
-        sa.Column("created_ms", sa.BigInteger(), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
-        sa.Column("next_position", sa.BigInteger(), nullable=False),
+        *required_columns(sa.String(32), "tenant_id", "project_id"),
+        *required_columns(sa.Text(), "models", "labels"),
+        *required_columns(sa.BigInteger(), "created_ms", "expires_ms", "next_position"),
         sa.Column("num_items", sa.Integer(), nullable=False),
         sa.Column("num_bytes", sa.BigInteger(), nullable=False),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0034"
 down_revision = "0033"
 
@@ -14,8 +16,7 @@ def upgrade() -> None:
     op.create_table(
         "routes",
         sa.Column("name", sa.String(256), primary_key=True),
-        sa.Column("targets", sa.Text(), nullable=False),
-        sa.Column("fallbacks", sa.Text(), nullable=False),
+        *required_columns(sa.Text(), "targets", "fallbacks"),
         sa.Column("sticky", sa.String(16), nullable=False),
         sa.Column("downgrade_model", sa.String(256)),
         sa.Column("downgrade_percent", sa.Integer()),

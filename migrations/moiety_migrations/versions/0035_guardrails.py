@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0035"
 down_revision = "0034"
 
@@ -14,9 +16,7 @@ def upgrade() -> None:
     op.create_table(
         "guardrails",
         sa.Column("name", sa.String(64), primary_key=True),
-        sa.Column("stage", sa.String(16), nullable=False),
-        sa.Column("action", sa.String(16), nullable=False),
-        sa.Column("on_failure", sa.String(16), nullable=False),
+        *required_columns(sa.String(16), "stage", "action", "on_failure"),
         sa.Column("detectors", sa.Text(), nullable=False),
         sa.Column("url", sa.String(1000)),
         sa.Column("timeout_ms", sa.Integer(), nullable=False),

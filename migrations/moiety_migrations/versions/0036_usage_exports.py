@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0036"
 down_revision = "0035"
 
@@ -17,11 +19,7 @@ def upgrade() -> None:
         sa.Column("format", sa.String(8), primary_key=True),
         sa.Column("object_key", sa.Text(), nullable=False),
         sa.Column("digest", sa.String(64), nullable=False),
-        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
-        sa.Column("num_rows", sa.BigInteger(), nullable=False),
-        sa.Column("requests", sa.BigInteger(), nullable=False),
-        sa.Column("tokens", sa.BigInteger(), nullable=False),
-        sa.Column("cost_nanodollars", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "num_bytes", "num_rows", "requests", "tokens", "cost_nanodollars"),
         sa.Column("exported_at", sa.DateTime(timezone=True), nullable=False),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import required_columns
+
 revision = "0037"
 down_revision = "0036"
 
@@ -36,8 +38,7 @@ def upgrade() -> None:
         sa.Column("request_id", sa.Text(), primary_key=True),
         sa.Column("tenant_id", sa.Text(), nullable=False),
         sa.Column("sealed", sa.LargeBinary(), nullable=False),
-        sa.Column("stored_ms", sa.BigInteger(), nullable=False),
-        sa.Column("expires_ms", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "stored_ms", "expires_ms"),
     )
     op.create_index("ix_request_contents_expires_ms", "request_contents", ["expires_ms"])
     op.create_index("ix_request_contents_tenant_id", "request_contents", ["tenant_id"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from moiety_migrations.columns import optional_columns, required_columns
+
 revision = "0039"
 down_revision = "0038"
 
@@ -17,14 +19,10 @@ def upgrade() -> None:
         sa.Column("tenant_id", sa.String(32), nullable=False),
         sa.Column("name", sa.String(64), nullable=False),
         sa.Column("status", sa.String(16), nullable=False),
-        sa.Column("budget_nano", sa.BigInteger()),
-        sa.Column("budget_tokens", sa.BigInteger()),
+        *optional_columns(sa.BigInteger(), "budget_nano", "budget_tokens"),
         sa.Column("deadline_at", sa.DateTime(timezone=True)),
-        sa.Column("deadline_s", sa.Integer()),
-        sa.Column("keep_s", sa.Integer()),
-        sa.Column("used_nano", sa.BigInteger(), nullable=False),
-        sa.Column("used_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("num_requests", sa.BigInteger(), nullable=False),
+        *optional_columns(sa.Integer(), "deadline_s", "keep_s"),
+        *required_columns(sa.BigInteger(), "used_nano", "used_tokens", "num_requests"),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("stopped_at", sa.DateTime(timezone=True)),
         sa.UniqueConstraint("tenant_id", "name", name="uq_agent_runs_tenant_id_name"),
@@ -35,19 +33,14 @@ def upgrade() -> None:
         "agent_run_requests",
         sa.Column("run_id", sa.String(32), primary_key=True),
         sa.Column("request_id", sa.String(64), primary_key=True),
-        sa.Column("tenant_id", sa.String(32), nullable=False),
-        sa.Column("trace_id", sa.String(32), nullable=False),
+        *required_columns(sa.String(32), "tenant_id", "trace_id"),
         sa.Column("endpoint", sa.String(64), nullable=False),
         sa.Column("model", sa.String(256), nullable=False),
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("ended_at", sa.DateTime(timezone=True)),
         sa.Column("outcome", sa.String(16), nullable=False),
         sa.Column("error_code", sa.String(64)),
-        sa.Column("tokens", sa.BigInteger(), nullable=False),
-        sa.Column("nano", sa.BigInteger(), nullable=False),
-        sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
-        sa.Column("output_tokens", sa.BigInteger(), nullable=False),
+        *required_columns(sa.BigInteger(), "tokens", "nano", "prompt_tokens", "cached_tokens", "output_tokens"),
         sa.Column("duration_ms", sa.Double()),
     )
     op.create_index("ix_agent_run_requests_tenant_id", "agent_run_requests", ["tenant_id"])
