@@ -6,7 +6,6 @@ gateways that know the previous one rehash the keys in use.
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from moiety_platform.auth.keys import MIN_PEPPER_BYTES
+from moiety_platform.private_files import create_private
 from moiety_platform.settings import GatewaySettings
 
 FILE_NAME = "pepper"
@@ -64,29 +64,12 @@ def resolve_pepper(configured: str | None, data_dir: Path) -> bytes:
         return _checked(configured.encode(), "MOIETY_KEY_PEPPER")
     path = data_dir / FILE_NAME
     if not path.exists():
-        _create(path)
+        create_private(path, secrets.token_hex(_NEW_BYTES).encode() + b"\n")
     return _checked(path.read_bytes().strip(), str(path))
 
 
 def _text(secret: SecretStr | None) -> str | None:
     return None if secret is None else secret.get_secret_value()
-
-
-def _create(path: Path) -> None:
-    """Write a new pepper atomically; of several concurrent processes, the first one wins."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(_NEW_BYTES) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass  # another process was first; its pepper is used
-    finally:
-        draft.unlink()
 
 
 def _checked(pepper: bytes, origin: str) -> bytes:

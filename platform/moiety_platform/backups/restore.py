@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from moiety_platform.db.session import MAINTENANCE, Database
 from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.readiness import MARK_KEY
 from moiety_platform.object_storage.store import ObjectStore
+from moiety_platform.private_files import write_private
 from moiety_platform.receipts.signing import key_file_of
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
@@ -183,32 +183,22 @@ def _write_files(folder: Path, settings: GatewaySettings, peppers: list[bytes]) 
     settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if settings.key_pepper is None:
         for name, pepper in zip((FILE_NAME, PREVIOUS_FILE_NAME), peppers, strict=False):
-            _write_private(settings.data_dir / name, pepper + b"\n")
+            write_private(settings.data_dir / name, pepper + b"\n")
         if len(peppers) == 1:
             (settings.data_dir / PREVIOUS_FILE_NAME).unlink(missing_ok=True)
     keys = folder / SECRETS / FIRST_KEYS
     if keys.exists():
-        _write_private(settings.data_dir / FIRST_KEYS, keys.read_bytes())
+        write_private(settings.data_dir / FIRST_KEYS, keys.read_bytes())
     kept, receipt_keys = _receipt_keys(folder), key_file_of(settings.receipt_key_file, settings.data_dir)
     if kept is not None and not (receipt_keys.exists() and receipt_keys.read_bytes() == kept):
         receipt_keys.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_private(receipt_keys, kept)
+        write_private(receipt_keys, kept)
     shutil.rmtree(settings.usage_journal_dir, ignore_errors=True)
     settings.usage_journal_dir.mkdir(mode=0o700, parents=True)
     files = [path for path in sorted((folder / JOURNAL).glob("*")) if path.stat().st_size]
     for path in files:
-        _write_private(settings.usage_journal_dir / path.name, path.read_bytes())
+        write_private(settings.usage_journal_dir / path.name, path.read_bytes())
     return len(files)
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.restoring")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 async def _verify(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import secrets
 import shlex
 import stat
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from moiety_platform.private_files import create_private
 from moiety_platform.receipts.content import signed_bytes
 
 FILE_NAME = "receipts.pem"
@@ -75,7 +75,7 @@ def load_signer(path: Path) -> ReceiptSigner:
     """
     try:
         if not path.exists():
-            _create(path)
+            create_private(path, _new_pem())
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             data = file.read()
@@ -128,19 +128,5 @@ def _load(block: bytes, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def _create(path: Path) -> None:
-    """Write a new key atomically; of several concurrent processes, the first one wins."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass  # another process was first; its key is used
-    finally:
-        draft.unlink()
+def _new_pem() -> bytes:
+    return Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

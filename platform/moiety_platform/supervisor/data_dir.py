@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from moiety_platform.private_files import write_private
 from moiety_platform.supervisor.errors import DataDirInUse, SupervisorError
 
 PRIVATE_UMASK = 0o077  # for every process that writes here, also if the directory already existed
@@ -126,7 +127,7 @@ class DataDir:
         return self.path / "run" / "supervisor.json"
 
     def write_url(self, url: str) -> None:
-        write_private(self.path / URL_FILE, url + "\n")
+        write_private(self.path / URL_FILE, f"{url}\n".encode())
 
 
 def read_url(data_dir: Path) -> str | None:
@@ -147,19 +148,4 @@ def read_first_keys(data_dir: Path) -> FirstKeys | None:
 
 
 def write_first_keys(path: Path, keys: FirstKeys) -> None:
-    write_private(path, json.dumps(asdict(keys), indent=2) + "\n")
-
-
-def write_private(path: Path, content: str) -> None:
-    """Write a file that only its owner may read; the write is atomic. Raises OSError, and then changes nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_private(path, json.dumps(asdict(keys), indent=2).encode() + b"\n")

@@ -18,8 +18,8 @@ from moiety_platform.cli.errors import CommandError
 from moiety_platform.cluster.deployment import KEY_ENTRY, put_key
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.secrets_api import SecretsApi
+from moiety_platform.private_files import write_private
 from moiety_platform.resources.apply_kind import DeclaredObject, ObjectPlace
-from moiety_platform.supervisor.data_dir import write_private
 
 
 class SecretFileError(CommandError):
@@ -75,7 +75,8 @@ class FileTexts:
 
     def put_text(self, name: str, text: str) -> None:
         try:
-            write_private(self.path, json.dumps(self._entries() | {name: text}, indent=2, ensure_ascii=False) + "\n")
+            text_of_all = json.dumps(self._entries() | {name: text}, indent=2, ensure_ascii=False)
+            write_private(self.path, text_of_all.encode() + b"\n")
         except OSError as exc:
             raise SecretFileError(
                 f"{self.path} cannot be written: {exc.strerror}; give another --secrets-file"
