@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
-from moiety_platform.resources.commands import (
-    TENANT_FILTER,
-    Command,
-    CustomCommand,
-    list_command,
-    path_argument,
-)
+from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
 GRANT_ADAPTERS = AdminAction("adapters.grant", OPERATORS)  # adapters on the engines' hosts
@@ -30,13 +24,13 @@ ADAPTERS = Resource(
     },
     details=("tenant_id", "num_bytes", "engine_adapter"),
     commands=(
-        list_command("List adapters, by tenant, model and name.", TENANT_FILTER),
+        Command.list_objects("List adapters, by tenant, model and name.", TENANT_FILTER),
         CustomCommand("add", "moiety_platform.cli.adapters:add_adapter"),
         Command(
             "remove",
             "Remove an adapter, so that no request can use it any more.",
             method="DELETE",
-            parameters=(path_argument("adapter", "Id of the adapter, or MODEL:NAME.", finds="adapter"),),
+            parameters=(Parameter.path_argument("adapter", "Id of the adapter, or MODEL:NAME.", finds="adapter"),),
         ),
     ),
     more=(GRANT_ADAPTERS,),

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS
-from moiety_platform.resources.commands import (
-    TENANT_FILTER,
-    Command,
-    CustomCommand,
-    list_command,
-    path_argument,
-)
+from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_RUN = path_argument("run", "Id of the run.")
+_RUN = Parameter.path_argument("run", "Id of the run.")
 
 RUNS = Resource(
     name="run",
@@ -32,7 +26,7 @@ RUNS = Resource(
         "id": "id",
     },
     commands=(
-        list_command("List the newest runs.", TENANT_FILTER),
+        Command.list_objects("List the newest runs.", TENANT_FILTER),
         CustomCommand("show", "moiety_platform.cli.runs:show_run"),
         Command(
             "stop",

@@ -6,15 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import (
-    Command,
-    Parameter,
-    ParameterLocation,
-    argument,
-    delete_command,
-    list_command,
-    show_command,
-)
+from moiety_platform.resources.commands import Command, Parameter
 from moiety_platform.resources.declaration import Resource
 
 NOTHING = "none"
@@ -53,8 +45,8 @@ def _text(text: str) -> str | None:
     return None if text == NOTHING else text
 
 
-_NAME = argument("name", "Name of the service class.")
-_IN_PATH = replace(_NAME, place=ParameterLocation.PATH)
+_NAME = Parameter.argument("name", "Name of the service class.")
+_IN_PATH = _NAME.in_path()
 _RANK = Parameter(
     name="rank",
     type=int,
@@ -142,8 +134,8 @@ CLASSES = Resource(
     ),
     plain=plain,
     commands=(
-        list_command("List all classes, best first."),
-        show_command("Show one class.", _IN_PATH),
+        Command.list_objects("List all classes, best first."),
+        Command.show_object("Show one class.", _IN_PATH),
         Command(
             "set",
             "Change a class. The change applies from the next request, at every gateway within seconds.",
@@ -157,7 +149,7 @@ CLASSES = Resource(
             method="POST",
             parameters=(_NAME, replace(_RANK, is_required=True), *_TERMS),
         ),
-        delete_command("Delete a class that is not built in and that no tenant uses.", _IN_PATH),
+        Command.delete_object("Delete a class that is not built in and that no tenant uses.", _IN_PATH),
     ),
     apply_kind="moiety_platform.classes.declared:CLASS",
 )

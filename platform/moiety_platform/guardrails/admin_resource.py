@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import (
-    Parameter,
-    ParameterLocation,
-    argument,
-    delete_command,
-    list_command,
-    put_command,
-    show_command,
-)
+from moiety_platform.resources.commands import Command, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_NAME = argument("name", "Name of the guardrail.")
-_IN_PATH = replace(_NAME, place=ParameterLocation.PATH)
+_NAME = Parameter.argument("name", "Name of the guardrail.")
+_IN_PATH = _NAME.in_path()
 
 
 def parse_detectors(text: str) -> list[str]:
@@ -48,9 +39,9 @@ GUARDRAILS = Resource(
     },
     plain=plain,
     commands=(
-        list_command("List all guardrails by name."),
-        show_command("Show one guardrail.", _IN_PATH),
-        put_command(
+        Command.list_objects("List all guardrails by name."),
+        Command.show_object("Show one guardrail.", _IN_PATH),
+        Command.set_object(
             "Set or replace a guardrail. It applies to requests that begin later, at every gateway within seconds.",
             _NAME,
             Parameter(name="stage", help="Text that is checked: input or output.", is_required=True),
@@ -80,7 +71,7 @@ GUARDRAILS = Resource(
                 help="Name or id of the only tenant that it is for. If not given, all.",
             ),
         ),
-        delete_command("Delete a guardrail.", _IN_PATH),
+        Command.delete_object("Delete a guardrail.", _IN_PATH),
     ),
     apply_kind="moiety_platform.guardrails.declared:GUARDRAIL",
 )

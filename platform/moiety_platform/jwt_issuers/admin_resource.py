@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import (
-    Parameter,
-    ParameterLocation,
-    argument,
-    delete_command,
-    list_command,
-    put_command,
-    show_command,
-)
+from moiety_platform.resources.commands import Command, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_NAME = argument("name", "Name of the issuer here.")
-_IN_PATH = replace(_NAME, place=ParameterLocation.PATH)
+_NAME = Parameter.argument("name", "Name of the issuer here.")
+_IN_PATH = _NAME.in_path()
 
 
 def parse_grants(text: str) -> list[dict[str, Any]]:
@@ -99,9 +90,9 @@ ISSUERS = Resource(
     prose=("grants", "key_ids"),
     plain=plain,
     commands=(
-        list_command("List all issuers by name."),
-        show_command("Show one issuer, and the keys as which its tokens act.", _IN_PATH),
-        put_command(
+        Command.list_objects("List all issuers by name."),
+        Command.show_object("Show one issuer, and the keys as which its tokens act.", _IN_PATH),
+        Command.set_object(
             "Trust an issuer, or replace the issuer of that name. It applies at every gateway within seconds.",
             _NAME,
             Parameter(name="issuer_url", field="url", help="Issuer as in the tokens' claim 'iss'.", is_required=True),
@@ -144,7 +135,7 @@ ISSUERS = Resource(
                 help="Models that tokens may use, separated by commas. If not given, all.",
             ),
         ),
-        delete_command("Trust an issuer no longer, and revoke the keys as which its tokens act.", _IN_PATH),
+        Command.delete_object("Trust an issuer no longer, and revoke the keys as which its tokens act.", _IN_PATH),
     ),
     apply_kind="moiety_platform.jwt_issuers.declared:ISSUER",
 )

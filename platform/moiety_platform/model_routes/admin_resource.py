@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import (
-    Command,
-    Parameter,
-    ParameterLocation,
-    argument,
-    delete_command,
-    list_command,
-    put_command,
-)
+from moiety_platform.resources.commands import Command, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_NAME = argument("name", "Name of the route: the model that clients ask for.")
-_IN_QUERY = replace(_NAME, place=ParameterLocation.QUERY, field="route")
+_NAME = Parameter.argument("name", "Name of the route: the model that clients ask for.")
+_IN_QUERY = _NAME.in_query("route")
 
 
 def parse_targets(text: str) -> list[dict[str, Any]]:
@@ -66,9 +57,9 @@ ROUTES = Resource(
     },
     plain=plain,
     commands=(
-        list_command("List all routes by name."),
+        Command.list_objects("List all routes by name."),
         Command("show", "Show one route.", suffix="one", parameters=(_IN_QUERY,)),
-        put_command(
+        Command.set_object(
             "Set or replace a route. It applies to requests that begin later, at every gateway within seconds.",
             _NAME,
             Parameter(
@@ -111,7 +102,7 @@ ROUTES = Resource(
                 help="Percentage of the requests that --shadow-to gets copies of.",
             ),
         ),
-        delete_command(
+        Command.delete_object(
             "Delete a route. Requests for its name then go to the model of that name, if there is one.", _IN_QUERY
         ),
     ),

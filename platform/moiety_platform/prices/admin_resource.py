@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import (
-    Parameter,
-    ParameterLocation,
-    argument,
-    delete_command,
-    list_command,
-    put_command,
-)
+from moiety_platform.resources.commands import Command, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_MODEL = argument("model", "Name of the model, as /v1/models lists it.")
+_MODEL = Parameter.argument("model", "Name of the model, as /v1/models lists it.")
 _CLASS = Parameter(
     name="service_class",
     flag="--class",
@@ -36,8 +29,8 @@ PRICES = Resource(
         "output": "$ per 1M output",
     },
     commands=(
-        list_command("List all prices, in dollars per million tokens."),
-        put_command(
+        Command.list_objects("List all prices, in dollars per million tokens."),
+        Command.set_object(
             "Set or change a price. It applies to requests that begin later, at every gateway within seconds.",
             replace(_MODEL, is_model=True),
             Parameter(
@@ -54,10 +47,10 @@ PRICES = Resource(
             ),
             _CLASS,
         ),
-        delete_command(
+        Command.delete_object(
             "Delete a price. Requests of the model are then free of charge.",
-            replace(_MODEL, place=ParameterLocation.QUERY),
-            replace(_CLASS, place=ParameterLocation.QUERY),
+            _MODEL.in_query(),
+            _CLASS.in_query(),
         ),
     ),
     apply_kind="moiety_platform.prices.declared:PRICE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
-from moiety_platform.resources.commands import Command, CustomCommand, path_argument
+from moiety_platform.resources.commands import Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
 WRITE_TENANT_QUOTAS = AdminAction("tenant_quotas.write", OPERATORS)
@@ -34,7 +34,7 @@ QUOTAS = Resource(
             "delete",
             "Delete a limit.",
             method="DELETE",
-            parameters=(path_argument("quota_id", "Id of the limit, as moiety quota list shows it."),),
+            parameters=(Parameter.path_argument("quota_id", "Id of the limit, as moiety quota list shows it."),),
         ),
     ),
     more=(WRITE_TENANT_QUOTAS,),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 
 class ParameterLocation(StrEnum):
@@ -53,15 +53,23 @@ class Parameter:
         """The option as users write it."""
         return self.flag or f"--{self.name.replace('_', '-')}"
 
+    @classmethod
+    def argument(cls, name: str, help: str, **more: Any) -> Self:  # noqa: A002 - as typer calls it
+        """Return a required argument."""
+        return cls(name=name, help=help, is_argument=True, is_required=True, **more)
 
-def argument(name: str, help: str, **more: Any) -> Parameter:  # noqa: A002 - as typer calls it
-    """Return a required argument."""
-    return Parameter(name=name, help=help, is_argument=True, is_required=True, **more)
+    @classmethod
+    def path_argument(cls, name: str, help: str, *, finds: str = "") -> Self:  # noqa: A002 - as typer calls it
+        """Return a required argument that identifies the object in the request's path."""
+        return cls.argument(name, help, place=ParameterLocation.PATH, finds=finds)
 
+    def in_path(self) -> Self:
+        """Return the same parameter, sent in the request's path."""
+        return replace(self, place=ParameterLocation.PATH)
 
-def path_argument(name: str, help: str, *, finds: str = "") -> Parameter:  # noqa: A002 - as typer calls it
-    """Return a required argument that identifies the object in the request's path."""
-    return argument(name, help, place=ParameterLocation.PATH, finds=finds)
+    def in_query(self, field: str = "") -> Self:
+        """Return the same parameter, sent in the query, as `field` if it is given."""
+        return replace(self, place=ParameterLocation.QUERY, field=field or self.field)
 
 
 TENANT_FILTER = Parameter(
@@ -94,6 +102,26 @@ class Command:
     lacks: str = ""
     notice: str = ""
 
+    @classmethod
+    def list_objects(cls, help: str, *parameters: Parameter, output: Output = Output.ROWS) -> Self:  # noqa: A002 - as typer calls it
+        """Return the command `list`, which lists the objects."""
+        return cls("list", help, parameters=parameters, output=output)
+
+    @classmethod
+    def show_object(cls, help: str, *parameters: Parameter) -> Self:  # noqa: A002 - as typer calls it
+        """Return the command `show`, which shows the object that its parameters identify."""
+        return cls("show", help, parameters=parameters)
+
+    @classmethod
+    def set_object(cls, help: str, *parameters: Parameter) -> Self:  # noqa: A002 - as typer calls it
+        """Return the command `set`, which creates an object or replaces the one of that name."""
+        return cls("set", help, method="PUT", parameters=parameters)
+
+    @classmethod
+    def delete_object(cls, help: str, *parameters: Parameter) -> Self:  # noqa: A002 - as typer calls it
+        """Return the command `delete`, which deletes the object that its parameters identify."""
+        return cls("delete", help, method="DELETE", parameters=parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class CustomCommand:
@@ -101,23 +129,3 @@ class CustomCommand:
 
     name: str
     target: str
-
-
-def list_command(help: str, *parameters: Parameter, output: Output = Output.ROWS) -> Command:  # noqa: A002 - as typer calls it
-    """Return the command that lists the objects."""
-    return Command("list", help, parameters=parameters, output=output)
-
-
-def show_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
-    """Return the command that shows the object that its parameters identify."""
-    return Command("show", help, parameters=parameters)
-
-
-def put_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
-    """Return the command `set`, which creates an object or replaces the one of that name."""
-    return Command("set", help, method="PUT", parameters=parameters)
-
-
-def delete_command(help: str, *parameters: Parameter) -> Command:  # noqa: A002 - as typer calls it
-    """Return the command that deletes the object that its parameters identify."""
-    return Command("delete", help, method="DELETE", parameters=parameters)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS, MANAGED_BY_TENANTS, OWNER, AdminAction
-from moiety_platform.resources.commands import (
-    TENANT_FILTER,
-    Command,
-    CustomCommand,
-    Output,
-    Parameter,
-    argument,
-    list_command,
-    path_argument,
-    show_command,
-)
+from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Output, Parameter
 from moiety_platform.resources.declaration import Resource
 
 ERASE_TENANTS = AdminAction("tenants.erase", OWNER)
 
-_TENANT = path_argument("name", "Name or id of the tenant.", finds="tenant")
+_TENANT = Parameter.path_argument("name", "Name or id of the tenant.", finds="tenant")
 _TERMS = (
     Parameter(
         name="service_class",
@@ -53,13 +43,13 @@ TENANTS = Resource(
     },
     details=("speculative_prefill", "created_at", "weight"),
     commands=(
-        list_command("List all tenants, oldest first.", output=Output.PAGES),
-        show_command("Show one tenant.", _TENANT),
+        Command.list_objects("List all tenants, oldest first.", output=Output.PAGES),
+        Command.show_object("Show one tenant.", _TENANT),
         Command(
             "create",
             "Create a tenant.",
             method="POST",
-            parameters=(argument("name", "Name of the new tenant."), *_TERMS),
+            parameters=(Parameter.argument("name", "Name of the new tenant."), *_TERMS),
         ),
         Command(
             "change",
@@ -108,12 +98,12 @@ PROJECTS = Resource(
     columns={"name": "name", "tenant": "tenant", "created_at": "created", "id": "id", "tenant_id": "tenant's id"},
     details=("tenant_id", "created_at"),
     commands=(
-        list_command("List projects, oldest first.", TENANT_FILTER, output=Output.PAGES),
+        Command.list_objects("List projects, oldest first.", TENANT_FILTER, output=Output.PAGES),
         Command(
             "create",
             "Create a project of a tenant.",
             method="POST",
-            parameters=(argument("name", "Name of the new project."), _TENANT_OF_PROJECT),
+            parameters=(Parameter.argument("name", "Name of the new project."), _TENANT_OF_PROJECT),
         ),
     ),
     apply_kind="moiety_platform.tenants.declared:PROJECT",

@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from moiety_platform.access.actions import OPERATORS_ONLY
-from moiety_platform.resources.commands import (
-    Command,
-    Output,
-    Parameter,
-    argument,
-    delete_command,
-    list_command,
-    path_argument,
-)
+from moiety_platform.resources.commands import Command, Output, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_WEBHOOK = path_argument("webhook", "Id or address of the webhook.", finds="webhook")
+_WEBHOOK = Parameter.path_argument("webhook", "Id or address of the webhook.", finds="webhook")
 
 
 def parse_events(text: str) -> list[str]:
@@ -53,13 +45,13 @@ WEBHOOKS = Resource(
     details=("delivered_at", "failed_at", "last_error"),
     prose=("last_error",),
     commands=(
-        list_command("List webhooks, oldest first, and their delivery status."),
+        Command.list_objects("List webhooks, oldest first, and their delivery status."),
         Command(
             "create",
             "Create a webhook, which receives alerts from now on. Print the secret that signs them.",
             method="POST",
             parameters=(
-                argument("address", "https:// URL that alerts are posted to.", field="url"),
+                Parameter.argument("address", "https:// URL that alerts are posted to.", field="url"),
                 Parameter(name="format", help="Format of the bodies: json (default), slack or pagerduty."),
                 Parameter(
                     name="routing_key",
@@ -84,7 +76,7 @@ WEBHOOKS = Resource(
             suffix="test",
             parameters=(_WEBHOOK,),
         ),
-        delete_command("Delete a webhook: no more alerts go to its address.", _WEBHOOK),
+        Command.delete_object("Delete a webhook: no more alerts go to its address.", _WEBHOOK),
     ),
     apply_kind="moiety_platform.webhooks.declared:WEBHOOK",
 )

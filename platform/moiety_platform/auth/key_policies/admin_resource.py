@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS
-from moiety_platform.resources.commands import (
-    TENANT_FILTER,
-    CustomCommand,
-    Output,
-    delete_command,
-    list_command,
-    path_argument,
-)
+from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Output, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_TENANT = path_argument("tenant", "Name or id of the tenant.", finds="tenant")
+_TENANT = Parameter.path_argument("tenant", "Name or id of the tenant.", finds="tenant")
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -42,10 +35,10 @@ KEY_POLICIES = Resource(
     details=("tenant_id", "limits", "allowed_models"),
     plain=plain,
     commands=(
-        list_command("List all policies.", TENANT_FILTER, output=Output.PAGES),
+        Command.list_objects("List all policies.", TENANT_FILTER, output=Output.PAGES),
         CustomCommand("show", "moiety_platform.cli.key_policies:show_policy"),
         CustomCommand("set", "moiety_platform.cli.key_policies:set_policy"),
-        delete_command("Delete a tenant's policy: its developers make no keys any more.", _TENANT),
+        Command.delete_object("Delete a tenant's policy: its developers make no keys any more.", _TENANT),
     ),
     apply_kind="moiety_platform.auth.key_policies.declared:KEY_POLICY",
 )

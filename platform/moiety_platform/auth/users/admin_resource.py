@@ -5,20 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OWNER, AdminAction
-from moiety_platform.resources.commands import (
-    TENANT_FILTER,
-    CustomCommand,
-    Output,
-    delete_command,
-    list_command,
-    path_argument,
-    show_command,
-)
+from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Output, Parameter
 from moiety_platform.resources.declaration import Resource
 
 WRITE_ADMIN_USERS = AdminAction("admin_users.write", OWNER)
 
-_USER = path_argument("user", "Email address or id of the user.", finds="user")
+_USER = Parameter.path_argument("user", "Email address or id of the user.", finds="user")
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -46,13 +38,13 @@ USERS = Resource(
     details=("created_at", "project_ids", "invitation_expires_at", "accepted_at", "name"),
     plain=plain,
     commands=(
-        list_command("List users, oldest first.", TENANT_FILTER, output=Output.PAGES),
-        show_command("Show one user.", _USER),
+        Command.list_objects("List users, oldest first.", TENANT_FILTER, output=Output.PAGES),
+        Command.show_object("Show one user.", _USER),
         CustomCommand("invite", "moiety_platform.cli.users:invite_user"),
         CustomCommand("change", "moiety_platform.cli.users:change_user"),
         CustomCommand("disable", "moiety_platform.cli.users:disable_user"),
         CustomCommand("enable", "moiety_platform.cli.users:enable_user"),
-        delete_command("Delete a user, and revoke its keys.", _USER),
+        Command.delete_object("Delete a user, and revoke its keys.", _USER),
     ),
     more=(WRITE_ADMIN_USERS,),
     apply_kind="moiety_platform.auth.users.declared:USER",
