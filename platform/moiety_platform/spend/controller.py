@@ -15,10 +15,15 @@ from moiety_platform.query_parameters import Filter, parse_text
 from moiety_platform.spend.budgets import list_budgets
 from moiety_platform.spend.queries import forecast_spend, report_spend
 from moiety_platform.spend.schemas import BudgetPage, SpendForecast, SpendReport
-from moiety_platform.usage.attribution import parse_tag
-from moiety_platform.usage.controller import Groups, TagFilter, UsageFilterDependency, parse_filter
-from moiety_platform.usage.queries import UsageFilter, parse_grouping
+from moiety_platform.time_span import TimeSpan
+from moiety_platform.usage.controller import Groups, UsageFilterDependency, parse_filter
+from moiety_platform.usage.queries import parse_grouping
 from moiety_platform.usage.reconciliation import take_snapshot_locks
+
+
+def no_time(now: NamedDependency[datetime]) -> TimeSpan:
+    """Return an empty period, for a route that takes no times from clients."""
+    return TimeSpan(now, now)
 
 
 class SpendController(Controller):
@@ -26,8 +31,9 @@ class SpendController(Controller):
 
     path = "/spend"
     tags = ("spend",)
+    dependencies = {"usage_filter": Provide(parse_filter, sync_to_thread=False)}  # noqa: RUF012  read by the framework only
 
-    @get(opt=needs(READ_USAGE), dependencies={"usage_filter": Provide(parse_filter, sync_to_thread=False)})
+    @get(opt=needs(READ_USAGE))
     async def report_spend(
         self, database: NamedDependency[Database], usage_filter: UsageFilterDependency, group_by: Groups = None
     ) -> SpendReport:
@@ -41,38 +47,21 @@ class SpendController(Controller):
             await take_snapshot_locks(session)
             return await report_spend(session, usage_filter, grouping)
 
-    @get("/forecast", opt=needs(READ_USAGE))
+    @get("/forecast", opt=needs(READ_USAGE), dependencies={"period": Provide(no_time, sync_to_thread=False)})
     async def forecast_spend(
         self,
         database: NamedDependency[Database],
         now: NamedDependency[datetime],
-        tenant_id: Filter = None,
-        project_id: Filter = None,
-        key_id: Filter = None,
-        model: Filter = None,
-        service_class: Filter = None,
-        end_user: Filter = None,
-        tag: TagFilter = None,
+        usage_filter: UsageFilterDependency,
     ) -> SpendForecast:
         """Forecast the spend of this month, in UTC: what is spent, plus the mean of the last days for the rest of it.
 
         The mean is of the last seven days and of today so far, or since the first day with spend in four weeks if that
         is later.
         """
-        wanted = UsageFilter(
-            now,
-            now,
-            tenant_id=parse_text(tenant_id, "tenant_id"),
-            project_id=parse_text(project_id, "project_id"),
-            key_id=parse_text(key_id, "key_id"),
-            model=parse_text(model, "model"),
-            service_class=parse_text(service_class, "service_class"),
-            end_user=parse_text(end_user, "end_user"),
-            tag=None if tag is None else parse_tag(tag, "tag"),
-        )
         async with database.read() as session:
             await take_snapshot_locks(session)
-            return await forecast_spend(session, wanted, now)
+            return await forecast_spend(session, usage_filter, now)
 
     @get("/budgets", opt=needs(READ_USAGE))
     async def list_budgets(
