@@ -12,6 +12,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, get_type_hints
 import typer
 
 from moiety_platform.cli.admin_client import AdminClient
+from moiety_platform.cli.option_groups import OptionGroup, as_function, with_option_groups
 from moiety_platform.cli.tables import show_row, show_rows
 
 P = ParamSpec("P")
@@ -38,24 +39,16 @@ Wide = Annotated[
     typer.Option("--wide", help="Show all columns of a table, each on one line, even if the terminal is narrower."),
 ]
 
-_COMMON: dict[str, tuple[Any, Any]] = {  # name → (annotation, default)
-    "url": (Url, None),
-    "admin_key": (AdminKey, None),
-    "data_dir": (DataDir, Path(".moiety")),
-    "as_json": (AsJson, False),
-    "wide": (Wide, False),
-}
-
 
 @dataclass(frozen=True)
-class Admin:
+class Admin(OptionGroup):
     """Common options of admin commands: the gateway to call, and the output format."""
 
-    url: str | None
-    admin_key: str | None
-    data_dir: Path
-    as_json: bool
-    wide: bool = False
+    url: Url = None
+    admin_key: AdminKey = None
+    data_dir: DataDir = Path(".moiety")
+    as_json: AsJson = False
+    wide: Wide = False
 
     @functools.cached_property
     def client(self) -> AdminClient:
@@ -81,24 +74,17 @@ class Admin:
 
 
 def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[..., None]:
-    """Turn the function into a command whose first argument comes from the common options."""
+    """Turn the function into a command whose first argument comes from the common options, the last in its help."""
+    first, *own = inspect.signature(function).parameters.values()
+    hints = {**get_type_hints(function, include_extras=True), first.name: Admin}
 
     def command(**given: Any) -> None:
-        common = Admin(**{name: given.pop(name) for name in _COMMON})
+        admin = given.pop(first.name)
         try:
-            function(common, **given)  # type: ignore[call-arg]
+            function(admin, **given)
         finally:
-            common.close()
+            admin.close()
 
-    own = list(inspect.signature(function).parameters.values())[1:]
-    hints = get_type_hints(function, include_extras=True)
-    hints = {parameter.name: hints[parameter.name] for parameter in own}
-    hints |= {name: annotation for name, (annotation, _) in _COMMON.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    common = [inspect.Parameter(name, keyword, default=default) for name, (_, default) in _COMMON.items()]
-    parameters = [*(parameter.replace(kind=keyword) for parameter in own), *common]
-    parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = hints
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    return command
+    parameters = [one.replace(kind=keyword, annotation=hints[one.name]) for one in (*own, first)]
+    return with_option_groups(as_function(command, function, parameters))

@@ -17,11 +17,11 @@ from moiety_platform.backups.backup import create_backup
 from moiety_platform.backups.errors import BackupError
 from moiety_platform.backups.restore import Migrations, restore_backup
 from moiety_platform.cli.admin_command import AsJson
-from moiety_platform.cli.deployment_options import ConfigFile, DatabaseUrl, DataFolder, ObjectStoreUrl
+from moiety_platform.cli.deployment_options import StoreOptions
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.migrations import downgrade_database, find_upgrade
+from moiety_platform.cli.option_groups import with_option_groups
 from moiety_platform.cli.printing import print_prose
-from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json, show_row
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
@@ -31,6 +31,7 @@ from moiety_platform.supervisor.errors import SupervisorError
 FAILURES = (BackupError, BadPepper, BadDatabaseUrl, PlatformError, SupervisorError, OSError)
 
 
+@with_option_groups
 def backup(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="New folder for the backup. It appears once the backup is complete.")
@@ -42,10 +43,8 @@ def backup(
             help="Copy the contents of files and adapters. If not given, those of a folder, and not those of a bucket.",
         ),
     ] = None,
-    config: ConfigFile = None,
-    data_dir: DataFolder = None,
-    database_url: DatabaseUrl = None,
-    object_store_url: ObjectStoreUrl = None,
+    *,
+    stores: StoreOptions,
     as_json: AsJson = False,
 ) -> None:
     """Back up the database, the pepper, unbilled usage rows and stored files, while the gateways serve.
@@ -54,7 +53,7 @@ def backup(
     All files have the mode 0600. Run it with the gateway's settings, where its data directory is.
     """
     os.umask(PRIVATE_UMASK)
-    settings = load_settings(config, data_dir=data_dir, database_url=database_url, object_store_url=object_store_url)
+    settings = stores.load_settings()
     try:
         made = asyncio.run(create_backup(settings, output, package_version("moiety"), copy_objects=objects))
     except FAILURES as exc:
@@ -67,6 +66,7 @@ def backup(
         )
 
 
+@with_option_groups
 def restore(
     folder: Annotated[
         Path, typer.Argument(exists=True, file_okay=False, help="Folder that moiety backup has written.")
@@ -78,10 +78,8 @@ def restore(
         bool,
         typer.Option("--overwrite", help="Replace the contents of a database and object store that are not empty."),
     ] = False,
-    config: ConfigFile = None,
-    data_dir: DataFolder = None,
-    database_url: DatabaseUrl = None,
-    object_store_url: ObjectStoreUrl = None,
+    *,
+    stores: StoreOptions,
     as_json: AsJson = False,
 ) -> None:
     """Restore a backup to an empty data directory, database and object store, and verify the result.
@@ -94,9 +92,7 @@ def restore(
         if check:
             show_manifest(folder, read_archive(folder), as_json)
             return
-        settings = load_settings(
-            config, data_dir=data_dir, database_url=database_url, object_store_url=object_store_url
-        )
+        settings = stores.load_settings()
         with DataDir(settings.data_dir):  # so that no serve starts in between
             report = asyncio.run(
                 restore_backup(folder, settings, Migrations(find_upgrade(), downgrade_database), overwrite=overwrite)

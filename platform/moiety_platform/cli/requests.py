@@ -10,16 +10,12 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import From, Hours, To
 from moiety_platform.cli.usage_options import (
     CsvOption,
     EndUserFilter,
-    KeyFilter,
-    ProjectFilter,
+    ReportFilter,
     TagFilter,
-    TenantFilter,
     check_format,
-    query_of,
 )
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.paths import path_of
@@ -60,12 +56,8 @@ app = typer.Typer(help="Search in the log of all requests, newest first; show on
 def requests(
     admin: Admin,
     context: typer.Context,
-    hours: Hours = None,
-    begin: From = None,
-    end: To = None,
-    tenant: TenantFilter = None,
-    project: ProjectFilter = None,
-    key: KeyFilter = None,
+    *,
+    scope: ReportFilter,
     model: Annotated[str | None, typer.Option(help="Name of the model that answered.")] = None,
     route: Annotated[str | None, typer.Option(help="Name of the route that the client requested.")] = None,
     service_class: Annotated[str | None, typer.Option("--class", help="Name of the served class.")] = None,
@@ -87,7 +79,7 @@ def requests(
         return
     check_format(admin, as_csv=as_csv)
     wanted = {
-        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
+        **scope.query_of(admin),
         "model": model,
         "route": route,
         "service_class": service_class,

@@ -9,19 +9,16 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import From, Hours, To
 from moiety_platform.cli.usage_options import (
     CsvOption,
     EndUserFilter,
     Grouping,
-    KeyFilter,
     ModelFilter,
-    ProjectFilter,
+    ReportFilter,
     TagFilter,
     TenantFilter,
     check_format,
     find_tenant_id,
-    query_of,
 )
 from moiety_platform.prices.token_cost import dollars
 
@@ -54,13 +51,9 @@ BUDGET_DETAILS = ("quota_id", "window_end", "rate")
 @admin_command
 def spend(
     admin: Admin,
+    *,
     by: Grouping = "tenant",
-    hours: Hours = None,
-    begin: From = None,
-    end: To = None,
-    tenant: TenantFilter = None,
-    project: ProjectFilter = None,
-    key: KeyFilter = None,
+    scope: ReportFilter,
     model: ModelFilter = None,
     service_class: Annotated[
         str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")
@@ -74,7 +67,7 @@ def spend(
     report = admin.client.get(
         "/spend",
         group_by=by,
-        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
+        **scope.query_of(admin),
         model=model,
         service_class=service_class,
         end_user=end_user,

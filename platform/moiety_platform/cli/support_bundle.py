@@ -17,17 +17,11 @@ import typer
 from pydantic import SecretStr
 
 from moiety_platform.auth.pepper import FILE_NAME, PREVIOUS_FILE_NAME
-from moiety_platform.cli.deployment_options import (
-    AdminKey,
-    ConfigFile,
-    DatabaseUrl,
-    DataFolder,
-    EngineAddresses,
-    GatewayUrl,
-)
+from moiety_platform.cli.deployment_options import DeploymentOptions
 from moiety_platform.cli.doctor.command import DoctorContext, doctor_context_of, run_doctor
 from moiety_platform.cli.doctor.machine import versions
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.option_groups import with_option_groups
 from moiety_platform.cli.printing import print_prose
 from moiety_platform.cli.redaction import redact_settings
 from moiety_platform.clock import SystemClock
@@ -46,16 +40,13 @@ ADMIN_FILES = {
 }
 
 
+@with_option_groups
 def support_bundle(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write. If not given, moiety-support-TIME.tar.gz.")
     ] = None,
-    config: ConfigFile = None,
-    data_dir: DataFolder = None,
-    database_url: DatabaseUrl = None,
-    engine: EngineAddresses = None,
-    url: GatewayUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    deployment: DeploymentOptions,
     operations_url: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +62,7 @@ def support_bundle(
 
     Keys, passwords and tokens are removed. Check the file before you pass it on.
     """
-    context = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, None, None)
+    context = doctor_context_of(deployment)
     secrets = secrets_of(context)
     target = output or Path(f"moiety-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.tar.gz")
     logs = log or sorted((context.settings.data_dir / "logs").glob("*.log"))

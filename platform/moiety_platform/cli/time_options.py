@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-from typing import Annotated
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
 
 import typer
+
+from moiety_platform.cli.option_groups import OptionGroup
 
 DEFAULT_HOURS = 24.0
 
@@ -23,22 +26,33 @@ From = Annotated[
 To = Annotated[str | None, typer.Option("--to", help="End of the period, which is not part of it. If not given, now.")]
 
 
-def period_of(
-    hours: float | None, begin: str | None, end: str | None, now: datetime
-) -> tuple[datetime, datetime | None]:
-    """Return the begin of a period, and its end where one is given, as aware times.
+@dataclass(frozen=True)
+class Period(OptionGroup):
+    """Options of the period of a report."""
 
-    `now` is aware. Raises typer.BadParameter for a time that cannot be read, or an empty period.
-    """
-    if hours is not None and begin is not None:
-        raise typer.BadParameter("give --hours or --from, not both")
-    until = None if end is None else _moment(end, "--to")
-    if begin is None:
-        return (until or now) - timedelta(hours=DEFAULT_HOURS if hours is None else hours), until
-    since = _moment(begin, "--from")
-    if since >= (until or now):
-        raise typer.BadParameter(f"--from ({begin}) must be before --to ({end or 'now'})")
-    return since, until
+    hours: Hours = None
+    begin: From = None
+    end: To = None
+
+    def times(self, now: datetime) -> tuple[datetime, datetime | None]:
+        """Return the begin of the period, and its end where one is given, as aware times.
+
+        `now` is aware. Raises typer.BadParameter for a time that cannot be read, or an empty period.
+        """
+        if self.hours is not None and self.begin is not None:
+            raise typer.BadParameter("give --hours or --from, not both")
+        until = None if self.end is None else _moment(self.end, "--to")
+        if self.begin is None:
+            return (until or now) - timedelta(hours=DEFAULT_HOURS if self.hours is None else self.hours), until
+        since = _moment(self.begin, "--from")
+        if since >= (until or now):
+            raise typer.BadParameter(f"--from ({self.begin}) must be before --to ({self.end or 'now'})")
+        return since, until
+
+    def query(self) -> dict[str, Any]:
+        """Return the period as query parameters. Raises typer.BadParameter."""
+        since, until = self.times(datetime.now(UTC))
+        return {"since": since.isoformat(), "until": None if until is None else until.isoformat()}
 
 
 def _moment(text: str, option: str) -> datetime:

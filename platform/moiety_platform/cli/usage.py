@@ -15,18 +15,17 @@ from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import From, Hours, To, period_of
+from moiety_platform.cli.time_options import Period
 from moiety_platform.cli.usage_options import (
     CsvOption,
     EndUserFilter,
     Grouping,
-    KeyFilter,
     ModelFilter,
-    ProjectFilter,
+    ReportFilter,
     TagFilter,
     TenantFilter,
     check_format,
-    query_of,
+    find_tenant_id,
 )
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
@@ -101,13 +100,9 @@ app = typer.Typer(help="Show usage: requests, tokens, latencies and cost; and re
 def usage(
     admin: Admin,
     context: typer.Context,
+    *,
     by: Grouping = "tenant",
-    hours: Hours = None,
-    begin: From = None,
-    end: To = None,
-    tenant: TenantFilter = None,
-    project: ProjectFilter = None,
-    key: KeyFilter = None,
+    scope: ReportFilter,
     model: ModelFilter = None,
     end_user: EndUserFilter = None,
     tag: TagFilter = None,
@@ -121,7 +116,7 @@ def usage(
         return
     check_format(admin, as_csv=as_csv)
     wanted = {
-        **query_of(admin, hours=hours, begin=begin, end=end, tenant=tenant, project=project, key=key),
+        **scope.query_of(admin),
         "model": model,
         "end_user": end_user,
         "tag": tag,
@@ -156,9 +151,7 @@ def usage(
 @admin_command
 def reconcile(
     admin: Admin,
-    hours: Hours = None,
-    begin: From = None,
-    end: To = None,
+    period: Period,
     journal: Annotated[
         list[Path] | None,
         typer.Option(
@@ -172,7 +165,7 @@ def reconcile(
 
     Ends with 1 if something differs.
     """
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
+    since, until = period.times(datetime.now(UTC))
     if journal and until is not None:
         raise typer.BadParameter("--journal compares up to now; leave --to out")
     until_text = None if until is None else until.isoformat()
@@ -192,16 +185,12 @@ def reconcile(
 @admin_command
 def quotes(
     admin: Admin,
-    hours: Hours = None,
-    begin: From = None,
-    end: To = None,
+    period: Period,
     tenant: TenantFilter = None,
 ) -> None:
     """Compare predicted with actual times of requests that had a quote; show met guarantees, credits and reasons."""
-    tenant_id = admin.client.find_tenant(tenant)["id"] if tenant is not None else None
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
-    period = {"since": since.isoformat(), "until": None if until is None else until.isoformat()}
-    report = admin.client.get("/usage/quotes", tenant_id=tenant_id, **period)
+    tenant_id = find_tenant_id(admin, tenant)
+    report = admin.client.get("/usage/quotes", tenant_id=tenant_id, **period.query())
     if admin.as_json:
         show_json(report)
         return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from moiety_platform.cli.admin_command import Admin
 from moiety_platform.cli.object_names import find_key, find_project
-from moiety_platform.cli.time_options import period_of
+from moiety_platform.cli.time_options import Period
 
 Grouping = Annotated[
     str,
@@ -42,26 +42,20 @@ def find_tenant_id(admin: Admin, tenant: str | None) -> str | None:
     return None if tenant is None else str(admin.client.find_tenant(tenant)["id"])
 
 
-def query_of(
-    admin: Admin,
-    *,
-    hours: float | None,
-    begin: str | None,
-    end: str | None,
-    tenant: str | None,
-    project: str | None,
-    key: str | None,
-) -> dict[str, Any]:
-    """Return the query parameters of a report for its period, tenant, project and key, which users name.
+@dataclass(frozen=True)
+class ReportFilter(Period):
+    """Options of the period of a report, and of the tenant, project and key that its requests belong to."""
 
-    Raises typer.BadParameter.
-    """
-    since, until = period_of(hours, begin, end, datetime.now(UTC))
-    tenant_id = find_tenant_id(admin, tenant)
-    return {
-        "since": since.isoformat(),
-        "until": None if until is None else until.isoformat(),
-        "tenant_id": tenant_id,
-        "project_id": None if project is None else find_project(admin.client, project)["id"],
-        "key_id": None if key is None else find_key(admin.client, key, tenant_id=tenant_id)["id"],
-    }
+    tenant: TenantFilter = None
+    project: ProjectFilter = None
+    key: KeyFilter = None
+
+    def query_of(self, admin: Admin) -> dict[str, Any]:
+        """Return the query parameters of the report. Raises typer.BadParameter."""
+        tenant_id = find_tenant_id(admin, self.tenant)
+        return {
+            **self.query(),
+            "tenant_id": tenant_id,
+            "project_id": None if self.project is None else find_project(admin.client, self.project)["id"],
+            "key_id": None if self.key is None else find_key(admin.client, self.key, tenant_id=tenant_id)["id"],
+        }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from moiety_platform.cli.deployment_options import DatabaseOptions
 from moiety_platform.cli.errors import CommandError
+from moiety_platform.cli.option_groups import with_option_groups
 from moiety_platform.cli.printing import print_line
-from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.db.session import Database
 from moiety_platform.db.url_errors import BadDatabaseUrl
 from moiety_platform.errors import PlatformError
@@ -22,17 +21,14 @@ from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.store import insert_rows
 
 
-def restore(
-    config: Annotated[Path | None, typer.Option(help="Configuration file of the gateway.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory of the gateway.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="URL of the database of the gateway.")] = None,
-) -> None:
+@with_option_groups
+def restore(stores: DatabaseOptions) -> None:
     """Write quarantined usage rows to the database.
 
     Run it where the gateway's data directory is, and again if it was interrupted: each request is billed once. Ends
     with 1 if some remain.
     """
-    settings = load_settings(config, data_dir=data_dir, database_url=database_url)
+    settings = stores.load_settings()
     try:
         restored, left = asyncio.run(restore_rows(settings))
     except (BadDatabaseUrl, PlatformError, OSError) as exc:

@@ -7,19 +7,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from moiety_platform.cli.deployment_options import (
-    AdminKey,
-    ConfigFile,
-    DatabaseUrl,
-    DataFolder,
-    EngineAddresses,
-    GatewayUrl,
-)
+from moiety_platform.cli.deployment_options import DeploymentOptions
 from moiety_platform.cli.doctor.engines import Settings as EngineSettings
 from moiety_platform.cli.doctor.engines import check_engines, local_engine
 from moiety_platform.cli.doctor.finding import Finding, Severity
@@ -29,8 +21,8 @@ from moiety_platform.cli.doctor.services import check_dashboard, check_gateway, 
 from moiety_platform.cli.doctor.store import check_store
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.gateway_client import DEFAULT_URL
+from moiety_platform.cli.option_groups import with_option_groups
 from moiety_platform.cli.printing import print_line, print_prose
-from moiety_platform.cli.settings_of import load_settings
 from moiety_platform.cli.tables import show_json
 from moiety_platform.clock import Clock, SystemClock
 from moiety_platform.engine_client.curve import CurveKeys
@@ -59,13 +51,9 @@ class DoctorContext:
 Check = Callable[[DoctorContext, Clock], AsyncIterator[Finding]]
 
 
+@with_option_groups
 def doctor(
-    config: ConfigFile = None,
-    data_dir: DataFolder = None,
-    database_url: DatabaseUrl = None,
-    engine: EngineAddresses = None,
-    url: GatewayUrl = None,
-    admin_key: AdminKey = None,
+    deployment: DeploymentOptions,
     dashboard: Annotated[str | None, typer.Option(help="URL of the dashboard.")] = None,
     only: Annotated[
         list[str] | None,
@@ -77,7 +65,7 @@ def doctor(
 
     Give it the same environment, configuration file or options as the gateway.
     """
-    context = doctor_context_of(config, data_dir, database_url, engine, url, admin_key, dashboard, only)
+    context = doctor_context_of(deployment, dashboard, only)
     findings = asyncio.run(run_doctor(context, SystemClock()))
     counts = Counter(finding.level for finding in findings)
     if as_json:
@@ -99,20 +87,13 @@ def doctor(
 
 
 def doctor_context_of(
-    config: Path | None,
-    data_dir: Path | None,
-    database_url: str | None,
-    engine: list[str] | None,
-    url: str | None,
-    admin_key: str | None,
-    dashboard: str | None,
-    only: list[str] | None,
+    deployment: DeploymentOptions, dashboard: str | None = None, only: list[str] | None = None
 ) -> DoctorContext:
     """Return the context from the options of a command. Raises typer.BadParameter or CommandError."""
     if unknown := set(only or ()) - set(AREAS):
         raise typer.BadParameter(f"there is no area {', '.join(sorted(unknown))}; choose from: {', '.join(AREAS)}")
-    flags = {"data_dir": data_dir, "database_url": database_url, "engines": tuple(engine) if engine else None}
-    settings = load_settings(config, **flags)
+    settings = deployment.load_settings()
+    admin_key = deployment.admin_key
     if not settings.engines:
         settings = settings.model_copy(update={"engines": local_engine(settings.data_dir)})
     if admin_key is None:
@@ -121,7 +102,7 @@ def doctor_context_of(
         except SupervisorError as exc:
             raise CommandError(str(exc)) from exc
         admin_key = None if keys is None else keys.admin_key
-    address = (url or read_url(settings.data_dir) or DEFAULT_URL).rstrip("/")
+    address = (deployment.url or read_url(settings.data_dir) or DEFAULT_URL).rstrip("/")
     return DoctorContext(settings, address, admin_key, dashboard and dashboard.rstrip("/"), frozenset(only or ()))
 
 
