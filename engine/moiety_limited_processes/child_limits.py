@@ -80,6 +80,14 @@ def limit_access() -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}) fails")
 
 
+def limit_child(*, niceness: int, memory_bytes: int, cpu_s: float, wall_s: float) -> None:
+    """Apply all limits to a child before its work, and let it yield to other processes. Raises OSError."""
+    os.nice(niceness)
+    limit_memory(memory_bytes)
+    limit_time(cpu_s, wall_s)
+    limit_access()
+
+
 def resident_bytes() -> int:
     """Return the resident memory of this process."""
     return _memory_pages()[1] * resource.getpagesize()

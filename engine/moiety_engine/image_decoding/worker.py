@@ -7,7 +7,6 @@ receives an image itself. The process ends with the image, so nothing of one ten
 from __future__ import annotations
 
 import io
-import os
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from typing import NoReturn
 from PIL import Image, ImageFile, ImageOps
 
 from moiety_engine.image_decoding.frames import DecodeOrder, DecodeReport, ImageTemplateReady
-from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.child_limits import limit_child, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import serve_template
 
@@ -33,10 +32,7 @@ def run_child(link: socket.socket) -> NoReturn:
 
 def _run_order(link: socket.socket) -> None:
     order = receive_frame(link, DecodeOrder)
-    os.nice(NICENESS)
-    limit_memory(order.memory_bytes)
-    limit_time(order.cpu_s, order.wall_s)
-    limit_access()
+    limit_child(niceness=NICENESS, memory_bytes=order.memory_bytes, cpu_s=order.cpu_s, wall_s=order.wall_s)
     send_frame(link, decode(order))
 
 

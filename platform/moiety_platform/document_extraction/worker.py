@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import io
 import logging
-import os
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import NoReturn
 from pypdf import PasswordType, PdfReader
 from pypdf.errors import LimitReachedError
 
-from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.child_limits import limit_child, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import serve_template
 from moiety_platform.document_extraction.frames import (
@@ -45,10 +44,7 @@ def run_child(link: socket.socket) -> NoReturn:
 def _run_order(link: socket.socket) -> None:
     order = receive_frame(link, ExtractionOrder)
     gc.enable()
-    os.nice(NICENESS)
-    limit_memory(order.memory_bytes)
-    limit_time(order.cpu_s, order.wall_s)
-    limit_access()
+    limit_child(niceness=NICENESS, memory_bytes=order.memory_bytes, cpu_s=order.cpu_s, wall_s=order.wall_s)
     send_frame(link, extract_text(order))
 
 

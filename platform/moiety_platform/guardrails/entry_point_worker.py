@@ -7,7 +7,6 @@ the template, whose memory and time the kernel limits, so nothing of one text is
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from moiety_limited_processes.child_limits import limit_access, limit_memory, limit_time, run_to_exit
+from moiety_limited_processes.child_limits import limit_child, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import serve_template
 from moiety_platform.guardrails.entry_point_frames import CheckOrder, CheckReport, GuardrailTemplateReady
@@ -36,10 +35,7 @@ def run_child(check: Check, link: socket.socket) -> NoReturn:
 def _run_order(check: Check, link: socket.socket) -> None:
     order = receive_frame(link, CheckOrder)
     gc.enable()
-    os.nice(NICENESS)
-    limit_memory(order.memory_bytes)
-    limit_time(order.wall_s, order.wall_s)
-    limit_access()
+    limit_child(niceness=NICENESS, memory_bytes=order.memory_bytes, cpu_s=order.wall_s, wall_s=order.wall_s)
     send_frame(link, report_of(check, order.request))
 
 
