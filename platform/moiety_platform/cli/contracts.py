@@ -22,6 +22,7 @@ from moiety_platform.contracts.arrivals import Arrival, ContractTerms, busiest_w
 from moiety_platform.contracts.check import ContractCheck, ContractReport, Verdict
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.simulator import ContractSimulator
+from moiety_platform.simulations.learned_device import device_fields
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import StepCosts
 from moiety_workload.simulations import DEVICES
@@ -140,22 +141,8 @@ def learned_device(engines: list[dict[str, Any]], folder: Path) -> str:
         )
     costs = msgspec.convert(load["step_costs"], StepCosts)
     path = folder / "device.json"
-    made = {
-        "name": f"as {load['engine_id']} has learned",
-        "overhead_s": costs.step_s,
-        "token_s": costs.row_s,
-        "bends": costs.bends,
-        "kv_token_s": costs.context_token_s,
-        "pair_s": costs.pair_s,
-        "prefill_step_s": costs.prefill_step_s,
-        "exponent": 1.0,
-        "kv_tokens": load["kv_blocks_total"] * load["block_size"],
-        "block_size": load["block_size"],
-        "max_batch_tokens": load["max_batch_tokens"],
-        "max_running": load["max_running"],
-        "kv_token_bytes": 0,
-        "fit_error": costs.relative_error,
-    }
+    limits = ("kv_blocks_total", "block_size", "max_batch_tokens", "max_running")
+    made = device_fields(load["engine_id"], costs, **{name: load[name] for name in limits})
     path.write_text(json.dumps(made), encoding="utf-8")
     return str(path)
 

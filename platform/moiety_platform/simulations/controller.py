@@ -20,6 +20,7 @@ from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.openapi.described import fails
 from moiety_platform.simulations import store
 from moiety_platform.simulations.child import SimulationVariant
+from moiety_platform.simulations.learned_device import device_fields
 from moiety_platform.simulations.runner import Plan, Simulations
 from moiety_platform.simulations.schemas import (
     MAX_MINUTES,
@@ -147,19 +148,11 @@ def learned_device(engines: Sequence[EngineState], engine_id: str) -> dict[str, 
             "give 'device'.",
             code="no_step_time_model",
         )
-    return {
-        "name": f"as {engine_id} has learned",
-        "overhead_s": costs.step_s,
-        "token_s": costs.row_s,
-        "bends": costs.bends,
-        "kv_token_s": costs.context_token_s,
-        "pair_s": costs.pair_s,
-        "prefill_step_s": costs.prefill_step_s,
-        "exponent": 1.0,
-        "kv_tokens": load.kv_blocks_total * load.block_size,
-        "block_size": load.block_size,
-        "max_batch_tokens": load.max_batch_tokens,
-        "max_running": load.max_running,
-        "kv_token_bytes": 0,
-        "fit_error": costs.relative_error,
-    }
+    return device_fields(
+        engine_id,
+        costs,
+        kv_blocks_total=load.kv_blocks_total,
+        block_size=load.block_size,
+        max_batch_tokens=load.max_batch_tokens,
+        max_running=load.max_running,
+    )
