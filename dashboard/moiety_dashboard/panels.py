@@ -14,7 +14,7 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import colours, session
-from moiety_dashboard.client import Answer, ApiError
+from moiety_dashboard.client import AdminClient, Answer, ApiError
 from moiety_dashboard.escaping import as_text, csv_of
 
 ROW_HEIGHT = 36  # pixels of a table row
@@ -252,3 +252,8 @@ def ask_first(what: str, button: str, change: Callable[[], Any], done: str) -> N
         st.rerun()
     if no.button("Cancel", width="stretch"):
         st.rerun()
+
+
+def ask_deletion(client: AdminClient, path: str, what: str, done: str) -> None:
+    """Ask for confirmation, and delete the object of the path if the answer is yes."""
+    ask_first(what, "Delete", lambda: client.change("DELETE", path), done)

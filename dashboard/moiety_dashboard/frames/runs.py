@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moiety_dashboard.formatting import ratio
+from moiety_dashboard.frames.catalogue import dollars_of
 from moiety_dashboard.frames.traces import FAILED, GATEWAY
 
 RUN_COLUMNS = (
@@ -22,7 +23,7 @@ def runs_frame(runs: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> p
     """Return one row per run of `/runs`. Shares are of the budgets, None without one; money is in dollars."""
     rows = []
     for run in runs:
-        tokens, used, cost = run["budget_tokens"], _dollars(run["used_usd"]), _dollars(run["budget_usd"])
+        tokens, used, cost = run["budget_tokens"], dollars_of(run["used_usd"]), dollars_of(run["budget_usd"])
         row = {
             "name": run["name"],
             "tenant": names.get(run["tenant_id"], run["tenant_id"]),
@@ -60,11 +61,3 @@ def run_bars_frame(requests: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         }
         rows.append(row)
     return pd.DataFrame(rows, columns=list(BAR_COLUMNS))
-
-
-def _dollars(text: str | None) -> float | None:
-    """Return an amount of the API as a number; None without one."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None

@@ -51,10 +51,10 @@ def ask_deletion(client: AdminClient) -> None:
         st.markdown("**Delete an adapter**")
         chosen = st.selectbox("Adapter", list(labels), format_func=lambda adapter_id: labels[adapter_id])
         if st.button("Delete adapter", icon=":material/delete:"):
-            panels.ask_first(
+            panels.ask_deletion(
+                client,
+                path_of("adapters", chosen),
                 f"Delete **{as_text(labels[chosen])}**? Requests that name it get 404 within seconds.",
-                "Delete",
-                lambda: client.change("DELETE", path_of("adapters", chosen)),
                 "The adapter is deleted.",
             )
 

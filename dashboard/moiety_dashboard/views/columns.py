@@ -31,6 +31,15 @@ def class_columns() -> dict[str, Any]:
     }
 
 
+def token_columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        "prompt_tokens": column.NumberColumn("Prompt tokens", format="localized"),
+        "cached_tokens": column.NumberColumn("Cached tokens", format="localized"),
+        "output_tokens": column.NumberColumn("Output tokens", format="localized"),
+    }
+
+
 def limit_columns() -> dict[str, Any]:
     column = st.column_config
     return {

@@ -17,6 +17,7 @@ from moiety_dashboard.frames import fleet, series
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import class_columns
+from moiety_dashboard.views.rates import RateTexts, draw_rates
 from moiety_dashboard.views.windows import HOUR, LIVE, MINUTE, Window
 from moiety_dashboard.views.windows import series as read_series
 
@@ -134,13 +135,7 @@ def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) ->
     answer, frame = read_series(client, window, span, ["service_class"])
     over = f"by class, last {window.label}, {window.slot} resolution"
     left, right = st.columns(2)
-    with left, panels.panel("Output tokens per second", over, [answer], key="tokens", frame=frame):
-        figure = charts.Figure("tokens_per_s", "tokens/s")
-        panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, EMPTY, "tokens chart")
-    with right, panels.panel("SLO attainment", over, [answer], key="attainment", frame=frame):
-        with_slo = frame[frame["attainment"].notna()]
-        figure = charts.Figure("attainment", "SLO attainment", ".1%")
-        panels.draw(lambda: charts.lines(with_slo, figure, "class", inks, span), with_slo, EMPTY, "attainment chart")
+    draw_rates((left, right), answer, frame, span, inks, RateTexts(over, EMPTY))
     ended = series.outcomes(frame)
     with (
         left,

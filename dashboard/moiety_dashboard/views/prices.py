@@ -73,10 +73,10 @@ def ask_deletion(client: AdminClient, prices: Sequence[Mapping[str, Any]]) -> No
         if st.button("Delete price", icon=":material/delete:"):
             one = prices[at]
             path = path_with("/prices", model=one["model"], service_class=one["service_class"])
-            panels.ask_first(
+            panels.ask_deletion(
+                client,
+                path,
                 f"Delete the price of **{as_text(label_of(one))}**? Requests without a price are free of charge.",
-                "Delete",
-                lambda: client.change("DELETE", path),
                 "The price is deleted.",
             )
 

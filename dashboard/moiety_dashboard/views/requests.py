@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import panels, session
-from moiety_dashboard.client import AdminClient, ApiRefused, path_of
+from moiety_dashboard.client import AdminClient, Answer, ApiRefused, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.requests import requests_frame
 from moiety_dashboard.page import Page
@@ -70,12 +70,19 @@ def draw_found(client: AdminClient, filters: Mapping[str, Any], names: Mapping[s
     searches.draw_buttons(SEARCH, answer.data["next_cursor"], filters)
 
 
-def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[str, str]) -> None:
-    """Draw the details of one request."""
+def get_or_explain(client: AdminClient, path: str) -> Answer | None:
+    """Return the API's answer; if the API refuses it, draw the reason and return None."""
     try:
-        answer = client.get(path_of("requests", request_id))
+        return client.get(path)
     except ApiRefused as exc:
         st.info(as_text(exc), icon=":material/search_off:")
+        return None
+
+
+def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[str, str]) -> None:
+    """Draw the details of one request."""
+    answer = get_or_explain(client, path_of("requests", request_id))
+    if answer is None:
         return
     found = answer.data
     shown = requests_frame([found], names).iloc[0]
@@ -103,10 +110,8 @@ def draw_content(client: AdminClient, request_id: str) -> None:
     if not st.button("Show the content", icon=":material/visibility:", key=f"content {request_id}"):
         st.caption("Contents are logged only if your tenant has opted in. The audit log records who reads them.")
         return
-    try:
-        answer = client.get(path_of("request-contents", request_id))
-    except ApiRefused as exc:
-        st.info(as_text(exc), icon=":material/search_off:")
+    answer = get_or_explain(client, path_of("request-contents", request_id))
+    if answer is None:
         return
     found = answer.data
     texts = [("request", found["input"]), *((f"answer {n}", text) for n, text in enumerate(found["outputs"], 1))]

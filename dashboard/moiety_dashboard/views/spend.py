@@ -17,6 +17,7 @@ from moiety_dashboard.frames.attribution import tag_names
 from moiety_dashboard.frames.spend import PREDICTED, REMAINING, budgets_frame, burn_frame, days_frame, spend_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.columns import token_columns
 from moiety_dashboard.views.tenants.names import names_of
 
 DAY = timedelta(days=1)
@@ -177,9 +178,7 @@ def columns(grouping: str) -> dict[str, Any]:
         "name": column.TextColumn(as_text(GROUPINGS.get(grouping, "Tag value")), help=without),
         "share": column.ProgressColumn("Share of cost", min_value=0.0, max_value=1.0, format="percent"),
         "requests": column.NumberColumn("Requests", format="localized"),
-        "prompt_tokens": column.NumberColumn("Prompt tokens", format="localized"),
-        "cached_tokens": column.NumberColumn("Cached tokens", format="localized"),
-        "output_tokens": column.NumberColumn("Output tokens", format="localized"),
+        **token_columns(),
         "before_credits": column.NumberColumn("Before credits", format="dollar"),
         "credit": column.NumberColumn("Credits", format="dollar", help="For missed guarantees of quotes"),
         "cost": column.NumberColumn("Cost", format="dollar"),

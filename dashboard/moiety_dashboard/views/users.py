@@ -159,10 +159,10 @@ def ask_change(client: AdminClient, users: list[dict[str, Any]], names: Mapping[
                 "User disabled.",
             )
         if right.button("Delete", icon=":material/delete:", width="stretch"):
-            panels.ask_first(
+            panels.ask_deletion(
+                client,
+                path,
                 f"Delete **{as_text(labels[chosen])}**? Its keys are revoked. This cannot be undone.",
-                "Delete",
-                lambda: client.change("DELETE", path),
                 "User deleted.",
             )
 

@@ -95,10 +95,10 @@ def ask_test(client: AdminClient, webhooks: Sequence[Mapping[str, Any]]) -> None
         if left.button("Send a test", icon=":material/send:", width="stretch"):
             st.session_state[REPORT] = chosen, send_test(client, chosen)
         if right.button("Delete webhook", icon=":material/delete:", width="stretch"):
-            panels.ask_first(
+            panels.ask_deletion(
+                client,
+                path_of("webhooks", chosen),
                 f"Delete **{as_text(labels[chosen])}**? It receives no more events, also those that wait.",
-                "Delete",
-                lambda: client.change("DELETE", path_of("webhooks", chosen)),
                 "The webhook is deleted.",
             )
         tested, report = st.session_state.get(REPORT, (None, None))

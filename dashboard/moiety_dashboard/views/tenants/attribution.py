@@ -14,6 +14,7 @@ from moiety_dashboard import charts, colours, panels
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.attribution import attribution_frame, slots_frame, tag_names
+from moiety_dashboard.views.columns import token_columns
 from moiety_dashboard.views.windows import DAY, HOUR, Window
 
 WINDOWS = (Window("24 h", DAY, HOUR), Window("7 d", 7 * DAY, DAY), Window("30 d", 30 * DAY, DAY))
@@ -93,8 +94,6 @@ def _columns(grouping: str) -> dict[str, Any]:
         "share": column.ProgressColumn("Token share", min_value=0.0, max_value=1.0, format="percent"),
         "requests": column.NumberColumn("Requests", format="localized"),
         "failed": column.NumberColumn("Failed", format="localized"),
-        "prompt_tokens": column.NumberColumn("Prompt tokens", format="localized"),
-        "cached_tokens": column.NumberColumn("Cached tokens", format="localized"),
-        "output_tokens": column.NumberColumn("Output tokens", format="localized"),
+        **token_columns(),
         "cost": column.NumberColumn("Cost", format="dollar"),
     }

@@ -114,9 +114,9 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
     chosen = st.selectbox("Quota", list(mine), format_func=label)
     st.caption(f"Created {show_time(mine[chosen]['created_at'], session.zone())}.")
     if st.button("Delete quota", icon=":material/delete:"):
-        panels.ask_first(
+        panels.ask_deletion(
+            client,
+            path_of("quotas", chosen),
             f"Delete the quota **{as_text(label(chosen))}**? It stops applying from the next request.",
-            "Delete",
-            lambda: client.change("DELETE", path_of("quotas", chosen)),
             "Quota deleted.",
         )

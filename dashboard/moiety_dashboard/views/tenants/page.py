@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import charts, colours, panels, session
+from moiety_dashboard import colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import percent, ratio, short
@@ -17,6 +17,7 @@ from moiety_dashboard.frames.tenants import tenants_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.quoted import draw_quotes
+from moiety_dashboard.views.rates import RateTexts, draw_rates
 from moiety_dashboard.views.tenants import attribution, keys, limits, settings
 from moiety_dashboard.views.tenants.names import forget_names
 from moiety_dashboard.views.windows import DAY, LIVE, LONG, Window
@@ -145,15 +146,9 @@ def draw_usage(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     panels.tiles(tiles(answer, window.length.total_seconds()), [answer])
     inks = colours.of_classes(sorted(set(frame["class"])))
     left, right = st.columns(2)
-    note = "by class, last 1 h, 1 min resolution"
     none = "This tenant sent no request in the last hour."
-    with left, panels.panel("Output tokens per second", note, [answer], key="own tokens", frame=frame):
-        figure = charts.Figure("tokens_per_s", "tokens/s")
-        panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, none, "own tokens chart")
-    with right, panels.panel("SLO attainment", note, [answer], key="own attainment", frame=frame):
-        with_slo = frame[frame["attainment"].notna()]
-        figure = charts.Figure("attainment", "SLO attainment", ".1%")
-        panels.draw(lambda: charts.lines(with_slo, figure, "class", inks, span), with_slo, none, "own slo chart")
+    texts = RateTexts("by class, last 1 h, 1 min resolution", none, key="own ")
+    draw_rates((left, right), answer, frame, span, inks, texts)
     draw_quotes(client, tenant["id"])
 
 
