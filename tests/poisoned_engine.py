@@ -29,8 +29,8 @@ class PoisonedEngine:
                 part.fill_(float("nan"))
 
     def submit(self, key: int, prompt: list[int], num_output: int = 8, **sampling: Any) -> None:
-        """Submit a greedy request that returns log probabilities."""
-        asked = Sampling(temperature=0.0, num_logprobs=3, **sampling)
+        """Submit a request that is greedy and returns log probabilities, unless `sampling` says otherwise."""
+        asked = Sampling(**{"temperature": 0.0, "num_logprobs": 3, **sampling})
         self.answers[key], self.logprobs[key] = [], []
         self.loop.submit(core_submit(key, prompt, num_output, sampling=asked))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 IMAGE, START, END = 380, 381, 382
@@ -38,3 +39,14 @@ def write_checkpoint(folder: Path, *, dtype: torch.dtype = torch.float32, tied: 
                 parameter.normal_(std=0.1)
     oracle.save_pretrained(folder)
     return oracle
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision")
+
+
+@pytest.fixture(scope="session")
+def oracle(folder: Path) -> Any:
+    """transformers' model of the checkpoint in `folder`."""
+    return write_checkpoint(folder)

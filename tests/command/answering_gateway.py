@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from tests.server_thread import serving_in_thread
 
 Reply = Callable[[str], tuple[int, Any]]  # status and object, by the method of the request
 
@@ -48,11 +49,5 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def answering_gateway(reply: Reply) -> Iterator[AnsweringGateway]:
     """Serve requests until the end of the block."""
-    with AnsweringGateway(reply) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_in_thread(AnsweringGateway(reply)) as server:
+        yield server

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from litestar import Litestar
+from tests.server_thread import serving_in_thread
 
 from moiety_platform.adapters.controller import AdapterController
 from moiety_platform.administration.catalog import ACTIONS
@@ -257,7 +257,7 @@ def serving(gateway: HostileGateway) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with _running(Handler) as server:
+    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
 
 
@@ -275,18 +275,5 @@ def listening() -> Iterator[tuple[int, list[str]]]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with _running(Handler) as server:
+    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield server.server_port, asked
-
-
-@contextmanager
-def _running(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

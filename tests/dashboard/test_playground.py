@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.server_thread import serving_in_thread
 
 from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
 from moiety_dashboard.views.playground.stream import StreamedAnswer, streaming
@@ -89,17 +90,12 @@ def scripted() -> Iterator[ScriptedGateway]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    gateway.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield gateway
-    finally:
-        gateway.fast_ended.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        gateway.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield gateway
+        finally:
+            gateway.fast_ended.set()
 
 
 @pytest.mark.timeout(DEADLINE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import httpx
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.server_thread import serving_in_thread
 
 from .test_pages import Browser, needs_browser, open_browser
 
@@ -55,15 +55,8 @@ def issuing() -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Log nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +147,21 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
     assert developer.complaints == []
 
 
+@contextmanager
+def invited(serve: Any, email: str) -> Iterator[tuple[Callable[[], str], str]]:
+    """Invite a viewer; yield a function that returns its state, and the code of its invitation."""
+    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
+        user = http.post("/users", json={"email": email, "role": "viewer"}).raise_for_status().json()
+        code = http.post(f"/users/{user['id']}/invitation").raise_for_status().json()["secret"]
+        yield lambda: http.get(f"/users/{user['id']}").json()["state"], code
+
+
 @pytest.mark.slow
 @needs_browser
 def test_an_invitation_stays_open_after_an_error_until_it_is_declined(
     serve: Any, issuer: str, open_browser: Callable[[], Browser]
 ) -> None:
-    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
-        user = http.post("/users", json={"email": "eve@example.com", "role": "viewer"}).raise_for_status().json()
-        code = http.post(f"/users/{user['id']}/invitation").raise_for_status().json()["secret"]
+    with invited(serve, "eve@example.com") as (state, code):
         browser = open_browser()
         open_link(browser, token_of("mallory", issuer), code)
         browser.press("Accept the invitation")
@@ -169,7 +169,7 @@ def test_an_invitation_stays_open_after_an_error_until_it_is_declined(
         browser.see("Accept it only if you expect it")
         browser.press("Decline")
         browser.see("The gateway rejected the sign-in")
-        assert http.get(f"/users/{user['id']}").json()["state"] == "invited"
+        assert state() == "invited"
 
 
 def open_link(browser: Browser, token: str, code: str) -> None:
@@ -185,9 +185,7 @@ def open_link(browser: Browser, token: str, code: str) -> None:
 def test_an_invitation_survives_the_way_to_the_identity_provider(
     serve: Any, issuer: str, open_browser: Callable[[], Browser]
 ) -> None:
-    with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
-        user = http.post("/users", json={"email": "bob@example.com", "role": "viewer"}).raise_for_status().json()
-        code = http.post(f"/users/{user['id']}/invitation").raise_for_status().json()["secret"]
+    with invited(serve, "bob@example.com") as (state, code):
         browser = open_browser()
         browser.page.goto(f"{browser.address}/?invitation={code}")
         browser.see("You are invited.")
@@ -197,9 +195,9 @@ def test_an_invitation_survives_the_way_to_the_identity_provider(
         browser.page.get_by_label("Administrator key").fill(token_of("bob", issuer))
         browser.press("Sign in")
         browser.see("Accept it only if you expect it")
-        assert http.get(f"/users/{user['id']}").json()["state"] == "invited"
+        assert state() == "invited"
         browser.press("Accept the invitation")
         browser.see("Signed in as")
-        assert http.get(f"/users/{user['id']}").json()["state"] == "active"
+        assert state() == "active"
         browser.page.wait_for_function("!document.cookie.includes('moiety_invitation')")
     assert browser.complaints == []

@@ -1,3 +1,4 @@
+# ruff: noqa: F811  fixtures are imported
 """Compressed attention: answers are those of each prompt alone.
 
 Compressed entries are in blocks; the window and the tokens of the next entries are in states. Prompts are chunked,
@@ -26,6 +27,8 @@ from moiety_wire.engine_choices import Batching, LoadFormat
 from .test_recurrent_states import (
     PROMPTS,
     Engine,
+    alone,  # noqa: F401  a fixture
+    ask_next_turn,
     assert_batched_as_alone,
     assert_preempted_as_alone,
     assert_same,
@@ -72,12 +75,6 @@ def engine(folder: Path, model: Transformer) -> Any:
     return make
 
 
-@pytest.fixture
-def alone(engine: Any) -> Engine:
-    whole: Engine = engine(max_batch_tokens=512, prefix_caching=False)
-    return whole
-
-
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
     assert_batched_as_alone(engine(max_batch_tokens=chunk), alone)
@@ -86,9 +83,8 @@ def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone:
 def test_prompts_continue_from_snapshots_within_windows_and_entries(engine: Any, alone: Engine) -> None:
     """The hits end at 56 and 40 tokens, between the borders of the entries of 32."""
     ours = engine()
-    assert ours.ask(0, PROMPTS[1]) == 0
-    again = PROMPTS[1] + ours.answers[0] + tokens(9, seed=9)
-    assert ours.ask(1, again) == 56
+    again, num_cached = ask_next_turn(ours)
+    assert num_cached == 56
     shared = tokens(40, seed=7)
     prompts = {1: again} | {10 + key: shared + tokens(40, seed=10 + key) for key in range(3)}
     assert [ours.ask(key, prompt) for key, prompt in prompts.items() if key > 1] == [0, 0, 40]

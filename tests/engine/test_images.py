@@ -1,3 +1,4 @@
+# ruff: noqa: F811  fixtures are imported
 """The step loop with a vision model: the answer to a prompt with images does not depend on its scheduling."""
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.core_submits import core_submit
-from tests.vision_checkpoint import END, IMAGE, START, write_checkpoint
+from tests.vision_checkpoint import (
+    END,
+    IMAGE,
+    START,
+    folder,  # noqa: F401  a fixture
+    oracle,  # noqa: F401  a fixture
+)
 
 from moiety_engine.adapters.dummy import write_adapter
 from moiety_engine.config import EngineConfig, ImageOptions, Speculate, TransferConfig
@@ -38,16 +45,6 @@ from .test_kv_transfer import LISTEN, Pair
 
 SIDE = 8  # pixels of a token's side
 ANSWER = 12
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vision")
-
-
-@pytest.fixture(scope="session")
-def oracle(folder: Path) -> Any:
-    return write_checkpoint(folder)
 
 
 @pytest.fixture(scope="session")

@@ -182,6 +182,13 @@ def assert_batched_as_alone(ours: Engine, alone: Engine) -> None:
     assert_same(ours, alone, PROMPTS)
 
 
+def ask_next_turn(ours: Engine) -> tuple[list[int], int]:
+    """Ask a prompt as the request 0 and its next turn as 1; return that turn, and how many of its tokens were found."""
+    assert ours.ask(0, PROMPTS[1]) == 0
+    again = PROMPTS[1] + ours.answers[0] + tokens(9, seed=9)
+    return again, ours.ask(1, again)
+
+
 def assert_preempted_as_alone(ours: Engine, alone: Engine, *, swaps: bool) -> None:
     """Check that a preempted sequence gets the answer that it gets alone; with `swaps`, it is not computed again."""
     for key in (0, 1):
@@ -204,9 +211,8 @@ def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone:
 
 def test_the_next_turn_continues_from_the_snapshot_at_the_end_of_the_prompt(engine: Any, alone: Engine) -> None:
     ours = engine()
-    assert ours.ask(0, PROMPTS[1]) == 0
-    again = PROMPTS[1] + ours.answers[0] + tokens(9, seed=9)
-    assert ours.ask(1, again) == 60
+    again, num_cached = ask_next_turn(ours)
+    assert num_cached == 60
     alone.ask(1, again)
     assert_same(ours, alone, [1])
 

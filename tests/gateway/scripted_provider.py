@@ -171,6 +171,15 @@ async def start_provider() -> AsyncIterator[StartProvider]:
         await provider.close()
 
 
+@pytest.fixture
+async def provider(protocol: str) -> AsyncIterator[ScriptedProvider]:
+    """A provider that listens, with the API that the test's parameter `protocol` names."""
+    listening = ScriptedProvider(protocol)
+    await listening.start()
+    yield listening
+    await listening.close()
+
+
 def client_of(provider: ScriptedProvider, more: str = "", model: str = MODEL) -> ExternalEngineClient:
     """Return the client of a provider; `more` is appended to its address."""
     url = f"{provider.protocol}+http://127.0.0.1:{provider.port}/v1"

@@ -13,14 +13,7 @@ from moiety_text.harmony.reader import CONTROL_TOKENS
 from moiety_text.tokenizer import Tokenizer
 
 from .conftest import StartGateway, StartOver, ToolCard
-from .scripted_provider import (
-    ANTHROPIC,
-    MODEL,
-    PROTOCOLS,
-    StartProvider,
-    client_of,
-    start_provider,  # noqa: F401  a fixture
-)
+from .scripted_provider import ANTHROPIC, MODEL, PROTOCOLS, ScriptedProvider, client_of, provider  # noqa: F401  a fixture
 from .test_tool_formats import ASKED, template_of
 
 CUT = '{"city": "Zürich", "days": [1, 2'
@@ -108,9 +101,8 @@ async def test_the_input_of_a_tool_use_block_is_an_object(start_gateway: StartGa
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_provider_gets_them_as_its_api_takes_them(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:
-    provider = await start_provider(protocol)
     async with start_over(client_of(provider)) as gateway:
         tools = [{"type": "function", "function": {"name": "forecast"}}]
         body = {"model": MODEL, "messages": chat(CUT), "tools": tools, "max_tokens": 100}

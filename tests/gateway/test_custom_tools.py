@@ -16,13 +16,7 @@ from moiety_platform.inference.custom_tools import CustomGrammar, arguments_of, 
 from moiety_text.harmony.reader import CONTROL_TOKENS
 
 from .conftest import StartGateway, StartOver, ToolCard
-from .scripted_provider import (
-    MODEL,
-    PROTOCOLS,
-    StartProvider,
-    client_of,
-    start_provider,  # noqa: F401  a fixture
-)
+from .scripted_provider import MODEL, PROTOCOLS, ScriptedProvider, client_of, provider  # noqa: F401  a fixture
 
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -133,10 +127,7 @@ async def test_a_grammar_that_cannot_be_enforced_is_refused_with_its_fault_unles
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_a_hosted_model_has_free_text_and_says_so(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
-) -> None:
-    provider = await start_provider(protocol)
+async def test_a_hosted_model_has_free_text_and_says_so(provider: ScriptedProvider, start_over: StartOver) -> None:
     async with start_over(client_of(provider)) as gateway:
         for path, body in bodies('start: "a"')[:3]:
             status, headers, answer = await gateway.post(path, body | {"model": MODEL})

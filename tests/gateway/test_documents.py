@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,14 +319,22 @@ async def test_lines_of_batches_have_documents_and_fail_alone(start_gateway: Sta
         assert len(prompts) == 3 and all(len(prompt) == len(prompts[0]) for prompt in prompts)
 
 
+async def begin_hostile_request(
+    gateway: RunningGateway, until: Callable[[Callable[[], object]], Any]
+) -> tuple[asyncio.Task[Any], Counter[str]]:
+    """Return a request whose document is being read, and the requests with documents that are open, by tenant."""
+    hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
+    requests = gateway.assembled.services.documents._requests._num_open
+    await until(lambda: requests.total() == 1)
+    return hostile, requests
+
+
 async def test_a_hostile_file_costs_only_its_own_request(
     start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
 ) -> None:
     limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_document_requests_per_tenant": 1}
     async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
-        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
-        waiting = gateway.assembled.services.documents._requests._num_open
-        await until(lambda: waiting.total() == 1)
+        hostile, _ = await begin_hostile_request(gateway, until)
         status, _, answer = await gateway.post(CHAT, asking(CHAT))
         assert status == 200, answer
         status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
@@ -342,9 +351,7 @@ async def test_a_request_that_is_not_admitted_costs_no_process(
 ) -> None:
     limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_inflight_per_tenant": 1}
     async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
-        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
-        reading = gateway.assembled.services.documents._requests._num_open
-        await until(lambda: reading.total() == 1)
+        hostile, _ = await begin_hostile_request(gateway, until)
         status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, b"%PDF-1.7 damaged")))
         assert (status, headers["x-moiety-reason"]) == (429, "tenant_queue_full"), answer
         assert (await hostile)[0] == 400
@@ -356,9 +363,7 @@ async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
     start_gateway: StartGateway, card: ModelCard, until: Callable[[Callable[[], object]], Any]
 ) -> None:
     async with start_gateway([FakeEngineClient(card)], document_processes=1, document_cpu_s=1.0) as gateway:
-        requests = gateway.assembled.services.documents._requests._num_open
-        hostile = asyncio.create_task(gateway.post(CHAT, asking(CHAT, part_of(CHAT, endless_pdf()))))
-        await until(lambda: requests.total() == 1)
+        hostile, requests = await begin_hostile_request(gateway, until)
         hostile.cancel()
         await until(lambda: not requests)
         (row,) = await gateway.rows.wait_for(1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
+
+import pytest
 
 from moiety_platform.cli.usage import in_bytes
 from moiety_platform.engine_client.fake import FakeEngineClient
@@ -14,6 +17,15 @@ PER_TOKEN = 3 * 10**9  # more than 32 bits for one request
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
+@pytest.fixture
+async def gateway(start_gateway: StartGateway, new_card: NewCard) -> AsyncIterator[RunningGateway]:
+    """A gateway that stores usage, whose engine reads and moves experts."""
+    engine = FakeEngineClient(new_card("engine-1", "tiny"))
+    engine.expert_bytes_per_token = PER_TOKEN
+    async with start_gateway([engine], stores_usage=True) as running:
+        yield running
+
+
 async def get(gateway: RunningGateway, path: str, key: str | None = None) -> Any:
     assert gateway.stored_usage is not None
     await gateway.stored_usage.flush()
@@ -22,43 +34,35 @@ async def get(gateway: RunningGateway, path: str, key: str | None = None) -> Any
     return json.loads(answer)
 
 
-async def test_bytes_of_experts_are_in_requests_and_sums_and_the_books_agree(
-    start_gateway: StartGateway, new_card: NewCard
-) -> None:
-    engine = FakeEngineClient(new_card("engine-1", "tiny"))
-    engine.expert_bytes_per_token = PER_TOKEN
-    async with start_gateway([engine], stores_usage=True) as gateway:
-        for n in (1, 2):
-            status, _, answer = await gateway.request(
-                "POST", "/v1/chat/completions", json.dumps(CHAT | {"n": n}).encode(), gateway.key
-            )
-            assert status == 200, answer
-        rows = (await get(gateway, "/usage/requests"))["data"]
-        for row in rows:
-            num = row["num_choices"]
-            assert row["expert_read_bytes"] == PER_TOKEN * (num * row["prompt_tokens"] + row["output_tokens"])
-            assert row["expert_moved_bytes"] == PER_TOKEN * num
-        (total,) = (await get(gateway, "/usage?group_by=tenant"))["data"]
-        for name in ("expert_read_bytes", "expert_moved_bytes"):
-            assert total["totals"][name] == sum(row[name] for row in rows) > 2**32
-        assert (await get(gateway, "/usage/reconciliation"))["agrees"]
+async def test_bytes_of_experts_are_in_requests_and_sums_and_the_books_agree(gateway: RunningGateway) -> None:
+    for n in (1, 2):
+        status, _, answer = await gateway.request(
+            "POST", "/v1/chat/completions", json.dumps(CHAT | {"n": n}).encode(), gateway.key
+        )
+        assert status == 200, answer
+    rows = (await get(gateway, "/usage/requests"))["data"]
+    for row in rows:
+        num = row["num_choices"]
+        assert row["expert_read_bytes"] == PER_TOKEN * (num * row["prompt_tokens"] + row["output_tokens"])
+        assert row["expert_moved_bytes"] == PER_TOKEN * num
+    (total,) = (await get(gateway, "/usage?group_by=tenant"))["data"]
+    for name in ("expert_read_bytes", "expert_moved_bytes"):
+        assert total["totals"][name] == sum(row[name] for row in rows) > 2**32
+    assert (await get(gateway, "/usage/reconciliation"))["agrees"]
 
 
 async def test_an_administrator_of_one_tenant_does_not_see_shares_that_depend_on_others(
-    start_gateway: StartGateway, new_card: NewCard
+    gateway: RunningGateway,
 ) -> None:
-    engine = FakeEngineClient(new_card("engine-1", "tiny"))
-    engine.expert_bytes_per_token = PER_TOKEN
-    async with start_gateway([engine], stores_usage=True) as gateway:
-        await gateway.request("POST", "/v1/chat/completions", json.dumps(CHAT).encode(), gateway.key)
-        body = json.dumps({"name": "boss", "role": "tenant-admin", "tenant_id": gateway.keys.tenant_id}).encode()
-        _, _, made = await gateway.request("POST", "/admin/v1/keys", body, gateway.admin_key)
-        key = json.loads(made)["secret"]
-        (row,) = (await get(gateway, "/usage/requests", key))["data"]
-        (total,) = (await get(gateway, "/usage", key))["data"]
-        assert total["totals"]["requests"] == 1
-        for shown in (row, total["totals"]):
-            assert (shown["expert_read_bytes"], shown["expert_moved_bytes"]) == (None, None)
+    await gateway.request("POST", "/v1/chat/completions", json.dumps(CHAT).encode(), gateway.key)
+    body = json.dumps({"name": "boss", "role": "tenant-admin", "tenant_id": gateway.keys.tenant_id}).encode()
+    _, _, made = await gateway.request("POST", "/admin/v1/keys", body, gateway.admin_key)
+    key = json.loads(made)["secret"]
+    (row,) = (await get(gateway, "/usage/requests", key))["data"]
+    (total,) = (await get(gateway, "/usage", key))["data"]
+    assert total["totals"]["requests"] == 1
+    for shown in (row, total["totals"]):
+        assert (shown["expert_read_bytes"], shown["expert_moved_bytes"]) == (None, None)
 
 
 def test_bytes_are_shown_with_three_digits_or_more() -> None:

@@ -293,20 +293,25 @@ ASKED = [
 ]
 
 
+async def answers_of(gateway: RunningGateway) -> AsyncIterator[tuple[str, int, Any, bytes]]:
+    """Yield the path of each API, and the status, headers and body of its answer, whole and streamed."""
+    for path, body in ASKED:
+        for stream in (False, True):
+            yield path, *await gateway.post(path, {**body, "stream": stream})
+
+
 @pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 422])
 async def test_a_refusal_tells_clients_of_each_api_not_to_retry_and_is_not_billed(
     upstream: Upstream, start: Callable[..., AbstractAsyncContextManager[RunningGateway]], status: int
 ) -> None:
     upstream.answer = refused(status)
     async with start() as gateway:
-        for path, body in ASKED:
-            for stream in (False, True):
-                got, headers, answer = await gateway.post(path, {**body, "stream": stream})
-                assert (got, headers["x-should-retry"]) == (502, "false"), path
-                assert "retry-after" not in headers
-                assert b"engine_refused" in answer
-                assert KEY.encode() not in answer
-                assert b"10.9.8.7" not in answer
+        async for path, got, headers, answer in answers_of(gateway):
+            assert (got, headers["x-should-retry"]) == (502, "false"), path
+            assert "retry-after" not in headers
+            assert b"engine_refused" in answer
+            assert KEY.encode() not in answer
+            assert b"10.9.8.7" not in answer
         rows = await gateway.rows.wait_for(8)
         assert {(row.outcome, row.prompt_tokens, row.cost_nanodollars) for row in rows} == {("failed", 0, 0)}
         assert upstream.num_asked == 8
@@ -322,12 +327,10 @@ async def test_an_overload_says_when_to_come_back_and_is_not_billed(
 ) -> None:
     upstream.answer = refused(status, head="Retry-After: 6.5\r\n")
     async with start() as gateway:
-        for path, body in ASKED:
-            for stream in (False, True):
-                got, headers, answer = await gateway.post(path, {**body, "stream": stream})
-                assert (got, headers["retry-after"]) == (503, "7"), path
-                assert "x-should-retry" not in headers
-                assert b"engine_overloaded" in answer
+        async for path, got, headers, answer in answers_of(gateway):
+            assert (got, headers["retry-after"]) == (503, "7"), path
+            assert "x-should-retry" not in headers
+            assert b"engine_overloaded" in answer
         rows = await gateway.rows.wait_for(8)
         assert {(row.prompt_tokens, row.output_tokens, row.cost_nanodollars) for row in rows} == {(0, 0, 0)}
 

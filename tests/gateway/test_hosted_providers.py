@@ -31,6 +31,7 @@ from .scripted_provider import (
     ScriptedProvider,
     StartProvider,
     client_of,
+    provider,  # noqa: F401  a fixture
     start_provider,  # noqa: F401  a fixture
 )
 
@@ -72,9 +73,8 @@ def billed(row: Any) -> tuple[int, int, int]:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_every_api_is_answered_by_every_protocol_and_the_providers_count_is_billed(
-    start_provider: StartProvider, start_over: StartOver, protocol: str, path: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str, path: str
 ) -> None:
-    provider = await start_provider(protocol)
     async with start_over(client_of(provider)) as gateway:
         status, headers, answer = await gateway.post(path, BODIES[path])
         assert status == 200 and b"Hello there" in answer, answer
@@ -95,9 +95,8 @@ async def test_every_api_is_answered_by_every_protocol_and_the_providers_count_i
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_conversation_with_tools_is_translated_and_so_is_the_call(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(Reply(("Let me see.",), call=("weather", '{"city": "Rome"}'), finish="tool_calls"))
     call = {"id": "call.1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Paris"}'}}
     messages: list[Any] = [
@@ -137,9 +136,8 @@ async def test_a_conversation_with_tools_is_translated_and_so_is_the_call(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_the_real_clients_stream_text_reasoning_and_calls(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver
 ) -> None:
-    provider = await start_provider(protocol)
     reply = Reply(("Look: ", "<think>"), thought="Hm.", call=("weather", '{"city": "Rome"}'), finish="tool_calls")
     provider.replies += [reply, reply]
     async with start_over(client_of(provider)) as gateway:
@@ -182,14 +180,12 @@ async def test_the_real_clients_stream_text_reasoning_and_calls(
     [("length", "length", "max_tokens"), ("content_filter", "content_filter", "refusal"), ("stop", "stop", "end_turn")],
 )
 async def test_finish_reasons_are_the_providers(
-    start_provider: StartProvider,
+    provider: ScriptedProvider,
     start_over: StartOver,
-    protocol: str,
     finish: str,
     openai_word: str,
     anthropic_word: str,
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies += [Reply(finish=finish), Reply(finish=finish)]
     async with start_over(client_of(provider)) as gateway:
         assert (await answered(gateway, CHAT))["choices"][0]["finish_reason"] == openai_word
@@ -200,9 +196,8 @@ async def test_finish_reasons_are_the_providers(
 @pytest.mark.parametrize("failure", sorted(FALLBACK_ERRORS))
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_provider_that_fails_before_its_first_token_is_followed_by_the_next_target(
-    start_provider: StartProvider, start_over: StartOver, new_card: NewCard, protocol: str, failure: str, stream: bool
+    provider: ScriptedProvider, start_over: StartOver, new_card: NewCard, failure: str, stream: bool
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(FALLBACK_ERRORS[failure])
     own = FakeEngineClient(new_card("engine-own", "own"))
     async with start_over(client_of(provider, "&retries=0"), own) as gateway:
@@ -219,9 +214,8 @@ async def test_a_provider_that_fails_before_its_first_token_is_followed_by_the_n
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_hosted_model_answers_for_an_engine_that_is_not_there(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver
 ) -> None:
-    provider = await start_provider(protocol)
     async with start_over(client_of(provider)) as gateway:
         await gateway.admin("PUT", "/prices", {"model": MODEL, "input": "2", "output": "5"})
         await gateway.admin("PUT", "/routes", {"name": "safe", "targets": [{"model": "gone"}], "fallbacks": [MODEL]})
@@ -233,9 +227,8 @@ async def test_a_hosted_model_answers_for_an_engine_that_is_not_there(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_requests_that_the_provider_did_not_begin_are_sent_again_and_billed_once(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies += [FALLBACK_ERRORS["overloaded"], FALLBACK_ERRORS["failed"]]
     async with start_over(client_of(provider, "&retries=2")) as gateway:
         await answered(gateway, CHAT)
@@ -245,9 +238,8 @@ async def test_requests_that_the_provider_did_not_begin_are_sent_again_and_bille
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_stream_that_breaks_after_its_first_token_is_not_sent_again(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(Reply(("a" * 40,) * 3, breaks_after=4 if protocol == ANTHROPIC else 2))
     async with start_over(client_of(provider, "&retries=2")) as gateway:
         status, _, answer = await gateway.post(CHAT, BODIES[CHAT] | {"stream": True})
@@ -259,9 +251,8 @@ async def test_a_stream_that_breaks_after_its_first_token_is_not_sent_again(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_disconnect_ends_the_request_at_the_provider_and_bills_what_came(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(Reply(("a" * 80,) * 2, hangs_after=4 if protocol == ANTHROPIC else 2))
     async with start_over(client_of(provider)) as gateway:
         stream = await gateway.client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=100, stream=True)
@@ -278,9 +269,8 @@ async def test_a_disconnect_ends_the_request_at_the_provider_and_bills_what_came
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_silent_provider_is_given_up_after_its_timeout(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(Reply(hangs_after=0))
     async with start_over(client_of(provider, "&timeout=1&retries=0")) as gateway:
         status, _, answer = await gateway.post(CHAT, BODIES[CHAT])
@@ -307,9 +297,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("protocol", "path", "more", "named"), REFUSED)
 async def test_what_cannot_be_translated_is_refused_with_the_reason(
-    start_provider: StartProvider, start_over: StartOver, protocol: str, path: str, more: dict[str, Any], named: str
+    provider: ScriptedProvider, start_over: StartOver, path: str, more: dict[str, Any], named: str
 ) -> None:
-    provider = await start_provider(protocol)
     async with start_over(client_of(provider)) as gateway:
         status, _, answer = await gateway.post(path, BODIES[path] | more)
         assert status == 400 and named in json.loads(answer)["error"]["message"], answer
@@ -358,9 +347,8 @@ async def test_reasoning_is_translated_to_a_budget_or_an_effort(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_schema_of_the_answer_is_translated(
-    start_provider: StartProvider, start_over: StartOver, protocol: str
+    provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:
-    provider = await start_provider(protocol)
     provider.replies.append(Reply(('{"city": "Rome"}',)))
     wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
     async with start_over(client_of(provider)) as gateway:
@@ -372,8 +360,7 @@ async def test_a_schema_of_the_answer_is_translated(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_batches_reach_a_provider(start_provider: StartProvider, start_over: StartOver, protocol: str) -> None:
-    provider = await start_provider(protocol)
+async def test_batches_reach_a_provider(provider: ScriptedProvider, start_over: StartOver) -> None:
     async with start_over(client_of(provider)) as gateway:
         line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": BODIES[CHAT]}
         batch = await gateway.run_batch(json.dumps(line).encode())

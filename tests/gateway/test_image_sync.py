@@ -53,6 +53,14 @@ class Link:
         return self.sync.takes(Failed(request_id, 0, FailureCode.IMAGES_MISSING, "send the files"), self.streams)
 
 
+def link_with_known_file() -> Link:
+    """Return a link that has sent the file 1 with an accepted request."""
+    link = Link()
+    link.submit(asks("a", 1))
+    link.accept("a")
+    return link
+
+
 def test_files_are_sent_until_a_request_with_them_was_accepted_and_new_images_always() -> None:
     link = Link()
     link.submit(asks("a", 1))
@@ -79,9 +87,7 @@ def test_an_image_that_was_hashed_before_is_not_hashed_again(monkeypatch: pytest
 
 @pytest.mark.parametrize("other", [{"tenant_id": "u"}, {"cache_salt": b"z"}])
 def test_images_of_another_tenant_or_salt_are_sent_whole(other: dict[str, Any]) -> None:
-    link = Link()
-    link.submit(asks("a", 1))
-    link.accept("a")
+    link = link_with_known_file()
     link.submit(asks("b", 1, **other))
     assert link.whole() == [True]
 
@@ -105,9 +111,7 @@ def test_a_request_whose_images_were_dropped_is_sent_again_whole_with_the_credit
 
 
 def test_a_request_that_was_aborted_meanwhile_is_not_sent_again() -> None:
-    link = Link()
-    link.submit(asks("a", 1))
-    link.accept("a")
+    link = link_with_known_file()
     stream = link.submit(asks("b", 1))
     stream.abort()
     num_sent = len(link.sent)
@@ -117,9 +121,7 @@ def test_a_request_that_was_aborted_meanwhile_is_not_sent_again() -> None:
 
 
 def test_another_failure_is_the_requests_and_its_files_are_sent_next_time() -> None:
-    link = Link()
-    link.submit(asks("a", 1))
-    link.accept("a")
+    link = link_with_known_file()
     link.submit(asks("b", 1))
     assert not link.sync.takes(Failed("b", 0, FailureCode.OVERLOADED, "later"), link.streams)
     link.submit(asks("c", 1))
@@ -127,9 +129,7 @@ def test_another_failure_is_the_requests_and_its_files_are_sent_next_time() -> N
 
 
 def test_deleted_tenants_are_forgotten_and_what_is_known_is_bounded() -> None:
-    link = Link()
-    link.submit(asks("a", 1))
-    link.accept("a")
+    link = link_with_known_file()
     link.sync.forget_tenants(["t"])
     link.submit(asks("b", 1))
     assert link.whole() == [True]

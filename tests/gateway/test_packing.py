@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.trace import SpanKind
+from tests.server_thread import serving_in_thread
 
 from moiety_platform.traces.exporters import otlp_exporter
 from moiety_platform.traces.packing import packed
@@ -72,12 +72,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
+    with serving_in_thread(Collector()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

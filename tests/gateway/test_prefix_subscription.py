@@ -15,6 +15,7 @@ from moiety_engine.scripted.script import Script
 from moiety_engine.server.engine_server import EngineServer
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
+from moiety_platform.engine_client.session import Session
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_wire.prefix_events import MAX_BLOCKS_PER_MESSAGE, PrefixEvents, PrefixSubscription, pack_names
 
@@ -46,6 +47,16 @@ async def following(
         await client.close()
 
 
+@asynccontextmanager
+async def followed_engine(until: Until) -> AsyncIterator[tuple[EngineServer, Session, Callable[[], PrefixBlocks]]]:
+    """Yield an engine, the session of a gateway that has all its blocks, and what that gateway knows of them."""
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        async with publishing_engine(context) as server, following(context, server.address) as (client, blocks):
+            await until(lambda: len(blocks()) == NUM_BLOCKS)
+            assert client._session is not None
+            yield server, client._session, blocks
+
+
 async def test_each_gateway_gets_a_snapshot_in_parts_then_the_changes(until: Until) -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         async with AsyncExitStack() as stack:
@@ -60,28 +71,20 @@ async def test_each_gateway_gets_a_snapshot_in_parts_then_the_changes(until: Unt
 
 
 async def test_after_a_gap_a_gateway_gets_a_new_snapshot(until: Until) -> None:
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        async with publishing_engine(context) as server, following(context, server.address) as (client, blocks):
-            await until(lambda: len(blocks()) == NUM_BLOCKS)
-            session = client._session
-            assert session is not None
-            session._take(PrefixEvents(10**6, pack_names([-1 % 2**60])))  # messages before it are missing
-            assert not blocks().is_known and not len(blocks())
-            await until(lambda: len(blocks()) == NUM_BLOCKS)
+    async with followed_engine(until) as (_, session, blocks):
+        session._take(PrefixEvents(10**6, pack_names([-1 % 2**60])))  # messages before it are missing
+        assert not blocks().is_known and not len(blocks())
+        await until(lambda: len(blocks()) == NUM_BLOCKS)
 
 
 async def test_snapshots_are_paced_however_often_a_gateway_asks(until: Until) -> None:
-    with zmq.Context[zmq.Socket[bytes]]() as context:
-        async with publishing_engine(context) as server, following(context, server.address) as (client, blocks):
-            await until(lambda: len(blocks()) == NUM_BLOCKS)
-            session = client._session
-            assert session is not None
-            for _ in range(100):
-                session.send(PrefixSubscription())
-            server.on_message(PrefixChanges(pack_names([NUM_BLOCKS]), b""))
-            await until(lambda: len(blocks()) == NUM_BLOCKS + 1)
-            (subscription,) = server._prefixes._subscriptions.values()
-            assert subscription.seq <= 2 * 3 + 1, "each snapshot has three parts"
+    async with followed_engine(until) as (server, session, blocks):
+        for _ in range(100):
+            session.send(PrefixSubscription())
+        server.on_message(PrefixChanges(pack_names([NUM_BLOCKS]), b""))
+        await until(lambda: len(blocks()) == NUM_BLOCKS + 1)
+        (subscription,) = server._prefixes._subscriptions.values()
+        assert subscription.seq <= 2 * 3 + 1, "each snapshot has three parts"
 
 
 async def test_after_a_restart_of_the_engine_its_blocks_are_those_of_the_new_one(until: Until) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -33,6 +32,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import StatusCode
 from pydantic import ValidationError
 from sqlalchemy import func, select
+from tests.server_thread import serving_in_thread
 
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
@@ -335,16 +335,9 @@ async def test_a_receiver_by_grpc_that_is_away_slows_no_request_and_is_counted(
 
 
 async def test_our_sender_can_send_to_a_receiver_that_is_not_ours(start_gateway: StartGateway, card: ModelCard) -> None:
-    collector = Collector()
-    thread = threading.Thread(target=collector.serve_forever)
-    thread.start()
-    try:
+    with serving_in_thread(Collector()) as collector:
         sender = SpanSender("otlp", otlp_exporter(f"http://127.0.0.1:{collector.server_port}"), "g", interval_s=0.01)
         await send_one_trace(start_gateway, card, sender)
-    finally:
-        collector.shutdown()
-        thread.join()
-        collector.server_close()
     assert (sender.num_sent, len(collector.spans)) == (10, 10)
     assert set(collector.headers) == {("/v1/traces", "application/x-protobuf")}
     assert {span.trace_id.hex() for span in collector.spans} == {"ab" * 16}

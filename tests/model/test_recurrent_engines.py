@@ -9,15 +9,12 @@ from itertools import count
 from typing import Any
 
 import pytest
+from tests.poisoned_engine import PoisonedEngine
 from tests.preemption import preempt
 
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.loop import EngineLoop
 from moiety_engine.loop_setup import build_loop
-from moiety_engine.messages import CoreFinish, CoreSubmit
 from moiety_engine.model.loading import load_model
-from moiety_wire.classes import STANDARD
-from moiety_wire.messages import Sampling
 
 from .test_parity import TOLERANCE, tokens
 
@@ -28,8 +25,8 @@ UNSUPPORTED_SIZES = ["falcon_h1", "nemotron_h", "nemotron_h, latent experts"]  #
 BLOCK_SIZE, NUM_BLOCKS, MAX_RUNNING, NUM_SNAPSHOTS = 4, 400, 4, 12
 
 
-class Engine:
-    """A loop over a checkpoint, whose cache and states are NaN at first, and what it answers."""
+class Engine(PoisonedEngine):
+    """A poisoned loop over a checkpoint, with the prompts of its requests."""
 
     def __init__(self, checkpoint: Any, *, swaps: bool = False, **settings: Any) -> None:
         model = load_model(checkpoint.folder, device="cpu", dtype="float32")
@@ -45,34 +42,12 @@ class Engine:
             **settings,
         )
         ticks = count(10**18, 10**7)
-        self.loop: EngineLoop = build_loop(model, config, clock_ns=lambda: next(ticks))
+        super().__init__(build_loop(model, config, clock_ns=lambda: next(ticks)))
         self.prompts: dict[int, list[int]] = {}
-        self.answers: dict[int, list[int]] = {}
-        self.finishes: dict[int, CoreFinish] = {}
-        for layer in self.loop.executor.awake().kv.layers:
-            for part in layer.parts:
-                part.fill_(float("nan"))
 
-    def submit(self, key: int, prompt: list[int], num_output: int = 12, **more: Any) -> None:
-        self.prompts[key], self.answers[key] = prompt, []
-        sampling = Sampling(**{"temperature": 0.0} | more)
-        self.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, num_output, 0, [], num_output, b"s", 0))
-
-    def step(self) -> None:
-        self.loop.step()
-        step = self.loop.take_outputs()
-        assert step is None or step.failures == []
-        for output in [] if step is None else step.outputs:
-            self.answers[output.key] += output.token_ids
-            if output.finish is not None:
-                self.finishes[output.key] = output.finish
-
-    def run(self) -> None:
-        for _ in range(2000):
-            if self.loop.scheduler.idle:
-                return
-            self.step()
-        raise AssertionError("the requests do not end")
+    def submit(self, key: int, prompt: list[int], num_output: int = 12, **sampling: Any) -> None:
+        self.prompts[key] = prompt
+        super().submit(key, prompt, num_output, **sampling)
 
 
 def run_with_a_preemption(checkpoint: Any, *, swaps: bool) -> Engine:

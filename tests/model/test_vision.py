@@ -1,3 +1,4 @@
+# ruff: noqa: F811  fixtures are imported
 """Our Qwen3-VL computes what transformers computes from text and images, however prompts are cut and batched."""
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.vision_checkpoint import END, IMAGE, START, TEXT, VISION, write_checkpoint
+from tests.vision_checkpoint import (
+    END,
+    IMAGE,
+    START,
+    TEXT,
+    VISION,
+    folder,  # noqa: F401  a fixture
+    oracle,  # noqa: F401  a fixture
+    write_checkpoint,
+)
 from torch import Tensor
 
 from moiety_engine.config import ImageOptions
@@ -28,16 +38,6 @@ from moiety_engine.runner.image_rows import rotary_positions
 
 TOLERANCE = 1e-4
 BLOCK = 16
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vision")
-
-
-@pytest.fixture(scope="session")
-def oracle(folder: Path) -> Any:
-    return write_checkpoint(folder)
 
 
 @pytest.fixture

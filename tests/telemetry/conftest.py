@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +17,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import free_port
+from tests.server_thread import serving_in_thread
 
 MODEL = "moiety-demo"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 4}
@@ -58,11 +58,9 @@ def receiver() -> Iterator[Receiver]:
         def log_message(self, *_arguments: object) -> None:
             """Log nothing: the standard library would write to the terminal."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         found.url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield found
-        server.shutdown()
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from tests.token_issuer import AUDIENCE, TokenIssuer
 
 from moiety_platform.auth.authenticator import Authenticator
@@ -79,3 +80,10 @@ async def people_of(
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway/admin/v1/") as client:
             yield People(client, issuer, authenticator, clock, demo)
     await authenticator.close()
+
+
+@pytest.fixture
+async def people(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
+    """The people of the deployment `database`, and the provider that signs them in."""
+    async with people_of(database, clock, demo) as opened:
+        yield opened

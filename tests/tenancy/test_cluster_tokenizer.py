@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
+from tests.server_thread import serving_in_thread
 
 import moiety_demo
 
@@ -83,10 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(request: pytest.FixtureRequest) -> Iterator[FakeHub]:
     """A hub that answers, with the demo model's text files or those of the parameter."""
-    with FakeHub(getattr(request, "param", FILES)) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    with serving_in_thread(FakeHub(getattr(request, "param", FILES))) as server:
         yield server
-        server.shutdown()
 
 
 def download(url: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,9 @@
+# ruff: noqa: F811  fixtures are imported
 """Self-service: a developer makes keys within the policy of its tenant, and sees its own projects and keys only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,15 +19,9 @@ from moiety_platform.tenants.service import create_project, create_tenant
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import PEPPER, Demo
-from .people import People, people_of
+from .people import People, people  # noqa: F401  a fixture
 
 DAY_S = 86_400
-
-
-@pytest.fixture
-async def people(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
-    async with people_of(database, clock, demo) as opened:
-        yield opened
 
 
 @pytest.fixture

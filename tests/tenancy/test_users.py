@@ -1,9 +1,9 @@
+# ruff: noqa: F811  fixtures are imported
 """Users: invitations are good for one person and once, and a disabled user is refused everywhere at once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,15 +17,9 @@ from moiety_platform.tenants.schemas import NewTenant
 from moiety_platform.tenants.service import create_tenant
 
 from .conftest import Demo
-from .people import People, people_of
+from .people import People, people  # noqa: F401  a fixture
 
 HOUR_S = 3600
-
-
-@pytest.fixture
-async def people(database: Database, clock: ManualClock, demo: Demo) -> AsyncIterator[People]:
-    async with people_of(database, clock, demo) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -110,19 +110,17 @@ def pepper_that_is_too_short(world: World) -> AsyncIterator[Any]:
     return replaced_pepper(world, "hunter2")
 
 
-async def pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
-    (world.patient.settings.data_dir / "pepper").chmod(0o644)
+async def pepper_that_all_can_read(world: World, *, is_previous: bool = False) -> AsyncIterator[Any]:
+    if is_previous:
+        await replace_pepper(world)
+    (world.patient.settings.data_dir / ("pepper.previous" if is_previous else "pepper")).chmod(0o644)
     advice: Any = yield world.patient
     world.run(advice.command)
     yield world.patient
 
 
-async def previous_pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
-    await replace_pepper(world)
-    (world.patient.settings.data_dir / "pepper.previous").chmod(0o644)
-    advice: Any = yield world.patient
-    world.run(advice.command)
-    yield world.patient
+def previous_pepper_that_all_can_read(world: World) -> AsyncIterator[Any]:
+    return pepper_that_all_can_read(world, is_previous=True)
 
 
 async def pepper_that_is_being_replaced(world: World) -> AsyncIterator[Any]:
