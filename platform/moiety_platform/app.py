@@ -12,17 +12,12 @@ from litestar.exceptions import HTTPException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.types import ControllerRouterHandler, ExceptionHandlersMap
 
-from moiety_platform.adapters.cache import AdapterCache
 from moiety_platform.administration.router import check_actions
 from moiety_platform.admission.gate import AdmissionGate, StreamGate
-from moiety_platform.agent_runs.service import AgentRuns
 from moiety_platform.allowed_methods import add_allow_header
 from moiety_platform.anthropic_api.controller import MessageServices, TokenCountController, message_route
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.client import owner_of_request
 from moiety_platform.batches.assembly import Batches
-from moiety_platform.classes.cache import ClassCache
-from moiety_platform.clock import Clock
 from moiety_platform.controllers import with_services
 from moiety_platform.cors import cross_origin_policy
 from moiety_platform.db.readiness import StoreReadiness
@@ -40,39 +35,31 @@ from moiety_platform.http_errors import (
     answer_platform_error,
     answer_unexpected_error,
 )
-from moiety_platform.idempotency.key_store_client import IdempotencyKeys
 from moiety_platform.idempotency.limits import AnswerStorageLimits
-from moiety_platform.inference.document_preparation import DocumentPreparation
-from moiety_platform.inference.guardrail_checks import GuardrailChecks
-from moiety_platform.inference.image_preparation import ImagePreparation
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import RequestPipeline
-from moiety_platform.inference.pipeline_services import PipelineLimits, PipelineServices
+from moiety_platform.inference.pipeline_services import PipelineLimits, PipelineServices, RequestServices
 from moiety_platform.inference.request_body import BodyLimits, BodyReader
 from moiety_platform.inference.request_record import CLIENT_CLOSED_REQUEST
-from moiety_platform.inference.request_recorder import RequestRecorder, UsageSink
+from moiety_platform.inference.request_recorder import UsageSink
 from moiety_platform.inference.response import ClientDisconnected
-from moiety_platform.inference.shadow_traffic import ShadowTraffic
 from moiety_platform.inference.shape_limits import ShapeLimits
 from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.known_parameters import guard_query
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.machine_limits import MachineLimits
 from moiety_platform.message_batches.controller import message_batch_routes
-from moiety_platform.metrics import Metrics
 from moiety_platform.models_api import ModelController
 from moiety_platform.object_storage.readiness import ObjectStoreReadiness
 from moiety_platform.openai_api.controller import completion_routes
 from moiety_platform.openapi.controller import SchemaController, ServedDocuments
-from moiety_platform.quotes.quote import QuoteSigner
 from moiety_platform.quotes_api.controller import QuoteController, quote_service_of, quote_terms_of
 from moiety_platform.quotes_api.quote_service import QuoteService
 from moiety_platform.receipts.controller import ReceiptController, ReceiptKeyController
 from moiety_platform.receipts.service import Receipts
 from moiety_platform.reloading.reloader import Reloader
 from moiety_platform.request_head import add_request_id
-from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.controller import (
     ResponseController,
@@ -89,13 +76,9 @@ from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.token_count import ResponseTokensController
 from moiety_platform.routing.breaker_metrics import BreakerCollector
-from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.spot.controller import SpotPriceController
-from moiety_platform.spot.service import SpotPrices
 from moiety_platform.traces.tracing import Tracing
-from moiety_platform.wake_on_request.waker import EngineWaker
 
 BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
 PIPELINE_SETTINGS = (
@@ -122,40 +105,22 @@ BATCH_SETTINGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services(RequestServices):
     """Services of the application. Opened and closed by the caller; `admin_routes` authenticate by themselves."""
 
-    authenticator: Authenticator
     usage: UsageSink
-    replicas: Replicas
-    classes: ClassCache
-    rules: RequestRulesCache
-    metrics: Metrics
     tracing: Tracing
-    clock: Clock
-    recorder: RequestRecorder
-    idempotency: IdempotencyKeys
     responses: ResponseService
     conversations: ConversationService
     cipher: ReasoningCipher
     background: BackgroundRuns
-    images: ImagePreparation
-    documents: DocumentPreparation
-    quotes: QuoteSigner
-    shadow: ShadowTraffic
-    guardrails: GuardrailChecks
-    runs: AgentRuns
-    spot: SpotPrices
     receipts: Receipts
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
     machine: MachineLimits | None = None
     batches: Batches | None = None
-    adapters: AdapterCache | None = None
-    next_turn_prefill: NextTurnPrefill | None = None
-    waker: EngineWaker | None = None
     live: LiveSettings[GatewaySettings] | None = None  # None: the settings never change
     reloader: Reloader[GatewaySettings] | None = None
 

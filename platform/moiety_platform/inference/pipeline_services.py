@@ -28,19 +28,15 @@ from moiety_platform.wake_on_request.waker import EngineWaker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineServices:
-    """Services that the pipeline calls. Opened and closed by the entry point."""
+class RequestServices:
+    """Services of the process that the pipeline and other routes call. Opened and closed by the entry point."""
 
     authenticator: Authenticator
     idempotency: IdempotencyKeys
     recorder: RequestRecorder
-    bodies: BodyReader
-    gate: AdmissionGate
-    streams: StreamGate
     classes: ClassCache
     rules: RequestRulesCache
     replicas: Replicas
-    texts: ModelTexts
     metrics: Metrics
     clock: Clock
     images: ImagePreparation
@@ -53,6 +49,16 @@ class PipelineServices:
     adapters: AdapterCache | None = None
     next_turn_prefill: NextTurnPrefill | None = None
     waker: EngineWaker | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineServices(RequestServices):
+    """Services that the pipeline calls."""
+
+    bodies: BodyReader
+    gate: AdmissionGate
+    streams: StreamGate
+    texts: ModelTexts
 
 
 @dataclass(frozen=True, slots=True)
