@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.row_limits import require_room
+from moiety_platform.db.row_limits import get_or_add
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.guardrails.models import ENTRY_POINT_SCHEME, GuardrailRecord
 from moiety_platform.guardrails.schemas import (
@@ -85,11 +85,8 @@ async def set_guardrail(session: AsyncSession, new: NewGuardrail, reach: UrlChec
         url = ENTRY_POINT_SCHEME + _installed(new.entry_point)
     if new.tenant_id is not None and await session.get(Tenant, new.tenant_id[:64]) is None:
         raise NotFound("There is no tenant with this id; list them with GET /admin/v1/tenants.", param="tenant_id")
-    record = await session.get(GuardrailRecord, new.name)
-    if record is None:
-        await require_room(session, GuardrailRecord, MAX_GUARDRAILS, "guardrails", "delete one")
-        record = GuardrailRecord(name=new.name)
-        session.add(record)
+    key = {"name": new.name}
+    record = await get_or_add(session, GuardrailRecord, key, MAX_GUARDRAILS, "guardrails", "delete one")
     record.stage, record.action, record.on_failure = stage.value, action.value, on_failure.value
     record.detectors, record.url, record.timeout_ms = ",".join(detectors), url, new.timeout_ms
     record.tenant_id, record.memory_mb = new.tenant_id, new.memory_mb

@@ -19,7 +19,7 @@ from moiety_platform.auth.principal import INFERENCE_SCOPE
 from moiety_platform.auth.service import check_models
 from moiety_platform.classes.models import ClassRecord
 from moiety_platform.classes.service import require_class
-from moiety_platform.db.row_limits import require_room
+from moiety_platform.db.row_limits import get_or_add
 from moiety_platform.errors import BadRequest, Conflict, NotFound
 from moiety_platform.jwt_issuers.models import EVERY_TOKEN, JwtGrantRecord, JwtIssuerRecord
 from moiety_platform.jwt_issuers.schemas import JwtGrantView, JwtIssuerView, NewJwtIssuer
@@ -91,11 +91,7 @@ async def set_issuer(
     if (other := await session.scalar(same)) is not None:
         message = f"The issuer {other!r} has this URL and audience already; change it, or give another audience."
         raise Conflict(message, param="audience")
-    record = await session.get(JwtIssuerRecord, new.name)
-    if record is None:
-        await require_room(session, JwtIssuerRecord, MAX_ISSUERS, "issuers", "delete one")
-        record = JwtIssuerRecord(name=new.name)
-        session.add(record)
+    record = await get_or_add(session, JwtIssuerRecord, {"name": new.name}, MAX_ISSUERS, "issuers", "delete one")
     record.url, record.audience, record.claim = new.url, new.audience, new.claim
     record.jwks_url, record.jwks = new.jwks_url, None if new.jwks is None else json.dumps(new.jwks)
     record.required_claims, record.end_user_claim = dict(new.required_claims), new.end_user_claim

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.db.row_limits import require_room
+from moiety_platform.db.row_limits import get_or_add
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.model_routes.models import RouteRecord
 from moiety_platform.model_routes.schemas import (
@@ -52,11 +52,8 @@ async def set_route(session: AsyncSession, new: NewRoute) -> ModelRoute:
     It applies to requests that begin from then on, at every gateway within seconds.
     """
     route = _checked(new)
-    record = await session.get(RouteRecord, route.name)
-    if record is None:
-        await require_room(session, RouteRecord, MAX_ROUTES, "routes", "delete some that no client uses")
-        record = RouteRecord(name=route.name)
-        session.add(record)
+    advice = "delete some that no client uses"
+    record = await get_or_add(session, RouteRecord, {"name": route.name}, MAX_ROUTES, "routes", advice)
     record.targets = msgspec.json.encode(route.targets).decode()
     record.fallbacks = msgspec.json.encode(route.fallbacks).decode()
     record.sticky = route.sticky.value

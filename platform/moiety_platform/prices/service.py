@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.classes.service import require_class
-from moiety_platform.db.row_limits import require_room
+from moiety_platform.db.row_limits import get_or_add
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.prices.models import MAX_MODEL_LENGTH, PriceRecord
 from moiety_platform.prices.schemas import NewPrice
@@ -60,11 +60,8 @@ async def set_price(session: AsyncSession, new: NewPrice) -> PriceRecord:
     price = Price(_parse(new.input, "input"), _parse(cached, "cached_input"), _parse(new.output, "output"))
     if price.cached_input > price.input:
         raise BadRequest("'cached_input' must not be higher than 'input'.", param="cached_input")
-    record = await session.get(PriceRecord, (new.model, service_class))
-    if record is None:
-        await require_room(session, PriceRecord, MAX_PRICES, "prices", "delete some that no engine serves")
-        record = PriceRecord(model=new.model, service_class=service_class)
-        session.add(record)
+    key, advice = {"model": new.model, "service_class": service_class}, "delete some that no engine serves"
+    record = await get_or_add(session, PriceRecord, key, MAX_PRICES, "prices", advice)
     record.input, record.cached_input, record.output = price.input, price.cached_input, price.output
     await session.flush()
     return record
