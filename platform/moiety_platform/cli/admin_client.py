@@ -5,30 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from moiety_platform.cli.errors import CommandError, Refused
-from moiety_platform.cli.gateway_client import DefaultKey, answer, connect
+from moiety_platform.cli.gateway_client import DefaultKey, GatewayClient, answer
 
-TIMEOUT_S = 30.0
 _ID = re.compile(r"[A-Za-z0-9_]{1,32}", re.ASCII)
-KEY = DefaultKey(lambda keys: keys.admin_key, "no admin key: give --admin-key or MOIETY_ADMIN_KEY")
 PAGE_LIMIT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class AdminClient:
+class AdminClient(GatewayClient):
     """Client of one gateway with one admin key."""
 
-    http: httpx.Client
-
-    @classmethod
-    def connect(cls, url: str | None, admin_key: str | None, data_dir: Path) -> AdminClient:
-        """Return a client, as `gateway_client.connect` makes it. Raises CommandError if there is no key."""
-        return cls(connect(url, admin_key, data_dir, KEY, TIMEOUT_S))
+    default_key = DefaultKey(lambda keys: keys.admin_key, "no admin key: give --admin-key or MOIETY_ADMIN_KEY")
+    timeout_s = 30.0
 
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, **parameters: Any

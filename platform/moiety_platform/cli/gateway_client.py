@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import httpx
 
@@ -46,6 +46,21 @@ def connect(url: str | None, key: str | None, data_dir: Path, needed: DefaultKey
         key = needed.select(local_keys(data_dir, needed.missing_message))
     address = url or read_url(data_dir) or DEFAULT_URL
     return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClient:
+    """Client of one gateway with one key. Classes that extend it name the key, and how long a response may take."""
+
+    http: httpx.Client
+
+    default_key: ClassVar[DefaultKey]
+    timeout_s: ClassVar[float]
+
+    @classmethod
+    def connect(cls, url: str | None, key: str | None, data_dir: Path) -> Self:
+        """Return a client, as `connect` makes it. Raises CommandError if there is no key."""
+        return cls(connect(url, key, data_dir, cls.default_key, cls.timeout_s))
 
 
 def call(http: httpx.Client, method: str, path: str, **request: Any) -> Any:

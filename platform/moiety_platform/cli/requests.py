@@ -48,6 +48,8 @@ DETAILS = (
     "has_trace", "cost", "ttft_ms", "output_tokens", "outcome", "model",
 )  # fmt: skip
 
+RequestId = Annotated[str, typer.Argument(help="Id of the request, as its answer has it.")]
+
 app = typer.Typer(help="Search in the log of all requests, newest first; show one.")
 
 
@@ -103,9 +105,7 @@ def requests(
 
 @app.command("show")
 @admin_command
-def show(
-    admin: Admin, request_id: Annotated[str, typer.Argument(help="Id of the request, as its answer has it.")]
-) -> None:
+def show(admin: Admin, request_id: RequestId) -> None:
     """Show one request, whatever its time."""
     found = admin.client.get(path_of("requests", request_id))
     admin.show_row(found if admin.as_json else in_cells(found))
@@ -113,9 +113,7 @@ def show(
 
 @app.command("content")
 @admin_command
-def content(
-    admin: Admin, request_id: Annotated[str, typer.Argument(help="Id of the request, as its answer has it.")]
-) -> None:
+def content(admin: Admin, request_id: RequestId) -> None:
     """Show the text of a request and of its answers, as an administrator of a tenant that opted in."""
     found = admin.client.get(path_of("request-contents", request_id))
     admin.show_row(found if admin.as_json else {**found, "outputs": "\n".join(found["outputs"])})

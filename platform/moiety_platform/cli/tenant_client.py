@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
-import httpx
-
-from moiety_platform.cli.gateway_client import DefaultKey, call, connect, raise_for_status, reaching
-
-TIMEOUT_S = 60.0
-KEY = DefaultKey(lambda keys: keys.tenant_key, "no tenant's key: give --key or MOIETY_KEY")
+from moiety_platform.cli.gateway_client import DefaultKey, GatewayClient, call, raise_for_status, reaching
 
 
 @dataclass(frozen=True, slots=True)
-class TenantClient:
+class TenantClient(GatewayClient):
     """Client of one gateway with one tenant's key."""
 
-    http: httpx.Client
-
-    @classmethod
-    def connect(cls, url: str | None, key: str | None, data_dir: Path) -> TenantClient:
-        """Return a client, as `gateway_client.connect` makes it. Raises CommandError if there is no key."""
-        return cls(connect(url, key, data_dir, KEY, TIMEOUT_S))
+    default_key = DefaultKey(lambda keys: keys.tenant_key, "no tenant's key: give --key or MOIETY_KEY")
+    timeout_s = 60.0
 
     def __enter__(self) -> TenantClient:
         return self

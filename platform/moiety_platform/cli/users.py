@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import find_user
+from moiety_platform.cli.option_groups import OptionGroup
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json, show_time
 from moiety_platform.resources.paths import path_of
@@ -28,6 +30,14 @@ UserProjects = Annotated[
         help="Name or id of a project that the developer reaches. May be given several times. If not given, all.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class UserScope(OptionGroup):
+    """Options of the roles of a person that a command changes."""
+
+    tenant: UserTenant = None
+    everywhere: Everywhere = False
 
 
 @admin_command
@@ -98,33 +108,23 @@ def change_user(
 
 
 @admin_command
-def disable_user(
-    admin: Admin,
-    user: UserArgument,
-    tenant: UserTenant = None,
-    everywhere: Everywhere = False,
-) -> None:
+def disable_user(admin: Admin, user: UserArgument, scope: UserScope) -> None:
     """Disable a user: its sign-ins, open sessions and keys are refused from then on."""
-    _set_state(admin, user, tenant, "disabled", everywhere=everywhere)
+    _set_state(admin, user, scope, "disabled")
 
 
 @admin_command
-def enable_user(
-    admin: Admin,
-    user: UserArgument,
-    tenant: UserTenant = None,
-    everywhere: Everywhere = False,
-) -> None:
+def enable_user(admin: Admin, user: UserArgument, scope: UserScope) -> None:
     """Enable a disabled user: its sign-ins and keys work again."""
-    _set_state(admin, user, tenant, "active", everywhere=everywhere)
+    _set_state(admin, user, scope, "active")
 
 
-def _set_state(admin: Admin, text: str, tenant: str | None, state: str, *, everywhere: bool) -> None:
-    if everywhere and tenant is None and "@" in text:
+def _set_state(admin: Admin, text: str, scope: UserScope, state: str) -> None:
+    if scope.everywhere and scope.tenant is None and "@" in text:
         named = list(admin.client.pages("/users", email=text))
         text = named[0]["id"] if named else text
-    found = _find(admin.client, text, tenant)
-    body = {"state": state, "everywhere": everywhere}
+    found = _find(admin.client, text, scope.tenant)
+    body = {"state": state, "everywhere": scope.everywhere}
     admin.show_row(admin.client.call("PATCH", path_of("users", found["id"]), body))
 
 
