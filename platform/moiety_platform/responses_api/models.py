@@ -8,7 +8,7 @@ the tenant deletes them, and with the tenant.
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, ForeignKey, Index, LargeBinary, String, Text
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 
 from moiety_platform.db.base import Base
 from moiety_platform.tenants.models import ID_LENGTH
@@ -18,7 +18,19 @@ MAX_ITEM_ID_LENGTH = 64
 MAX_MODEL_LENGTH = 512
 
 
-class StoredResponse(Base):
+class _StoredForProject:
+    """Columns of what a project stores until it expires, with the indexes of its sums and of its expiry."""
+
+    id: Mapped[str] = mapped_column(String(RESPONSE_ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+    project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
+
+    @declared_attr.directive
+    def __table_args__(cls) -> tuple[Index, ...]:  # noqa: N805  SQLAlchemy passes the class
+        return Index(None, "tenant_id", "num_bytes"), Index(None, "expires_ms")  # the first covers a tenant's sums
+
+
+class StoredResponse(_StoredForProject, Base):
     """One response and its input items, both as JSON.
 
     `previous_id` is the response that it continues. `num_items` and `total_bytes` count the whole conversation up to
@@ -30,14 +42,7 @@ class StoredResponse(Base):
     """
 
     __tablename__ = "responses"
-    __table_args__ = (
-        Index(None, "tenant_id", "num_bytes"),  # covers the sums of a tenant
-        Index(None, "expires_ms"),
-    )
 
-    id: Mapped[str] = mapped_column(String(RESPONSE_ID_LENGTH), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
-    project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # as named in the request
     previous_id: Mapped[str | None] = mapped_column(String(RESPONSE_ID_LENGTH))
     num_items: Mapped[int]
@@ -52,7 +57,7 @@ class StoredResponse(Base):
     body: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class StoredConversation(Base):
+class StoredConversation(_StoredForProject, Base):
     """One conversation, without its items.
 
     `models` is a JSON list of the models that have answered in it, and `labels` the JSON object of its metadata. Items
@@ -61,14 +66,7 @@ class StoredConversation(Base):
     """
 
     __tablename__ = "conversations"
-    __table_args__ = (
-        Index(None, "tenant_id", "num_bytes"),  # covers the sums of a tenant
-        Index(None, "expires_ms"),
-    )
 
-    id: Mapped[str] = mapped_column(String(RESPONSE_ID_LENGTH), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(String(ID_LENGTH))
-    project_id: Mapped[str] = mapped_column(String(ID_LENGTH))
     models: Mapped[str] = mapped_column(Text)
     labels: Mapped[str] = mapped_column(Text)
     created_ms: Mapped[int] = mapped_column(BigInteger)

@@ -25,6 +25,12 @@ class UserState(StrEnum):
     DISABLED = "disabled"
 
 
+def unique_in_deployment(name: str, *columns: str) -> Index:
+    """Return an index by which users of the deployment, which are of no tenant, differ in these columns."""
+    of_deployment = text(OF_DEPLOYMENT)
+    return Index(name, *columns, unique=True, sqlite_where=of_deployment, postgresql_where=of_deployment)
+
+
 class User(Base):
     """A person with a role in one tenant, or in the whole deployment (`tenant_id` None).
 
@@ -38,23 +44,10 @@ class User(Base):
         CheckConstraint("state IN ('invited', 'active', 'disabled')", name="state_known"),
         CheckConstraint("role IN ('owner', 'operator', 'tenant-admin', 'viewer', 'developer')", name="role_known"),
         UniqueConstraint("tenant_id", "email"),
-        Index(
-            "ix_users_deployment_email",
-            "email",
-            unique=True,
-            sqlite_where=text(OF_DEPLOYMENT),
-            postgresql_where=text(OF_DEPLOYMENT),
-        ),
+        unique_in_deployment("ix_users_deployment_email", "email"),
         Index(None, "issuer", "subject"),
         Index(None, "tenant_id", "issuer", "subject", unique=True),
-        Index(
-            "ix_users_deployment_subject",
-            "issuer",
-            "subject",
-            unique=True,
-            sqlite_where=text(OF_DEPLOYMENT),
-            postgresql_where=text(OF_DEPLOYMENT),
-        ),
+        unique_in_deployment("ix_users_deployment_subject", "issuer", "subject"),
         Index(None, "created_at", "id"),
     )
 
