@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from moiety_platform.decisions.content import Parts, text_of
@@ -23,7 +23,7 @@ from moiety_platform.inference.body_fields import (
     refuse,
     shows,
 )
-from moiety_platform.inference.typed_values import named_type
+from moiety_platform.inference.typed_values import UnknownType, named_type
 
 ROLES = ("user", "assistant", "system", "developer")
 
@@ -90,15 +90,12 @@ class DecisionCallOutput(StrictBody):
         return {"output_of": self.call_id, "output": text_of(self.output)}
 
 
-class _OtherDecisionItem(StrictBody):
-    """An item of an unknown type. Validation raises an error that names the type."""
+class _OtherDecisionItem(UnknownType):
+    """An item of an unknown type."""
 
-    type: str
-
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, value: str) -> str:
-        raise refuse(f"items of type {value[:64]!r} are unknown; send {', '.join(_ITEMS)}")
+    @staticmethod
+    def refusal(kind: str) -> str:
+        return f"items of type {kind!r} are unknown; send {', '.join(_ITEMS)}"
 
 
 DecisionItem = DecisionMessage | DecisionCall | DecisionCustomCall | DecisionCallOutput

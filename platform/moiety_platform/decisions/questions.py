@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AfterValidator, Field, StringConstraints, field_validator
+from pydantic import AfterValidator, Field, StringConstraints
 
 from moiety_platform.decisions.content import Parts, text_of
 from moiety_platform.inference.body_fields import StrictBody, refuse, shows
-from moiety_platform.inference.typed_values import named_type
+from moiety_platform.inference.typed_values import UnknownType, named_type
 
 MAX_QUESTIONS = 400
 MAX_CHOICES = 255
@@ -172,15 +172,12 @@ class ScoreQuestion(_ListQuestion):
         return self.levels
 
 
-class _OtherQuestion(StrictBody):
-    """A question of an unknown type. Validation raises an error that names the type."""
+class _OtherQuestion(UnknownType):
+    """A question of an unknown type."""
 
-    type: str
-
-    @field_validator("type")
-    @classmethod
-    def _known_type(cls, value: str) -> str:
-        raise refuse(f"{value[:64]!r} is not a valid type of a question; use one of {', '.join(KINDS)}")
+    @staticmethod
+    def refusal(kind: str) -> str:
+        return f"{kind!r} is not a valid type of a question; use one of {', '.join(KINDS)}"
 
 
 Question = PredicateQuestion | ChoiceQuestion | ScoreQuestion

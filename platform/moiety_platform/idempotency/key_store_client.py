@@ -126,19 +126,12 @@ class IdempotencyKeys:
                     max_bytes=self.limits.max_bytes_per_tenant,
                 )
         except Unavailable as error:
-            log.warning(
-                "idempotent_response_not_stored",
-                tenant_id=claim.tenant_id,
-                reason=str(error),
-                advice="restore the connection to the database; a repeated request runs again",
-            )
+            advice = "restore the connection to the database; a repeated request runs again"
+            _warn("idempotent_response_not_stored", claim, advice, reason=str(error))
         else:
             if not is_held:
-                log.warning(
-                    "idempotent_claim_lost",
-                    tenant_id=claim.tenant_id,
-                    advice="none needed: the claim expired, and a repeated request may have run",
-                )
+                advice = "none needed: the claim expired, and a repeated request may have run"
+                _warn("idempotent_claim_lost", claim, advice)
 
     async def give_back(self, claim: KeyClaim) -> None:
         """Release the key of a request without a stored answer. A repetition is served again."""
@@ -147,12 +140,8 @@ class IdempotencyKeys:
             async with self._database.write() as session:
                 await self._store.release(session, claim.claim_id)
         except Unavailable as error:
-            log.warning(
-                "idempotent_claim_not_released",
-                tenant_id=claim.tenant_id,
-                reason=str(error),
-                advice="none needed: the claim expires by itself, and a repeated request waits until then",
-            )
+            advice = "none needed: the claim expires by itself, and a repeated request waits until then"
+            _warn("idempotent_claim_not_released", claim, advice, reason=str(error))
 
     # ── Lifecycle ──
 
@@ -178,3 +167,7 @@ def _answer_of(found: Found, bound_to: bytes) -> StoredAnswer:
     if found.answer is None:
         raise AnswerNotStored
     return found.answer
+
+
+def _warn(event: str, claim: KeyClaim, advice: str, **fields: str) -> None:
+    log.warning(event, tenant_id=claim.tenant_id, **fields, advice=advice)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import PlainValidator, ValidationInfo
+from pydantic import PlainValidator, ValidationInfo, field_validator
 
-from moiety_platform.inference.body_fields import StrictBody
+from moiety_platform.inference.body_fields import StrictBody, refuse
 
 Body = TypeVar("Body", bound=StrictBody)
 
@@ -28,6 +28,22 @@ def as_named_type(
     schema: type[Any] = schemas.get(kind, other) if isinstance(kind, str) else other
     validated: Body = schema.model_validate(value, context=info.context)
     return validated
+
+
+class UnknownType(StrictBody):
+    """Base of values of an unknown type. Validation raises an error that names the type."""
+
+    type: str
+
+    @staticmethod
+    def refusal(kind: str) -> str:
+        """Return the error's text for the beginning of a type's name."""
+        raise NotImplementedError
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, value: str) -> str:
+        raise refuse(cls.refusal(value[:64]))
 
 
 def named_type(

@@ -27,6 +27,11 @@ _TERMS = (
     ),
 )
 
+
+def _status_command(name: str, status: str, help_text: str) -> Command:
+    return Command(name, help_text, method="PATCH", parameters=(_TENANT,), constants={"status": status})
+
+
 TENANTS = Resource(
     name="tenant",
     help="List, show, create, change, suspend and erase tenants: their service classes and weights.",
@@ -62,20 +67,8 @@ TENANTS = Resource(
             ),
             lacks="nothing to change; give --name, --class, --weight or --speculative-prefill",
         ),
-        Command(
-            "suspend",
-            "Suspend a tenant: its keys are rejected until it is resumed.",
-            method="PATCH",
-            parameters=(_TENANT,),
-            constants={"status": "suspended"},
-        ),
-        Command(
-            "resume",
-            "Resume a suspended tenant: its keys work again.",
-            method="PATCH",
-            parameters=(_TENANT,),
-            constants={"status": "active"},
-        ),
+        _status_command("suspend", "suspended", "Suspend a tenant: its keys are rejected until it is resumed."),
+        _status_command("resume", "active", "Resume a suspended tenant: its keys work again."),
         CustomCommand("erase", "moiety_platform.cli.tenants:erase_tenant"),
     ),
     more=(ERASE_TENANTS,),
