@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from typing import ClassVar
 
 from moiety_text.tools.argument_types import STRING, ArgumentSchema, typed_argument
+from moiety_text.tools.formats import ParameterTags
 from moiety_text.tools.json_scanner import JsonScanner, Malformed
 from moiety_text.tools.scanning import (
     MAX_NAME_CHARS,
@@ -34,6 +35,12 @@ class TaggedReader(SectionReader):
     value_end: ClassVar[str]
     call_end: ClassVar[str]
     padding: ClassVar[str] = ""  # one character around each value, which belongs to the tags
+
+    @classmethod
+    def parameter_tags(cls) -> ParameterTags:
+        """Return the tags around parameters for a grammar, in which each parameter ends its line."""
+        value_begin = cls.key_end + cls.value_opener
+        return ParameterTags(cls.key_opener, value_begin, value_begin, cls.value_end, between="\n", padding=cls.padding)
 
     def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
         name = self._known((yield from self._take_tool_name(text)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_text.tools.formats import ParameterTags, ToolFamily, ToolFormat
+from moiety_text.tools.formats import ToolFamily, ToolFormat
 from moiety_text.tools.tagged import TaggedReader
 
 
@@ -30,12 +30,12 @@ def _new_format(reader: type[MinimaxReader]) -> ToolFormat:
     return ToolFormat(
         reader,
         (reader.opener, reader.closer),
-        to_name=f'{reader.opener}\n<invoke name="',
-        to_arguments='">\n',
-        to_end="</invoke>\n",
-        between='<invoke name="',
+        to_name=f"{reader.opener}\n{reader.call_opener}",
+        to_arguments=f"{reader.name_end}\n",
+        to_end=f"{reader.call_end}\n",
+        between=reader.call_opener,
         closer=reader.closer,
-        parameters=ParameterTags('<parameter name="', '">', '">', "</parameter>", between="\n"),
+        parameters=reader.parameter_tags(),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moiety_text.tools.formats import ParameterTags, ToolFamily, ToolFormat
+from moiety_text.tools.formats import ToolFamily, ToolFormat
 from moiety_text.tools.tagged import TaggedReader
 
 _PADDED = re.compile(r"<parameter=\w+>(?:\\n|\n)")  # in the example of the template
@@ -44,10 +44,10 @@ def _new_format(reader: type[QwenCoderReader]) -> ToolFormat:
     return ToolFormat(
         reader,
         (reader.opener, reader.closer),
-        to_name=f"{reader.opener}\n<function=",
-        to_arguments=">\n",
-        to_end=f"</function>\n{reader.closer}",
-        parameters=ParameterTags("<parameter=", ">", ">", "</parameter>", between="\n", padding=reader.padding),
+        to_name=f"{reader.opener}\n{reader.call_opener}",
+        to_arguments=f"{reader.name_end}\n",
+        to_end=f"{reader.call_end}\n{reader.closer}",
+        parameters=reader.parameter_tags(),
     )
 
 
