@@ -23,7 +23,7 @@ from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.layers import MixtureOfExperts, MoeContext
 from moiety_engine.model.spec import MoeSpec
 from moiety_engine.model.tensor_shards import own_spec
-from moiety_engine.model.weight_offload import WeightOffload
+from moiety_engine.model.weight_offload import OffloadableModel, WeightOffload
 from moiety_engine.model.weights import MoeWeights
 from moiety_engine.moe.expert_slots import ExpertSlots
 
@@ -101,7 +101,7 @@ class RemoteExperts(MixtureOfExperts):
         return end
 
 
-class ExpertServer:
+class ExpertServer(OffloadableModel):
     """Part of a model on a rank with experts only.
 
     It serves the attention ranks, layer by layer, and knows no request, position or KV cache.
@@ -178,26 +178,6 @@ class ExpertServer:
     def slots_of(self, layer: int) -> ExpertSlots | None:
         """Return the expert slots of a layer; None for a layer without experts."""
         return self._movable[layer][1] if layer in self._movable else None
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether `offload_weights` has moved the weights to host memory."""
-        return self._weight_offload.is_offloaded
-
-    def offload_weights(self, on_progress: Callable[[], None]) -> int:
-        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
-        if self.expert_cache is not None:
-            self.expert_cache.settle()
-        return self._weight_offload.offload_weights(on_progress)
-
-    def reload_weights(self, on_progress: Callable[[], None]) -> None:
-        """Move the weights back to the device. Raises OutOfMemory."""
-        self._weight_offload.reload_weights(on_progress)
-
-    def close(self) -> None:
-        """Close files and threads of the expert cache; nothing may be computed afterwards."""
-        if self.expert_cache is not None:
-            self.expert_cache.close()
 
 
 @dataclass(frozen=True, slots=True)

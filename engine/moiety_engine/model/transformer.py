@@ -31,7 +31,7 @@ from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.transformer_options import TransformerOptions
 from moiety_engine.model.vision_encoder import VisionEncoder
 from moiety_engine.model.vocabulary import Vocabulary
-from moiety_engine.model.weight_offload import WeightOffload
+from moiety_engine.model.weight_offload import OffloadableModel, WeightOffload
 from moiety_engine.model.weights import ModelWeights, MoeWeights
 from moiety_engine.moe.load import ExpertCounter
 from moiety_engine.moe.tenants import NUM_SLOTS
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _PLAIN = TransformerOptions()
 
 
-class Transformer:
+class Transformer(OffloadableModel):
     """Decoder with its weights.
 
     `expert_counter` counts the experts of tokens in batches with `owner_T`; None if the model has no experts.
@@ -135,27 +135,10 @@ class Transformer:
         """Return whether experts are offloaded, with some cached on the device."""
         return self.expert_cache is not None
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether `offload_weights` has moved the weights to host memory."""
-        return self._weight_offload.is_offloaded
-
     def offload_weights(self, on_progress: Callable[[], None]) -> int:
-        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
         if self._programs is not None:
             self._programs.forget()
-        if self.expert_cache is not None:
-            self.expert_cache.settle()
-        return self._weight_offload.offload_weights(on_progress)
-
-    def reload_weights(self, on_progress: Callable[[], None]) -> None:
-        """Move the weights back to the device. Raises OutOfMemory."""
-        self._weight_offload.reload_weights(on_progress)
-
-    def close(self) -> None:
-        """Close files and threads of the expert cache; nothing may be computed afterwards."""
-        if self.expert_cache is not None:
-            self.expert_cache.close()
+        return super().offload_weights(on_progress)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights are in large pages, for at most `timeout_s`."""

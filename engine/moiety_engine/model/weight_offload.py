@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from moiety_engine.memory import Memory, available_bytes
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.weights import ModelWeights, allocate
 from moiety_kernels.cpu import pages
+
+if TYPE_CHECKING:
+    from moiety_engine.offload.cache import ExpertCache
 
 
 def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -116,3 +120,30 @@ class WeightOffload:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class OffloadableModel:
+    """Base of models, or of parts of one, that sleep mode moves to host memory and back between steps."""
+
+    _weight_offload: WeightOffload
+    expert_cache: ExpertCache | None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return whether `offload_weights` has moved the weights to host memory."""
+        return self._weight_offload.is_offloaded
+
+    def offload_weights(self, on_progress: Callable[[], None]) -> int:
+        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
+        if self.expert_cache is not None:
+            self.expert_cache.settle()
+        return self._weight_offload.offload_weights(on_progress)
+
+    def reload_weights(self, on_progress: Callable[[], None]) -> None:
+        """Move the weights back to the device. Raises OutOfMemory."""
+        self._weight_offload.reload_weights(on_progress)
+
+    def close(self) -> None:
+        """Close files and threads of the expert cache; nothing may be computed afterwards."""
+        if self.expert_cache is not None:
+            self.expert_cache.close()
