@@ -223,6 +223,14 @@ def reached_limit(end: ChildExit) -> ProcessLimit | None:
     return None
 
 
+def describe_end(end: ChildExit, *, cpu_time: str, memory: str, crash: str) -> str:
+    """Return the text for the way in which a process ended: at its limit of CPU time or memory, or by a crash."""
+    limit = reached_limit(end)
+    if limit is ProcessLimit.CPU_TIME:
+        return cpu_time
+    return memory if limit is ProcessLimit.MEMORY else crash
+
+
 def is_own_fault(end: ChildExit) -> bool:
     """Return whether a process ended by its own fault, and was not killed from outside."""
     if os.WIFSIGNALED(end.status):

@@ -23,6 +23,7 @@ from moiety_limited_processes.frames import ChildExit, FrameTooLong, receive_fra
 from moiety_limited_processes.processes import (
     ForkTemplate,
     ProcessLimit,
+    describe_end,
     is_own_fault,
     name_of,
     reached_limit,
@@ -188,11 +189,11 @@ class ImageDecoder:
 
     def _refuse(self, end: ChildExit) -> ImageFailure:
         """Return the failure of an image that ended its process by itself."""
-        options, limit = self._options, reached_limit(end)
-        if limit is ProcessLimit.CPU_TIME:
-            cost = f"takes more than {options.decode_cpu_s:g} s of processor time to decode; send a smaller one"
-        elif limit is ProcessLimit.MEMORY:
-            cost = f"takes more than {options.decode_memory_bytes >> 20} MiB of memory to decode; send a smaller one"
-        else:
-            cost = f"crashes the decoder ({name_of(end)}); send it in another format"
+        cpu_s, mebibytes = self._options.decode_cpu_s, self._options.decode_memory_bytes >> 20
+        cost = describe_end(
+            end,
+            cpu_time=f"takes more than {cpu_s:g} s of processor time to decode; send a smaller one",
+            memory=f"takes more than {mebibytes} MiB of memory to decode; send a smaller one",
+            crash=f"crashes the decoder ({name_of(end)}); send it in another format",
+        )
         return ImageFailure(FailureCode.IMAGE_REFUSED, f"an image {cost}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -33,6 +34,15 @@ _SAMPLING = Sampling()
 
 class SimulationStuck(EngineError):
     """The scheduler has requests but runs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTerms:
+    """Device type, policy and classes with which devices of a simulation serve."""
+
+    device: SimulatedDevice
+    policy: str
+    classes: Mapping[str, ServiceClass]
 
 
 class Driver:

@@ -8,25 +8,19 @@ a ready device it is lost. Each device is the real scheduler under virtual time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moiety_engine.simulator.devices import SimulatedDevice
-from moiety_engine.simulator.driver import START_NS, Driver
+from moiety_engine.simulator.driver import START_NS, DeviceTerms, Driver
 from moiety_engine.simulator.records import Record
-from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 
 _POLL_NS = 1_000_000  # time until a scheduler that holds its requests back is polled again
 
 
 @dataclass(frozen=True, slots=True)
-class PoolTerms:
-    """Device type, policy and classes of a pool, and the seconds from requesting a device until it takes requests."""
+class PoolTerms(DeviceTerms):
+    """Devices of a pool, and the seconds from requesting a device until it takes requests."""
 
-    device: SimulatedDevice
-    policy: str
-    classes: Mapping[str, ServiceClass]
     start_s: float
 
 

@@ -17,11 +17,9 @@ import msgspec
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.simulator.capacity import Capacity
-from moiety_engine.simulator.devices import SimulatedDevice
-from moiety_engine.simulator.driver import OUTPUT_TOKEN, START_NS, Driver
+from moiety_engine.simulator.driver import OUTPUT_TOKEN, START_NS, DeviceTerms, Driver
 from moiety_engine.simulator.metrics import spread, tpot_s
 from moiety_engine.simulator.records import Record
-from moiety_wire.classes import ServiceClass
 from moiety_workload.request import TraceRequest, Workload
 
 HAND_OVER_S = 0.002  # from the first token to the decode engine's scheduler, through the gateway
@@ -32,12 +30,9 @@ CO_LOCATED = "co_located"
 
 
 @dataclass(frozen=True, slots=True)
-class RoleSettings:
-    """Device type and settings of a role simulation."""
+class RoleSettings(DeviceTerms):
+    """Devices and settings of a role simulation."""
 
-    device: SimulatedDevice
-    policy: str
-    classes: Mapping[str, ServiceClass]
     capacity: Capacity
     kv_bytes_per_s: float = KV_BYTES_PER_S
     on_progress: Callable[[str], None] = lambda name: None

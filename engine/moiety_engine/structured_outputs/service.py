@@ -39,7 +39,7 @@ from moiety_engine.structured_outputs.stepping import (
 )
 from moiety_limited_processes.errors import WorkerFailed
 from moiety_limited_processes.frames import ChildExit, receive_frame
-from moiety_limited_processes.processes import ProcessLimit, name_of, reached_limit
+from moiety_limited_processes.processes import ProcessLimit, describe_end, name_of, reached_limit
 from moiety_wire.grammars import GrammarSpec
 
 log = structlog.get_logger()
@@ -222,15 +222,16 @@ class GrammarService:
 
     def _refuse(self, spec: GrammarSpec, end: ChildExit) -> GrammarRefused:
         """Return the error for the client after a trial ended abnormally."""
-        limits, limit = self._limits, reached_limit(end)
-        if limit is ProcessLimit.WALL_TIME:  # depends on the machine's other load
+        limits = self._limits
+        if reached_limit(end) is ProcessLimit.WALL_TIME:  # depends on the machine's other load
             return GrammarRefused(f"compiling the grammar took more than {limits.compile_wall_s:g} s; simplify it")
-        if limit is ProcessLimit.CPU_TIME:
-            problem = f"compiling the grammar takes more than {limits.compile_cpu_s:g} s of CPU time; simplify it"
-        elif limit is ProcessLimit.MEMORY:
-            problem = f"compiling the grammar takes more than {limits.compile_memory_bytes >> 20:,} MiB; simplify it"
-        else:
-            problem = f"compiling the grammar crashed the compiler ({name_of(end)}); rewrite it"
+        took = describe_end(
+            end,
+            cpu_time=f"takes more than {limits.compile_cpu_s:g} s of CPU time; simplify it",
+            memory=f"takes more than {limits.compile_memory_bytes >> 20:,} MiB; simplify it",
+            crash=f"crashed the compiler ({name_of(end)}); rewrite it",
+        )
+        problem = f"compiling the grammar {took}"
         log.warning("grammar_refused", ended_by=name_of(end), kind=str(spec.kind), bytes=len(spec.text))
         self.remember_refusal(spec, problem)
         return GrammarRefused(problem)
