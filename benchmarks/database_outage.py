@@ -19,24 +19,23 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psycopg
-import uvloop
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from cluster import Cluster, call, list_quotas, make_tenant, set_limits  # noqa: E402 - the script's own folder
 from open_loop import OpenLoop, Sent  # noqa: E402
-from postgres import Postgres  # noqa: E402
+from postgres import Postgres, run_in_folder  # noqa: E402
 
 from moiety_platform.bench.environment import describe_environment, installed_version  # noqa: E402
 from moiety_platform.bench.gateway import LARGE_CAPS, count_statements  # noqa: E402
@@ -61,10 +60,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds before each outage, and after it")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "database_outage.json")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="moiety-outage-") as name:
-        Path(name).chmod(0o755)  # PostgreSQL runs as a user of its own
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            report = runner.run(_run(options, Path(name)))
+    report = run_in_folder("moiety-outage-", partial(_run, options))
     environment = describe_environment()
     environment["versions"] |= {name: installed_version(name) for name in ("asyncpg", "sqlalchemy", "msgspec")}
     environment["versions"]["postgresql"] = report.pop("postgresql")

@@ -30,10 +30,9 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch.distributed as dist
-from rebalancing import make_checkpoint
+from rebalancing import make_checkpoint, settings_of
 from torch.overrides import TorchFunctionMode
 
-from moiety_engine.config import EngineConfig
 from moiety_engine.distribution.expert_all_to_all import PaddedAllToAll
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
@@ -50,6 +49,9 @@ from moiety_wire.messages import Sampling
 FAMILY, NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, NEAR = "qwen3_moe", 32, 48, 16, 1e-4
 ONE_RANK = "one rank"
 GROUPS = {"dp_attention": 2, "ep": 2}
+SETTINGS: dict[str, Any] = {
+    "max_batch_tokens": 512, "max_running": 32, "kv_memory_bytes": 32 << 20, "prefix_caching": False, "num_threads": 1,
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     ONE_RANK: {},
     "exact counts": GROUPS | {"expert_all2all": ExpertAll2All.TORCH, "two_batch_overlap": TwoBatchOverlap.OFF},
@@ -131,7 +133,7 @@ def serve_lines(name: str, folder: str) -> None:
     """Answer each line of the input, a wave or `count`, with a line of JSON."""
     out, sys.stdout = sys.stdout, sys.stderr  # logs
     configure_logs()
-    with load_loop(settings_of(Path(folder), **VARIANTS[name])) as loop:
+    with load_loop(settings_of(Path(folder), **SETTINGS, **VARIANTS[name])) as loop:
         loop.warm_up()
         for line in sys.stdin:
             found = counted_pass(loop) if line.strip() == "count" else serve(loop, int(line))
@@ -140,21 +142,6 @@ def serve_lines(name: str, folder: str) -> None:
                 found["repeated_passes"] = exchange.repeats_total
             out.write(json.dumps(found) + "\n")
             out.flush()
-
-
-def settings_of(folder: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(
-        model=str(folder),
-        name="random",
-        device="cpu",
-        dtype="float32",
-        max_batch_tokens=512,
-        max_running=32,
-        kv_memory_bytes=32 << 20,
-        prefix_caching=False,
-        num_threads=1,
-        **settings,
-    )
 
 
 def requests(wave: int) -> list[CoreSubmit]:

@@ -30,7 +30,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 from core_requests import batch_request
-from kv_routing import NUM_GATEWAYS, TICK_S, WARM_UP_PART, Replica, _card, _submit, advance_replicas, states_of
+from kv_routing import NUM_GATEWAYS, WARM_UP_PART, Replica, _card, _submit, send_workload, states_of
 from on_checkpoint import make_simulation_parser, print_runs, write_simulation
 from tokenizers import Tokenizer
 
@@ -289,23 +289,19 @@ def _serve(
 ) -> None:
     rng, card, gateways = random.Random(seed), _card(), cycle(range(NUM_GATEWAYS))
     by_address = {replica.address: replica for replica in replicas}
-    now_s, tick = 0.0, 0
-    waiting = list(reversed(workload.requests))
-    while waiting or any(replica.num_open for replica in replicas):
-        tick += 1
-        until_s = tick * TICK_S
-        while waiting and waiting[-1].arrival_s < until_s:
-            request, gateway = waiting.pop(), next(gateways)
-            states = states_of(replicas, card, gateway, now_s)
-            prefix = Prefix(_submit(request, replicas[0]))
-            names = prefix.block_names(BLOCK_TOKENS)
-            while names is not None and not names.is_complete:
-                names.hash_slice()
-            experts = learners[gateway] if learners else None
-            chosen = choose(states, "m", STANDARD, prefix, kv_aware=rng, experts=experts)
-            by_address[chosen.address].send(request, gateway)
-        now_s = until_s
-        advance_replicas(replicas, tick, now_s)
+
+    def send(request: TraceRequest, now_s: float) -> None:
+        gateway = next(gateways)
+        states = states_of(replicas, card, gateway, now_s)
+        prefix = Prefix(_submit(request, replicas[0]))
+        names = prefix.block_names(BLOCK_TOKENS)
+        while names is not None and not names.is_complete:
+            names.hash_slice()
+        experts = learners[gateway] if learners else None
+        chosen = choose(states, "m", STANDARD, prefix, kv_aware=rng, experts=experts)
+        by_address[chosen.address].send(request, gateway)
+
+    send_workload(workload, replicas, send)
 
 
 def cases_of(seconds: float, seeds: int, spares: Sequence[int]) -> list[Case]:

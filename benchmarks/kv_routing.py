@@ -214,28 +214,37 @@ def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter
     """Run the workload to its end; return the number of requests of each replica."""
     rng, card, sent = random.Random(routing), _card(), Counter[str]()
     gateways, by_address = cycle(range(NUM_GATEWAYS)), {replica.address: replica for replica in replicas}
+
+    def send(request: TraceRequest, now_s: float) -> None:
+        gateway = next(gateways)
+        replica = replicas[rng.randrange(len(replicas))]
+        if routing != "random":
+            states = states_of(replicas, card, gateway, now_s)
+            prefix = Prefix(_submit(request, replica))
+            kv_aware = rng if routing == "kv-aware" else None
+            if kv_aware is not None:
+                names = prefix.block_names(MOONCAKE_BLOCK_TOKENS)
+                while names is not None and not names.is_complete:
+                    names.hash_slice()
+            replica = by_address[choose(states, "m", STANDARD, prefix, kv_aware=kv_aware).address]
+        sent[replica.address] += 1
+        replica.send(request, gateway)
+
+    send_workload(workload, replicas, send)
+    return sent
+
+
+def send_workload(workload: Workload, replicas: Sequence[Replica], send: Callable[[TraceRequest, float], None]) -> None:
+    """Call `send` with each request and the time at which replicas were seen last, until all requests have ended."""
     now_s, tick = 0.0, 0
     waiting = list(reversed(workload.requests))
     while waiting or any(replica.num_open for replica in replicas):
         tick += 1
         until_s = tick * TICK_S
         while waiting and waiting[-1].arrival_s < until_s:
-            request, gateway = waiting.pop(), next(gateways)
-            replica = replicas[rng.randrange(len(replicas))]
-            if routing != "random":
-                states = states_of(replicas, card, gateway, now_s)
-                prefix = Prefix(_submit(request, replica))
-                kv_aware = rng if routing == "kv-aware" else None
-                if kv_aware is not None:
-                    names = prefix.block_names(MOONCAKE_BLOCK_TOKENS)
-                    while names is not None and not names.is_complete:
-                        names.hash_slice()
-                replica = by_address[choose(states, "m", STANDARD, prefix, kv_aware=kv_aware).address]
-            sent[replica.address] += 1
-            replica.send(request, gateway)
+            send(waiting.pop(), now_s)
         now_s = until_s
         advance_replicas(replicas, tick, now_s)
-    return sent
 
 
 def states_of(replicas: Sequence[Replica], card: ModelCard, gateway: int, now_s: float) -> list[EngineState]:

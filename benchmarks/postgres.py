@@ -6,13 +6,24 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import psycopg
+import uvloop
 
 DATABASE = "moiety"
+
+
+def run_in_folder(prefix: str, measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the report of a measurement in an event loop of its own, with a new folder that PostgreSQL can use."""
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        Path(name).chmod(0o755)  # PostgreSQL runs as a user of its own
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(measure(Path(name)))
 
 
 class Postgres:

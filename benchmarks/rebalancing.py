@@ -134,16 +134,9 @@ def make_checkpoint(folder: Path, family: str, more: dict[str, Any] | None = Non
 
 
 def settings_of(folder: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(
-        model=str(folder),
-        name="random",
-        device="cpu",
-        dtype="float32",
-        max_batch_tokens=96,
-        max_running=16,
-        kv_memory_bytes=8 << 20,
-        **settings,
-    )
+    """Return the settings of an engine on a random checkpoint, with these instead of the usual ones."""
+    usual: dict[str, Any] = {"max_batch_tokens": 96, "max_running": 16, "kv_memory_bytes": 8 << 20}
+    return EngineConfig(model=str(folder), name="random", device="cpu", dtype="float32", **usual | settings)
 
 
 def requests(wave: int) -> list[CoreSubmit]:

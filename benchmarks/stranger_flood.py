@@ -19,23 +19,22 @@ import itertools
 import json
 import secrets
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-import uvloop
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from cluster import Cluster, call, make_tenant  # noqa: E402 - the script's own folder
-from postgres import Postgres  # noqa: E402
+from postgres import Postgres, run_in_folder  # noqa: E402
 
 from moiety_platform.auth.keys import generate_key  # noqa: E402
 from moiety_platform.bench.environment import describe_environment  # noqa: E402
@@ -61,10 +60,7 @@ def main() -> None:
     parser.add_argument("--postgres", action="store_true", help="use PostgreSQL instead of SQLite")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "stranger_flood.json")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="moiety-strangers-") as name:
-        Path(name).chmod(0o755)  # PostgreSQL runs as a user of its own
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            report = runner.run(_run(options, Path(name)))
+    report = run_in_folder("moiety-strangers-", partial(_run, options))
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     report = {
         "date": date.today().isoformat(),
