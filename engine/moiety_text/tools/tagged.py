@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping
 from typing import ClassVar
 
 from moiety_text.tools.argument_types import STRING, ArgumentSchema, typed_argument
-from moiety_text.tools.formats import ParameterTags
+from moiety_text.tools.formats import ParameterTags, ToolFormat
 from moiety_text.tools.json_scanner import JsonScanner, Malformed
 from moiety_text.tools.scanning import (
     MAX_NAME_CHARS,
@@ -37,10 +37,21 @@ class TaggedReader(SectionReader):
     padding: ClassVar[str] = ""  # one character around each value, which belongs to the tags
 
     @classmethod
-    def parameter_tags(cls) -> ParameterTags:
-        """Return the tags around parameters for a grammar, in which each parameter ends its line."""
+    def tool_format(cls, *, shares_section: bool) -> ToolFormat:
+        """Return the format, in which each tag stands on a line; all calls share one section, or each has its own."""
         value_begin = cls.key_end + cls.value_opener
-        return ParameterTags(cls.key_opener, value_begin, value_begin, cls.value_end, between="\n", padding=cls.padding)
+        return ToolFormat(
+            cls,
+            (cls.opener, cls.closer),
+            to_name=f"{cls.opener}\n{cls.call_opener}",
+            to_arguments=f"{cls.name_end}\n",
+            to_end=f"{cls.call_end}\n" if shares_section else f"{cls.call_end}\n{cls.closer}",
+            between=cls.call_opener if shares_section else None,
+            closer=cls.closer if shares_section else "",
+            parameters=ParameterTags(
+                cls.key_opener, value_begin, value_begin, cls.value_end, between="\n", padding=cls.padding
+            ),
+        )
 
     def _scan_call(self, text: CallCharacters) -> Generator[None, str, tuple[str, str]]:
         name = self._known((yield from self._take_tool_name(text)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import ToolFamily
 from moiety_text.tools.tagged import TaggedReader
 
 
@@ -26,20 +26,13 @@ class DotsReader(MinimaxReader):
     closer = "</dots_function_call>"
 
 
-def _new_format(reader: type[MinimaxReader]) -> ToolFormat:
-    return ToolFormat(
-        reader,
-        (reader.opener, reader.closer),
-        to_name=f"{reader.opener}\n{reader.call_opener}",
-        to_arguments=f"{reader.name_end}\n",
-        to_end=f"{reader.call_end}\n",
-        between=reader.call_opener,
-        closer=reader.closer,
-        parameters=reader.parameter_tags(),
-    )
-
-
 MINIMAX_M2 = ToolFamily(
-    "minimax_m2", lambda template: "<minimax:tool_call>" in template, lambda template: _new_format(MinimaxReader)
+    "minimax_m2",
+    lambda template: "<minimax:tool_call>" in template,
+    lambda template: MinimaxReader.tool_format(shares_section=True),
 )
-DOTS = ToolFamily("dots", lambda template: "<dots_function_call>" in template, lambda template: _new_format(DotsReader))
+DOTS = ToolFamily(
+    "dots",
+    lambda template: "<dots_function_call>" in template,
+    lambda template: DotsReader.tool_format(shares_section=True),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moiety_text.tools.formats import ToolFamily, ToolFormat
+from moiety_text.tools.formats import ToolFamily
 from moiety_text.tools.tagged import TaggedReader
 
 _PADDED = re.compile(r"<parameter=\w+>(?:\\n|\n)")  # in the example of the template
@@ -40,17 +40,6 @@ class SeedReader(MimoReader):
     closer = "</seed:tool_call>"
 
 
-def _new_format(reader: type[QwenCoderReader]) -> ToolFormat:
-    return ToolFormat(
-        reader,
-        (reader.opener, reader.closer),
-        to_name=f"{reader.opener}\n{reader.call_opener}",
-        to_arguments=f"{reader.name_end}\n",
-        to_end=f"{reader.call_end}\n{reader.closer}",
-        parameters=reader.parameter_tags(),
-    )
-
-
 def _is_of(template: str) -> bool:
     return "<tool_call>" in template and "<function=" in template and "<parameter=" in template
 
@@ -58,9 +47,11 @@ def _is_of(template: str) -> bool:
 QWEN3_CODER = ToolFamily(
     "qwen3_coder",
     lambda template: _is_of(template) and _PADDED.search(template) is not None,
-    lambda template: _new_format(QwenCoderReader),
+    lambda template: QwenCoderReader.tool_format(shares_section=False),
 )
-MIMO = ToolFamily("mimo", _is_of, lambda template: _new_format(MimoReader))
+MIMO = ToolFamily("mimo", _is_of, lambda template: MimoReader.tool_format(shares_section=False))
 SEED_OSS = ToolFamily(
-    "seed_oss", lambda template: "<seed:tool_call>" in template, lambda template: _new_format(SeedReader)
+    "seed_oss",
+    lambda template: "<seed:tool_call>" in template,
+    lambda template: SeedReader.tool_format(shares_section=False),
 )
