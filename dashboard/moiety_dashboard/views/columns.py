@@ -40,12 +40,20 @@ def token_columns() -> dict[str, Any]:
     }
 
 
-def limit_columns() -> dict[str, Any]:
+def scope_columns(share: str) -> dict[str, Any]:
+    """Return columns of whom a limit is for, what it limits, and the share of it that is used, with this heading."""
     column = st.column_config
     return {
         "scope": column.TextColumn("Scope", width="medium"),
         "limit": "Limit",
-        "share": column.ProgressColumn("Usage", min_value=0.0, max_value=1.0, format="percent"),
+        "share": column.ProgressColumn(share, min_value=0.0, max_value=1.0, format="percent"),
+    }
+
+
+def limit_columns() -> dict[str, Any]:
+    column = st.column_config
+    return {
+        **scope_columns("Usage"),
         "used": "Used",
         "reserved": column.TextColumn("Reserved", help="Leased by gateways for running and upcoming requests"),
         "cap": "Cap",

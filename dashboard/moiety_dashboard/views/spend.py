@@ -17,7 +17,7 @@ from moiety_dashboard.frames.attribution import tag_names
 from moiety_dashboard.frames.spend import PREDICTED, REMAINING, budgets_frame, burn_frame, days_frame, spend_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
-from moiety_dashboard.views.columns import token_columns
+from moiety_dashboard.views.columns import scope_columns, token_columns
 from moiety_dashboard.views.tenants.names import names_of
 
 DAY = timedelta(days=1)
@@ -213,9 +213,7 @@ def draw_budgets(client: AdminClient, tenant_id: str | None, names: Mapping[str,
 def budget_columns() -> dict[str, Any]:
     column = st.column_config
     return {
-        "scope": column.TextColumn("Scope", width="medium"),
-        "limit": "Limit",
-        "share": column.ProgressColumn("Used", min_value=0.0, max_value=1.0, format="percent"),
+        **scope_columns("Used"),
         "used": column.NumberColumn("Used, $", format="dollar", help="What the limit has counted"),
         "cap": column.NumberColumn("Cap", format="dollar"),
         "forecast": column.NumberColumn("Forecast", format="dollar", help="Used by the window's end at this rate"),
