@@ -35,24 +35,29 @@ def serve(start_serve: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def open_browser(serve: Any) -> Iterator[Callable[[int], Browser]]:
+def signed_in(serve: Any) -> Iterator[Callable[[int], Browser]]:
+    """`signed_in(width)`: a browser of this width in which the owner is signed in."""
     from playwright.sync_api import sync_playwright
 
     address = next(line.split()[1] for line in serve.output.splitlines() if line.startswith("  dashboard"))
     serve.wait_for_line("You can now view your Streamlit app")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield lambda width: Browser(
-            chromium.new_page(viewport={"width": width, "height": 900}, timezone_id=ZONE.key), address
-        )
+
+        def open_browser(width: int) -> Browser:
+            page = chromium.new_page(viewport={"width": width, "height": 900}, timezone_id=ZONE.key)
+            browser = Browser(page, address)
+            browser.sign_in(serve.admin_key)
+            return browser
+
+        yield open_browser
         chromium.close()
 
 
 def test_a_stopped_gateway_is_said_within_a_refresh_and_the_last_figures_stay(
-    serve: Any, open_browser: Callable[[int], Browser]
+    serve: Any, signed_in: Callable[[int], Browser]
 ) -> None:
-    browser = open_browser(1440)
-    browser.sign_in(serve.admin_key)
+    browser = signed_in(1440)
     main = browser.page.get_by_test_id("stMain")
     main.get_by_text("Goodput, 5 min").wait_for()
     badge = main.get_by_text("Stale: the gateway does not respond since").first
@@ -75,10 +80,9 @@ def test_a_stopped_gateway_is_said_within_a_refresh_and_the_last_figures_stay(
 
 
 def test_a_reload_stays_signed_in_by_a_cookie_that_scripts_cannot_read_until_sign_out(
-    serve: Any, open_browser: Callable[[int], Browser]
+    serve: Any, signed_in: Callable[[int], Browser]
 ) -> None:
-    browser = open_browser(1440)
-    browser.sign_in(serve.admin_key)
+    browser = signed_in(1440)
     page = browser.page
     (cookie,) = wait_for(
         lambda: [one for one in page.context.cookies() if one["name"] == "moiety_dashboard_session"], "the cookie"
@@ -97,10 +101,9 @@ def test_a_reload_stays_signed_in_by_a_cookie_that_scripts_cannot_read_until_sig
 
 
 def test_every_page_fits_into_900_pixels_and_every_table_says_when_columns_are_hidden(
-    serve: Any, open_browser: Callable[[int], Browser]
+    signed_in: Callable[[int], Browser],
 ) -> None:
-    browser = open_browser(900)
-    browser.sign_in(serve.admin_key)
+    browser = signed_in(900)
     page = browser.page
     num_hidden = 0
     for name in PAGES:
