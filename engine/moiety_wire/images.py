@@ -14,7 +14,7 @@ import msgspec
 
 MAX_ASPECT_RATIO = 200
 DIGEST_BYTES = 32
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
+_PNG, _JPEG, _GIF = b"\x89PNG\r\n\x1a\n", b"\xff\xd8", (b"GIF87a", b"GIF89a")
 _JPEG_SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of frames, which have the size
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
 _MAX_JPEG_SEGMENTS = 4096
@@ -26,12 +26,14 @@ def image_digest(data: bytes) -> bytes:
 
 
 def is_image_file(head: bytes) -> bool:
-    """Return whether a file begins as a PNG, JPEG or WebP file."""
-    return head.startswith((_PNG, _JPEG)) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+    """Return whether a file begins as a PNG, JPEG, WebP or GIF file."""
+    return head.startswith((_PNG, _JPEG, *_GIF)) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
 class ImageInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An image of a prompt: an encoded PNG, JPEG or WebP file, or a reference to one that the engine was sent before.
+    """An image of a prompt: an encoded file, or a reference to one that the engine was sent before.
+
+    The file is a PNG, JPEG, WebP or GIF file; of an animation, the first frame is the image.
 
     `start` is the index in the prompt of the first of its placeholders, which are consecutive. A reference has no
     data, but the file's digest and its size in pixels. It names an image of the request's tenant and cache salt only.
@@ -111,7 +113,7 @@ class ImageAllowance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return (width, height) in pixels from the head of a PNG, JPEG or WebP file, without decoding it.
+    """Return (width, height) in pixels from the head of a PNG, JPEG, WebP or GIF file, without decoding it.
 
     Raises ValueError with what to do for another format or a head that is cut off.
     """
@@ -122,8 +124,10 @@ def image_size(data: bytes) -> tuple[int, int]:
             size = _jpeg_size(data)
         elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             size = _webp_size(data)
+        elif data.startswith(_GIF):
+            size = _number(data, 6, 2, "little"), _number(data, 8, 2, "little")
         else:
-            raise ValueError("the image is not a PNG, JPEG or WebP file; convert it to one of these formats")
+            raise ValueError("the image is not a PNG, JPEG, WebP or GIF file; convert it to one of these formats")
     except IndexError:
         raise ValueError("the image file is cut off; send the whole file") from None
     if min(size) < 1:

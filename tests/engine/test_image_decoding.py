@@ -118,7 +118,7 @@ Template(control, hang_or_decode).serve()
 
 
 @pytest.mark.parametrize("size", [(37, 50), (8, 8), (300, 20), (700, 500)])
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, size: tuple[int, int]) -> None:
     data = file_of(picture(*size), kind)
     made = decoder.decode(ImageInput(7, data))
@@ -127,8 +127,14 @@ def test_patches_are_those_of_transformers(decoder: ImageDecoder, kind: str, siz
     assert_like_transformers(made, data)
 
 
+def gif_with_a_small_frame() -> bytes:
+    """Return a GIF file whose screen is larger than its only frame."""
+    data = file_of(picture(20, 20), "GIF")
+    return data[:6] + (40).to_bytes(2, "little") + (30).to_bytes(2, "little") + data[10:]
+
+
 def odd_files() -> dict[str, bytes]:
-    """Files of every mode that Pillow finds in the three formats, besides plain RGB."""
+    """Files of every mode that Pillow finds in the four formats, besides plain RGB."""
     values = np.random.default_rng(1)
     palette = picture(40, 600).quantize(16)
     frames = [picture(40, 40, seed) for seed in (1, 2, 3)]
@@ -146,6 +152,9 @@ def odd_files() -> dict[str, bytes]:
         "RGB with a transparent colour": file_of(frames[0], transparency=(1, 2, 3)),
         "CMYK": file_of(picture(40, 40, mode="CMYK"), "JPEG"),
         "animated PNG": file_of(frames[0], "PNG", save_all=True, append_images=frames[1:]),
+        "GIF with a transparent colour": file_of(palette, "GIF", transparency=3),
+        "GIF whose first frame covers a part": gif_with_a_small_frame(),
+        "animated GIF": file_of(frames[0], "GIF", save_all=True, append_images=frames[1:]),
         "animated WebP": file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True),
     }
 
@@ -186,7 +195,7 @@ def test_equal_pixels_have_equal_digests_and_others_have_not(decoder: ImageDecod
         (file_of(picture(64, 64))[:900], "cannot be decoded"),
         (png_of(64, 64, b"\0" * 100), "cannot be decoded"),
         (file_of(picture(500, 2)), "too narrow"),
-        (b"GIF89a" + bytes(100), "convert it"),
+        (b"BM" + bytes(100), "convert it"),
         (png_of(20_000, 20_000, bytes(10)), "MiB of memory"),
     ],
     ids=["cut off", "too few rows", "narrow", "another format", "large"],

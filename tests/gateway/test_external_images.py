@@ -25,6 +25,7 @@ from .test_image_links import file_server, sends
 from .test_images import (
     BODIES,
     CHAT,
+    GIF,
     LINKED,
     MESSAGES,
     RESPONSES,
@@ -89,6 +90,16 @@ async def test_a_server_that_sees_gets_images_as_data_and_its_count_is_billed(
     assert message["content"] == [{"type": "text", "text": "What is\nthis?"}, *images]
     assert server.bodies[-1]["max_tokens"] == BODIES[path](WIDE).get("max_tokens", 16)
     assert "prompt" not in server.bodies[-1]
+
+
+async def test_a_gif_file_has_its_media_type(start_server: Any, client_of: Any, start_over: Any) -> None:
+    server = await start_server("vllm")
+    server.raw = stream_of({"role": "assistant", "content": "A cat."})
+    async with start_over(client_of(server, SEES)) as gateway:
+        status, _, answer = await gateway.post(CHAT, BODIES[CHAT](GIF))
+        assert status == 200, answer
+    (message,) = server.bodies[-1]["messages"]
+    assert message["content"][1]["image_url"]["url"] == data_url(GIF).replace("image/png", "image/gif")
 
 
 async def test_files_are_encoded_once_for_all_choices(

@@ -55,6 +55,7 @@ def encoded(data: bytes) -> str:
 
 
 WIDE, TALL = png(64, 32), png(32, 96)
+GIF = b"GIF89a" + struct.pack("<HH", 64, 32)
 
 
 @pytest.fixture
@@ -170,6 +171,14 @@ async def refusal(gateway: RunningGateway, path: str, body: dict[str, Any]) -> s
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_gif_file_is_an_image(start_gateway: StartGateway, seeing: ModelCard, path: str) -> None:
+    async with start_gateway([FakeEngineClient(seeing)]) as gateway:
+        status, _, answer = await gateway.post(path, BODIES[path](GIF))
+        assert status == 200, answer
+        assert [image.data for image in gateway.engine.submits[0].images] == [GIF]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_an_engine_gets_each_image_at_its_placeholders_and_all_of_its_tokens_are_billed(
     start_gateway: StartGateway, seeing: ModelCard, path: str
 ) -> None:
@@ -219,7 +228,7 @@ async def test_text_that_spells_the_placeholder_is_no_image(start_gateway: Start
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        ((b"GIF89a",), "not a PNG, JPEG or WebP file"),
+        ((b"BM6\0",), "not a PNG, JPEG, WebP or GIF file"),
         ((png(4, 4000),), "too narrow"),
         ((png(2000, 2000),), "scale it down"),
         ((WIDE + bytes(10_000),), "it may have 10,000"),
@@ -301,7 +310,7 @@ async def test_an_image_in_a_tools_result_is_in_its_place_or_right_after_the_res
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-@pytest.mark.parametrize("data", [b"GIF89a", png(4, 4000), WIDE + bytes(10_000)])
+@pytest.mark.parametrize("data", [b"GIF89a", b"BM6", png(4, 4000), WIDE + bytes(10_000)])
 async def test_an_image_in_a_tools_result_that_breaks_a_rule_becomes_a_text(
     start_gateway: StartGateway, seeing: ModelCard, path: str, data: bytes
 ) -> None:

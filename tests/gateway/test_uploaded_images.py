@@ -87,7 +87,7 @@ async def test_a_file_that_is_no_image_within_the_limits_is_refused_with_its_pla
     place = {CHAT: "content.2.file", MESSAGES: "content.2", RESPONSES: "input.message.input_image"}[path]
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         for data, purpose, words in (
-            (b"GIF89a\0", "user_data", "plain text" if path == CHAT else "not a PNG, JPEG or WebP file"),
+            (b"BM6\0", "user_data", "plain text" if path == CHAT else "not a PNG, JPEG, WebP or GIF file"),
             (png(2000, 2000), "vision", "scale it down"),
             (WIDE + bytes(10_000), "vision", "it may have 10,000"),
             (WIDE, "batch", "purpose 'batch'"),

@@ -20,7 +20,7 @@ from moiety_limited_processes.child_limits import limit_child, run_to_exit
 from moiety_limited_processes.frames import receive_frame, send_frame
 from moiety_limited_processes.template import serve_template
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 BAND_ROWS = 256  # of an image with transparency, converted at once
 NICENESS = 5  # decoding yields to the model's steps
 
@@ -53,7 +53,8 @@ def decode(order: DecodeOrder) -> DecodeReport:
     except MemoryError:
         raise
     except Exception as exc:  # top of what one file can cause: Pillow's decoders raise many kinds for damaged files
-        return DecodeReport(f"the image cannot be decoded ({type(exc).__name__}); send a valid PNG, JPEG or WebP file")
+        kinds = "PNG, JPEG, WebP or GIF"
+        return DecodeReport(f"the image cannot be decoded ({type(exc).__name__}); send a valid {kinds} file")
     return DecodeReport("", *resized, pixels.tobytes())
 
 

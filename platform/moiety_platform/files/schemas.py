@@ -59,7 +59,7 @@ UPLOAD_FORM: dict[str, Any] = {
             "type": "string",
             "contentMediaType": "application/octet-stream",
             "minLength": 1,
-            "description": "Requests in JSON, one per line, an image (PNG, JPEG or WebP), a PDF file or plain text.",
+            "description": "Requests in JSON, one per line, an image (PNG, JPEG, WebP or GIF), a PDF file or text.",
         },
         **_EXPIRES,
         "expires_in_seconds": {

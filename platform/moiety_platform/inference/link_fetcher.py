@@ -58,7 +58,7 @@ class LinkedKind:
     too_many_code: str  # error code where a tenant has too many requests with links
 
 
-IMAGE = LinkedKind("image", "image/png, image/jpeg, image/webp", "too_many_image_links")
+IMAGE = LinkedKind("image", "image/png, image/jpeg, image/webp, image/gif", "too_many_image_links")
 DOCUMENT = LinkedKind("document", "application/pdf, text/plain, text/*;q=0.9, */*;q=0.1", "too_many_document_links")
 
 

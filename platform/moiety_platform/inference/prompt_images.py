@@ -26,7 +26,7 @@ _ENCODED = ";base64,"
 LINK_PATTERN = "^https?://"  # for schemas
 _LINKS = ("https://", "http://")
 
-_TYPES = {b"\x89PNG": b"png", b"RIFF": b"webp"}  # by the beginning of the file; others are JPEG
+_TYPES = {b"\x89PNG": b"png", b"RIFF": b"webp", b"GIF8": b"gif"}  # by the beginning of the file; others are JPEG
 
 IMAGE_URL_PATTERN = "^(data:image/[^,]*;base64,|https?://)"  # for schemas
 LINK_PATTERN = "^https?://"
