@@ -28,6 +28,7 @@ def expect_cancelled(server: Server, command: Sequence[str], settings: Mapping[s
     Each time the engine must become idle with all KV blocks free, and every request must be logged as disconnected,
     with the tokens that the engine generated for it as its output tokens.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so do its agents
     for sent in (signal.SIGINT, signal.SIGKILL):
         _stop_once(server, command, settings, sent)
 
