@@ -104,3 +104,24 @@ async def test_offsets_are_the_same_streamed_and_not(
         else:
             offsets = (await gateway.client.completions.create(**asked)).choices[0].logprobs.text_offset
         assert offsets == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_of_no_tokens_has_its_prompt_only(gateway: RunningGateway, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 0, "n": 2, "echo": True}
+    asked |= {"return_token_ids": True} | ({"stream": True} if stream else {"logprobs": 1})
+    status, headers, answer = await gateway.post("/v1/completions", asked)
+    assert (status, headers["x-moiety-adjusted-fields"]) == (200, "max_tokens=1")
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
+        choices = [choice for one in events for choice in one["choices"]]
+    else:
+        choices = json.loads(answer)["choices"]
+    for index, prompt in enumerate(("ab", "ab", "c", "c")):
+        parts = [choice for choice in choices if choice["index"] == index]
+        assert "".join(one["text"] for one in parts) == prompt
+        assert len(parts[0]["prompt_token_ids"]) == len(prompt)
+        assert [token_id for one in parts for token_id in one["token_ids"]] == []
+        assert parts[-1]["finish_reason"] == "length"
+        if not stream:
+            assert len(parts[0]["logprobs"]["tokens"]) == len(prompt)

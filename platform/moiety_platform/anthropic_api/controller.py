@@ -29,7 +29,7 @@ from moiety_platform.anthropic_api.tool_answers import ToolMessageEvents, blocks
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.principal import INFERENCE_SCOPE, Principal, require_scope
 from moiety_platform.errors import PlatformError
-from moiety_platform.inference.answer_collection import AnswerChoice, parts_of
+from moiety_platform.inference.answer_collection import AnswerChoice, parts_of, without_output
 from moiety_platform.inference.context_editing import edit_conversation
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
@@ -38,7 +38,7 @@ from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
-from moiety_platform.inference.text_answer import TextAnswer
+from moiety_platform.inference.text_answer import StreamEncoder, TextAnswer, WithheldOutput
 from moiety_platform.inference.token_count_limits import TokenCountLimits
 from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes, event_of
@@ -87,7 +87,7 @@ async def _counted_model(messages: MessageServices, principal: Principal, name: 
 
 
 async def _prepare(body: MessagesBody, record: RequestRecord) -> MessagesBody:
-    """Record that a request for no output gets one token, which computes and caches its prompt all the same."""
+    """Record that one token is generated for a request for no output, which computes and caches its prompt."""
     if body.max_tokens == 0:
         record.adjusted_fields["max_tokens"] = "1"
     return body
@@ -97,16 +97,19 @@ async def message_of(
     body: MessagesBody, run: InferenceRun, record: RequestRecord, choices: Sequence[AnswerChoice]
 ) -> bytes:
     """Return the message as JSON."""
+    if body.max_tokens == 0:
+        choices = without_output(choices)
     (choice,) = choices
     (parts,) = await parts_of(run, choices)
     head = _head(body, record)
     return whole_message(head, blocks_of(parts, omits_thinking=head.omits_thinking), choice.end, run.usage())
 
 
-async def _events(body: MessagesBody, run: InferenceRun, record: RequestRecord) -> MessageEvents:
+async def _events(body: MessagesBody, run: InferenceRun, record: RequestRecord) -> StreamEncoder:
     head, num_prompt_tokens, readers = _head(body, record), run.usage().prompt_tokens, run.new_readers()
-    if readers is None:
-        return MessageEvents(head, num_prompt_tokens)
+    if readers is None or body.max_tokens == 0:
+        events = MessageEvents(head, num_prompt_tokens)
+        return WithheldOutput(events) if body.max_tokens == 0 else events
     return ToolMessageEvents(head, num_prompt_tokens, readers[0])
 
 

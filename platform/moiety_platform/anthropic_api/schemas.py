@@ -231,7 +231,10 @@ class MessagesBody(ConversationBody, GeneratingBody):
 
     max_tokens: Annotated[
         Annotated[int, Field(ge=0, le=INT32_MAX)],
-        mapped("The value is lowered to the rest of the model's context. 0 means 1: one token is generated."),
+        mapped(
+            "The value is lowered to the rest of the model's context. With 0 one token is generated and billed, and "
+            "the answer does not contain it."
+        ),
     ]
     temperature: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     top_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None  # 0: only the most likely token

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from moiety_platform.inference.model_texts import ModelText
 from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_text.reasoning import AnswerReader
 from moiety_text.tools.deltas import Parts
-from moiety_wire.messages import Finished, TokenLogprob
+from moiety_wire.messages import Finished, FinishReason, TokenLogprob
 
 INLINE_CHARS = 16 * 1024  # longer answers with possible tool calls are parsed in a thread
 
@@ -65,6 +67,16 @@ async def collect(run: InferenceRun) -> list[AnswerChoice]:
         elif message.logprobs:
             choice.logprobs += message.logprobs
     return choices
+
+
+def end_without_output(finished: Finished) -> Finished:
+    """Return the end of a choice whose output is withheld: its limit has ended it, and scores of the prompt remain."""
+    return msgspec.structs.replace(finished, reason=FinishReason.LENGTH, text="", detail="max_tokens")
+
+
+def without_output(choices: Sequence[AnswerChoice]) -> list[AnswerChoice]:
+    """Return the choices of a request for no output, for which the engine has generated a token all the same."""
+    return [AnswerChoice(finished=end_without_output(choice.end)) for choice in choices]
 
 
 async def parts_of(run: EndedRun, choices: Sequence[AnswerChoice]) -> list[Parts]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from moiety_platform.inference.answer_collection import AnswerChoice, collect
+from moiety_platform.inference.answer_collection import AnswerChoice, collect, end_without_output
 from moiety_platform.inference.body_fields import GeneratingBody
 from moiety_platform.inference.endpoint import SendLast
 from moiety_platform.inference.request_record import RequestRecord
@@ -41,6 +41,25 @@ class StreamEncoder(DeltaEncoder, Protocol):
     def end(self, usage: Usage) -> bytes:
         """Return the end of the stream. `usage` is the total of all choices."""
         ...
+
+
+class WithheldOutput:
+    """Encoder of a streamed answer to a request for no output: the beginning and the end of each choice."""
+
+    def __init__(self, chunks: StreamEncoder) -> None:
+        self._chunks = chunks
+
+    def opening(self, index: int) -> bytes:
+        return self._chunks.opening(index)
+
+    def piece(self, index: int, text: str, logprobs: Sequence[TokenLogprob] | None) -> bytes:
+        return b""
+
+    def closing(self, index: int, finished: Finished) -> bytes:
+        return self._chunks.closing(index, end_without_output(finished))
+
+    def end(self, usage: Usage) -> bytes:
+        return self._chunks.end(usage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from moiety_platform.errors import EngineFailed
-from moiety_platform.inference.answer_collection import AnswerChoice, EndedRun, parts_of
+from moiety_platform.inference.answer_collection import AnswerChoice, EndedRun, parts_of, without_output
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun, Usage
 from moiety_platform.openai_api.answer_types import (
@@ -79,7 +79,8 @@ class AnswerOptions:
         if not body.return_token_ids:
             return cls(with_logprobs, names_ids)
         prompt_ids = [prompt for prompt in run.prompts for _ in range(body.n or 1)]
-        return cls(with_logprobs, names_ids, prompt_ids, run.output_ids)
+        output_ids = [[] for _ in prompt_ids] if body.max_tokens == 0 else run.output_ids
+        return cls(with_logprobs, names_ids, prompt_ids, output_ids)
 
 
 def chat_answer(
@@ -186,6 +187,8 @@ async def answer_of(
         options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices))
         return chat_answer(head, choices, parts, run.usage(), body.message_form(), options)
     assert isinstance(body, CompletionBody)
+    if body.max_tokens == 0:
+        choices = without_output(choices)
     echoes = await echoes_of(body, run)
     echoed = _echoed_logprobs(body, run, choices, echoes)
     options = AnswerOptions.of(body, run, with_logprobs=body.logprobs is not None)

@@ -13,6 +13,7 @@ import msgspec
 from moiety_platform.inference.custom_tools import input_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun, Usage
+from moiety_platform.inference.text_answer import StreamEncoder, WithheldOutput
 from moiety_platform.openai_api.answer_types import ChatDelta, CustomToolDelta, FunctionDelta
 from moiety_platform.openai_api.answers import AnswerHead, chat_logprobs, echoes_of, head_of, usage_fields
 from moiety_platform.openai_api.schemas import ChatBody, CompletionBody, GenerationBody
@@ -44,7 +45,7 @@ class ChunkOptions:
         return cls(
             includes_usage,
             run.usage_so_far if includes_usage and body.wants_continuous_usage else None,
-            TokenIdFeed(run, body.n or 1) if body.return_token_ids else None,
+            TokenIdFeed(run, body.n or 1, withholds_output=body.max_tokens == 0) if body.return_token_ids else None,
             bool(body.return_tokens_as_token_ids),
         )
 
@@ -52,8 +53,9 @@ class ChunkOptions:
 class TokenIdFeed:
     """Token ids of a stream that no chunk has sent yet. Owned by the encoder of the stream."""
 
-    def __init__(self, run: InferenceRun, num_choices: int) -> None:
+    def __init__(self, run: InferenceRun, num_choices: int, *, withholds_output: bool = False) -> None:
         self._run = run
+        self._withholds_output = withholds_output
         self._num_choices = num_choices  # of each prompt
         self._num_sent: dict[int, int] = {}  # by choice
 
@@ -63,7 +65,7 @@ class TokenIdFeed:
 
     def take(self, index: int) -> list[int]:
         """Return the ids of a choice that came since the last chunk of it."""
-        ids = self._run.output_ids_of(index)
+        ids = [] if self._withholds_output else self._run.output_ids_of(index)
         new = ids[self._num_sent.get(index, 0) :]
         self._num_sent[index] = len(ids)
         return new
@@ -250,6 +252,7 @@ async def chat_chunks(body: ChatBody, run: InferenceRun, record: RequestRecord) 
     return ChatChunks(head, options) if readers is None else ToolChunks(head, options, body.message_form(), readers)
 
 
-async def completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> CompletionChunks:
+async def completion_chunks(body: CompletionBody, run: InferenceRun, record: RequestRecord) -> StreamEncoder:
     """Return the encoder of streamed text completions."""
-    return CompletionChunks(head_of(run, record), ChunkOptions.of(body, run), await echoes_of(body, run))
+    chunks = CompletionChunks(head_of(run, record), ChunkOptions.of(body, run), await echoes_of(body, run))
+    return WithheldOutput(chunks) if body.max_tokens == 0 else chunks

@@ -37,6 +37,13 @@ async def _whole(
     return msgspec.json.encode(await whole_answer(body, run, record, choices))
 
 
+async def _prepare(body: CompletionBody, record: RequestRecord) -> CompletionBody:
+    """Record that one token is generated for a request for no output, which computes and scores its prompt."""
+    if body.max_tokens == 0:
+        record.adjusted_fields["max_tokens"] = "1"
+    return body
+
+
 def _docs(summary: str, api: str, answer: Any, chunk: Any) -> EndpointDocs:
     return EndpointDocs(
         tag="text",
@@ -62,4 +69,5 @@ COMPLETIONS = Endpoint(
     CompletionBody,
     TextAnswer(_whole, completion_chunks),
     _docs("Complete a text", "Completions", TextCompletion, TextCompletionChunk),
+    prepare=_prepare,
 )

@@ -409,6 +409,10 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
     )
 
     prompt: RawPrompts
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
+        mapped("With 0 one token is generated and billed, and the answer does not contain it."),
+    ] = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: Annotated[str | None, refused("completion before a suffix is not supported; leave the field out", [""])] = (
@@ -429,12 +433,12 @@ class CompletionBody(VllmCompletionFields, GenerationBody):
 
     @property
     def output_limit(self) -> int | None:
-        return self.max_tokens if self.max_tokens is not None else COMPLETION_DEFAULT_MAX_TOKENS
+        return COMPLETION_DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
     def generation(self) -> Generation:
         generation = msgspec.structs.replace(
             self._generation(as_prompts(self.prompt), self.logprobs, self.grammar()),
-            max_tokens=self.max_tokens,
+            max_tokens=None if self.max_tokens is None else max(1, self.max_tokens),
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
             echo=bool(self.echo),
             adds_special_tokens=self.add_special_tokens is not False,
