@@ -34,23 +34,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESULTS = ("tool", "function")  # roles whose content may be null, as an assistant's may
 _WITH_FILES = ("user", *_RESULTS)
 _MAY_BE_EMPTY = ("assistant", *_RESULTS)
-_CALLS = {"type": "array", "minItems": 1}
 _RULES: dict[str, Any] = {
     "required": ["role"],
-    "anyOf": [
-        {"required": ["content"]},
-        {"required": ["tool_calls"], "properties": {"tool_calls": _CALLS}},
-        {"required": ["function_call"], "properties": {"function_call": {"type": "object"}}},
-        {"required": ["refusal"], "properties": {"refusal": {"type": "string", "minLength": 1}}},
-    ],
     "allOf": [
         {
             "if": {"properties": {"role": {"const": "assistant"}}},
-            "else": {"properties": {"tool_calls": {"maxItems": 0}, "function_call": {"type": "null"}}},
+            "else": {
+                "required": ["content"],
+                "properties": {"tool_calls": {"maxItems": 0}, "function_call": {"type": "null"}},
+            },
         },
         {
             "if": {"properties": {"role": {"enum": list(_MAY_BE_EMPTY)}}},
-            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            "else": {"properties": {"content": {"not": {"type": "null"}}}},
         },
         {
             "if": {"properties": {"role": {"const": "tool"}}},
@@ -63,8 +59,8 @@ _RULES: dict[str, Any] = {
 class ChatMessage(StrictBody):
     """One message.
 
-    Several text parts are joined by line breaks. Null content means no text, for an assistant and for a result only,
-    and content is optional beside calls.
+    Several text parts are joined by line breaks. Null content means no text, for an assistant and for a result only.
+    An assistant's message can be without content: an answer may have consisted of calls or of reasoning only.
     """
 
     model_config = ConfigDict(json_schema_extra=_RULES)
@@ -85,7 +81,7 @@ class ChatMessage(StrictBody):
     @model_validator(mode="before")
     @classmethod
     def _content_is_optional(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "content" not in value and _stands_alone(value):
+        if isinstance(value, dict) and "content" not in value and value.get("role") == "assistant":
             return {"content": None, **value}
         return value
 
@@ -181,11 +177,6 @@ def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
             converted["tool_call_id"] = last_ids.get(name, f"call_{name}")
         found.append(converted)
     return tuple(found)
-
-
-def _stands_alone(message: dict[str, Any]) -> bool:
-    """Return whether a message needs no content."""
-    return bool(message.get("tool_calls") or message.get("function_call") or message.get("refusal"))
 
 
 def _check_results(messages: list[ChatMessage]) -> list[ChatMessage]:
