@@ -187,6 +187,34 @@ def hmac_signed(claims: str, secret: bytes) -> str:
     return f"{head}.{claims}.{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
 
 
+async def test_a_token_used_before_is_refused_after_another_replica_changed_or_removed_its_issuer(
+    gateway: Gateway, second: Database, clock: ManualClock, demo: Demo
+) -> None:
+    strange = {**jwt.algorithms.RSAAlgorithm.to_jwk(OTHER_RSA.public_key(), as_dict=True), "kid": "rsa"}
+    elsewhere = Admin(
+        admin_app(second, clock, more=[with_services(JwtIssuerController, reach=gateway.reach)]), demo.admin_key
+    )
+    mine, token = gateway.admin, gateway.issuer.token()
+    await gateway.trust()
+    async with elsewhere.http:
+        for _ in range(2):
+            assert (await gateway.authenticator.authenticate(f"Bearer {token}")).end_user == "ada"
+        gateway.admin = elsewhere
+        await gateway.trust(jwks={"keys": [strange]})
+        clock.advance(TTL_S)
+        assert (await gateway.refusal(token)).code == "invalid_token", "the key of this id is another one"
+        await gateway.trust(jwks={"keys": gateway.issuer.keys})
+        clock.advance(TTL_S)
+        assert (await gateway.authenticator.authenticate(f"Bearer {token}")).end_user == "ada"
+        await gateway.trust(jwks={"keys": gateway.issuer.keys}, audience="others")
+        clock.advance(TTL_S)
+        assert (await gateway.refusal(token)).code == "invalid_token", "it is for another audience"
+        await elsewhere.call("DELETE", "issuers/ci", 200)
+        clock.advance(TTL_S)
+        assert (await gateway.refusal(token)).code == "unknown_issuer"
+    gateway.admin = mine
+
+
 @pytest.mark.parametrize("dialect", ["sqlite"], indirect=True)
 async def test_unknown_keys_are_fetched_at_a_bounded_rate(gateway: Gateway, clock: ManualClock) -> None:
     await gateway.trust()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import jwt
@@ -36,6 +36,7 @@ FETCH_ERRORS = (
 )
 
 PublicKeys = dict[str, jwt.PyJWK]
+FindKey = Callable[[object], Awaitable[jwt.PyJWK]]
 
 log = structlog.get_logger(__name__)
 
@@ -120,17 +121,27 @@ class IssuerKeys:
             self._fetching = None
 
 
-async def verify_token(
-    token: str, find_key: Callable[[object], Awaitable[jwt.PyJWK]], *, issuer: str, audience: str
-) -> dict[str, Any]:
-    """Return the claims of a valid token. Raises Unauthenticated, or what `find_key` raises."""
+class VerifiedToken(NamedTuple):
+    """Claims of a valid token, and the key that verified it."""
+
+    claims: dict[str, Any]
+    key_id: object
+    key: jwt.PyJWK
+
+
+async def verify_token(token: str, find_key: FindKey, *, issuer: str, audience: str) -> VerifiedToken:
+    """Verify the signature, the times, the issuer and the audience of a token.
+
+    Raises Unauthenticated, or what `find_key` raises.
+    """
     if len(token) > MAX_TOKEN_LENGTH:
         raise invalid_token("it is too long")
     try:
         header = jwt.get_unverified_header(token)
         if "crit" in header:
             raise invalid_token("it needs an extension ('crit') that is not supported")
-        key = await find_key(header.get("kid"))
+        key_id = header.get("kid")
+        key = await find_key(key_id)
         if header.get("alg") != key.algorithm_name or key.algorithm_name not in ALGORITHMS:
             raise invalid_token("its algorithm is not that of the issuer's key")
         claims: dict[str, Any] = jwt.decode(
@@ -148,7 +159,7 @@ async def verify_token(
         raise invalid_token(str(exc)) from exc
     except RecursionError as exc:  # a header that consists only of brackets
         raise invalid_token("it is nested too deeply") from exc
-    return claims
+    return VerifiedToken(claims, key_id, key)
 
 
 def unverified_claims(token: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ give roles. Fails closed: while the issuer is down, tokens signed with an unknow
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from moiety_platform.access.caller import MISSING_ROLE, Caller
 from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.audit.models import ACTOR_LENGTH
-from moiety_platform.auth.jwt_verification import IssuerKeys, PublicKeys, usable_keys, verify_token
+from moiety_platform.auth.issuer_documents import HEADERS, read_published_keys, receive_document
+from moiety_platform.auth.jwt_verification import FETCH_TIMEOUT_S, IssuerKeys, PublicKeys
 from moiety_platform.auth.users.sign_in import TENANT_UNKNOWN, TokenSubject, choose_caller, memberships_of
+from moiety_platform.auth.verified_tokens import VerifiedTokens
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, Forbidden
@@ -31,10 +34,6 @@ from moiety_platform.tenants.models import Tenant, TenantStatus
 from moiety_platform.tenants.names import is_named
 
 SEVERAL_TENANTS = "several_tenants"
-
-
-class OtherIssuer(ValueError):
-    """The issuer's own name differs from the one in the settings, so none of its tokens would be valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,13 @@ class OidcTerms:
 
 
 class OidcVerifier:
-    """Verifier of tokens. Caches the issuer's keys; the caller closes `http`."""
+    """Verifier of tokens. Caches the issuer's keys and verified tokens; the caller closes `http`."""
 
     def __init__(self, terms: OidcTerms, database: Database, http: httpx.AsyncClient, clock: Clock) -> None:
         self._terms = terms
         self._database = database
         self._keys = IssuerKeys(terms.issuer, partial(read_keys, http, terms.issuer), clock)
+        self._verified = VerifiedTokens(clock)
 
     async def close(self) -> None:
         await self._keys.close()
@@ -81,9 +81,9 @@ class OidcVerifier:
         user = choose_caller(subject, await memberships_of(self._database, subject), tenant_id)
         return await self._caller_of_claims(claims) if user is None else user
 
-    async def _verify(self, token: str) -> dict[str, Any]:
+    async def _verify(self, token: str) -> Mapping[str, Any]:
         terms = self._terms
-        return await verify_token(token, self._keys.find, issuer=terms.issuer, audience=terms.audience)
+        return await self._verified.verify(token, self._keys.find, issuer=terms.issuer, audience=terms.audience)
 
     def _subject(self, claims: Mapping[str, Any]) -> TokenSubject:
         email = claims.get("email")
@@ -175,22 +175,12 @@ class OidcVerifier:
 
 async def read_keys(http: httpx.AsyncClient, issuer: str) -> PublicKeys:
     """Return the issuer's published keys that can check signatures, by id. Raises one of FETCH_ERRORS."""
-    found = await _get(http, f"{issuer.rstrip('/')}/.well-known/openid-configuration")
-    if found.get("issuer") != issuer:
-        raise OtherIssuer(f"its metadata names the issuer {found.get('issuer')!r}")
-    location = str(found["jwks_uri"])
-    if issuer.startswith("https:") and not location.startswith("https:"):
-        raise ValueError("its jwks_uri is not an https:// URL")
-    return usable_keys(await _get(http, location))
 
+    async def read(url: str) -> dict[str, Any]:
+        return await receive_document(http, http.build_request("GET", url, headers=HEADERS), url)
 
-async def _get(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    response = await http.get(url)
-    response.raise_for_status()
-    document = response.json()
-    if not isinstance(document, dict):
-        raise TypeError(f"{url} is not a JSON object")
-    return document
+    async with asyncio.timeout(FETCH_TIMEOUT_S):  # a timeout of the client would be of each single part
+        return await read_published_keys(read, issuer)
 
 
 def _actor(subject: str) -> str:

@@ -20,6 +20,7 @@ from moiety_platform.usage.attribution import stored_end_user
 from moiety_platform.webhooks.addresses import AddressPolicy
 
 if TYPE_CHECKING:
+    from moiety_platform.auth.verified_tokens import VerifiedTokens
     from moiety_platform.jwt_issuers.jwt_keys import JwtKeys
 
 UNKNOWN_ISSUER, NO_GRANT = "unknown_issuer", "no_matching_grant"
@@ -43,6 +44,7 @@ class JwtAuthenticator:
         self._reach = reach
         self._issuers = Snapshot("token issuers", load_issuers, database, clock)
         self._keys: JwtKeys | None = None
+        self._verified: VerifiedTokens | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -64,14 +66,14 @@ class JwtAuthenticator:
         """
         from moiety_platform.auth.jwt_verification import (  # noqa: PLC0415  slow to import, and few gateways need it
             unverified_claims,
-            verify_token,
         )
 
         issuers = await self._issuers.current()
-        issuer = _issuer_of(issuers.by_url, unverified_claims(token))
-        keys = self._keys_of_issuers()
+        keys, verified = self._keys_of_issuers(), self._verified_tokens()
+        issuer = _issuer_of(issuers.by_url, verified.claims_of(token) or unverified_claims(token))
         keys.keep(one for named in issuers.by_url.values() for one in named)
-        claims = await verify_token(token, keys.of(issuer).find, issuer=issuer.url, audience=issuer.audience)
+        find_key = keys.of(issuer).find
+        claims = await verified.verify(token, find_key, issuer=issuer.url, audience=issuer.audience)
         if (name := issuer.missing_claim(claims)) is not None:
             raise Unauthenticated(
                 f"The token lacks the claim {name!r} with the value {issuer.required_claims[name]!r}, which the issuer "
@@ -110,6 +112,13 @@ class JwtAuthenticator:
 
             self._keys = JwtKeys(self._reach, self._clock)
         return self._keys
+
+    def _verified_tokens(self) -> VerifiedTokens:
+        if self._verified is None:
+            from moiety_platform.auth.verified_tokens import VerifiedTokens  # noqa: PLC0415  slow to import
+
+            self._verified = VerifiedTokens(self._clock)
+        return self._verified
 
 
 def _issuer_of(by_url: Mapping[str, Any], claims: Mapping[str, Any]) -> JwtIssuer:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from moiety_platform.auth.issuer_documents import HEADERS, read_published_keys, receive_document
 from moiety_platform.auth.jwt_verification import FETCH_TIMEOUT_S, IssuerKeys, PublicKeys, usable_keys
 from moiety_platform.clock import Clock
 from moiety_platform.jwt_issuers.terms import JwtIssuer
@@ -16,7 +17,6 @@ from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
 from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
 
 VALID_S = 3600.0  # time for which the last keys are used while their issuer cannot be reached
-MAX_DOCUMENT_BYTES = 256 * 1024
 
 
 class _Source(NamedTuple):
@@ -61,39 +61,14 @@ class JwtKeys:
         """Return the keys of a source. Raises one of FETCH_ERRORS."""
         if source.jwks is not None:
             return usable_keys(json.loads(source.jwks))
-        location = source.jwks_url
-        if location is None:
-            found = await self._get(f"{source.url.rstrip('/')}/.well-known/openid-configuration")
-            if found.get("issuer") != source.url:
-                raise ValueError(f"its metadata names the issuer {found.get('issuer')!r}")
-            location = str(found["jwks_uri"])
-            if source.url.startswith("https:") and not location.startswith("https:"):
-                raise ValueError("its jwks_uri is not an https:// URL")
-        return usable_keys(await self._get(location))
+        return await read_published_keys(self._get, source.url, source.jwks_url)
 
     async def _get(self, url: str) -> dict[str, Any]:
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         try:
-            request = await guarded_request(self._http, self._reach, "GET", httpx.URL(url), headers)
+            request = await guarded_request(self._http, self._reach, "GET", httpx.URL(url), HEADERS)
         except CannotReach as exc:
             raise ValueError(f"{url} cannot be reached: {exc.code}") from exc
-        response = await self._http.send(request, stream=True)
-        try:
-            response.raise_for_status()
-            encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding.lower() != "identity":
-                raise ValueError(f"{url} is encoded as {encoding[:40]!r}, which the request does not accept")
-            data = b""
-            async for part in response.aiter_raw():  # not decompressed
-                data += part
-                if len(data) > MAX_DOCUMENT_BYTES:
-                    raise ValueError(f"{url} has more than {MAX_DOCUMENT_BYTES} bytes")
-        finally:
-            await response.aclose()
-        document = json.loads(data)
-        if not isinstance(document, dict):
-            raise TypeError(f"{url} is not a JSON object")
-        return document
+        return await receive_document(self._http, request, url)
 
 
 def _source_of(issuer: JwtIssuer) -> _Source:

@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 
+from moiety_platform.auth.issuer_documents import OtherIssuer
 from moiety_platform.auth.jwt_verification import FETCH_ERRORS
-from moiety_platform.auth.oidc import OtherIssuer, read_keys
+from moiety_platform.auth.oidc import read_keys
 from moiety_platform.cli.doctor.finding import Finding, fail, ok
 from moiety_platform.settings import GatewaySettings
 
