@@ -16,7 +16,7 @@ from moiety_platform.auth.self_service.schemas import NewOwnKey
 from moiety_platform.auth.self_service.service import make_own_key
 from moiety_platform.auth.users import service as users
 from moiety_platform.auth.users.invitations import read_invitation
-from moiety_platform.auth.users.models import User
+from moiety_platform.auth.users.models import User, UserState
 from moiety_platform.auth.users.schemas import UserChange
 from moiety_platform.auth.users.sign_in import TokenSubject
 from moiety_platform.clock import ManualClock
@@ -42,9 +42,9 @@ def postgres_only(dialect: str) -> None:
         pytest.skip("SQLite has one writer at a time, so its writing transactions cannot overlap")
 
 
-async def wait_until_blocked(session: AsyncSession, task: asyncio.Task[Any]) -> None:
-    """Wait until the task's transaction waits for a lock of this one."""
-    while not await session.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")):
+async def wait_until_blocked(session: AsyncSession, task: asyncio.Task[Any], num_blocked: int = 1) -> None:
+    """Wait until the task's transaction waits for a lock of this one, as so many do."""
+    while (await session.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted")) or 0) < num_blocked:
         assert not task.done(), "it did not wait"
         await asyncio.sleep(0.01)
 
@@ -177,3 +177,46 @@ async def test_of_two_invitations_that_a_person_accepts_at_once_one_is_good(
     with pytest.raises(Conflict) as refused:
         await accepting
     assert refused.value.code == "user_exists"
+
+
+async def test_two_changes_of_a_person_everywhere_do_not_deadlock(
+    postgres_only: None, people: People, database: Database, second: Database, demo: Demo
+) -> None:
+    """Both name another role of the person. A third transaction holds the first row until both wait."""
+    await people.invite("ada", "developer", demo.tenant_id)
+    await people.invite("ada", "viewer", None)
+    listed = await people.call("owner", "GET", "users", email="ada@example.com")
+    ids = sorted(user["id"] for user in listed["data"])
+
+    async def disable(user_id: str) -> list[str]:
+        async with second.write() as session:
+            user, roles = await users.lock_user_everywhere(session, user_id)
+            assert user.id == user_id
+            for role in roles:
+                users.set_state(role, UserState.DISABLED)
+            return [role.id for role in roles]
+
+    changes = []
+    async with database.write() as session:
+        await users.lock_user(session, ids[0])
+        for user_id in ids:
+            changes.append(asyncio.create_task(disable(user_id)))
+            await wait_until_blocked(session, changes[-1], num_blocked=len(changes))
+    assert await asyncio.gather(*changes) == [ids, ids]
+
+
+async def test_a_user_who_is_deleted_while_another_change_waits_for_it_is_not_found(
+    postgres_only: None, people: People, database: Database, second: Database, demo: Demo, clock: ManualClock
+) -> None:
+    ada, _ = await people.invite("ada", "developer", demo.tenant_id)
+
+    async def lock() -> None:
+        async with second.write() as session:
+            await users.lock_user_everywhere(session, ada["id"])
+
+    async with database.write() as session:
+        await users.delete_user(session, await users.get_user(session, ada["id"]), clock.now())
+        locking = asyncio.create_task(lock())
+        await wait_until_blocked(session, locking)
+    with pytest.raises(NotFound):
+        await locking

@@ -92,17 +92,19 @@ class UserController(Controller):
         if data.everywhere and caller.tenant_id is not None:
             raise BadRequest("'everywhere' is for administrators of all tenants; leave it out.", param="everywhere")
         async with store.write() as session:
-            user = await service.lock_user(session, user_id)
+            if data.everywhere:
+                user, roles = await service.lock_user_everywhere(session, user_id)
+            else:
+                user, roles = await service.lock_user(session, user_id), []
             _check_may_change(caller, Role(user.role), user.tenant_id)
             precondition.check(UserView.of(user))
             changed = await service.change_user(session, user, data, store.clock.now())
             _check_may_change(caller, Role(user.role), user.tenant_id)
             key_ids = [*changed.key_ids, *await service.key_ids_of(session, user.id)]
-            if data.everywhere:
-                for other in await service.roles_of_same_email(session, user):
-                    _check_may_change(caller, Role(other.role), other.tenant_id)
-                    service.set_state(other, UserState(str(data.state)))
-                    key_ids += await service.key_ids_of(session, other.id)
+            for other in roles:
+                _check_may_change(caller, Role(other.role), other.tenant_id)
+                service.set_state(other, UserState(str(data.state)))
+                key_ids += await service.key_ids_of(session, other.id)
             view = UserView.of(user)
         _forget(authenticator, key_ids)
         return tagged(view)

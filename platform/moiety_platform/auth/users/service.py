@@ -93,6 +93,21 @@ async def lock_user(session: AsyncSession, user_id: str) -> User:
     return await require_row(session, User, user_id, USERS, locks=True)
 
 
+async def lock_user_everywhere(session: AsyncSession, user_id: str) -> tuple[User, list[User]]:
+    """Return the user, and all roles of its address in all tenants and the deployment; they are locked.
+
+    All are locked in one order, whichever of them is named, so that two of these transactions wait for each other and
+    do not deadlock. Raises NotFound.
+    """
+    user = await get_user(session, user_id)
+    same = select(User).where(User.email == user.email).order_by(User.id).with_for_update()
+    roles = list(await session.scalars(same.execution_options(populate_existing=True)))
+    if user not in roles:  # deleted since it was read
+        session.expunge(user)
+        user = await get_user(session, user_id)
+    return user, roles
+
+
 async def list_users(
     session: AsyncSession, page: PageRequest, *, tenant_id: str | None = None, email: str | None = None
 ) -> UserPage:
@@ -135,12 +150,6 @@ async def change_user(session: AsyncSession, user: User, change: UserChange, now
         raise BadRequest("'everywhere' needs a 'state'; give it, or leave 'everywhere' out.", param="everywhere")
     await session.flush()
     return ChangedUser(user, await _revoke_keys_beyond_rights(session, user, now))
-
-
-async def roles_of_same_email(session: AsyncSession, user: User) -> list[User]:
-    """Return the roles of the same address in all tenants, and in the deployment; they are locked."""
-    same = select(User).where(User.email == user.email).order_by(User.id).with_for_update()
-    return list(await session.scalars(same.execution_options(populate_existing=True)))
 
 
 def set_state(user: User, state: UserState) -> None:
