@@ -358,6 +358,7 @@ class Scheduler:
             view = BatchView(
                 planner.shape,
                 due_s - self._step_timing.free_s(now_ns),
+                decoding,
                 self.queues.running,
                 self.queues.worst_rank_running,
                 self.kv.pool.num_free,

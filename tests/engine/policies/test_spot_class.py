@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.policies.conftest import TOKEN_S
 
 from moiety_wire.classes import BATCH, FLEX, PRIORITY, STANDARD, OverloadAction, ServiceClass
 from moiety_wire.trace_events import EventKind
@@ -110,6 +111,31 @@ def test_spot_rows_leave_the_pace_of_others_within_their_slo(make_replica: MakeR
     gained = [len(replica.outputs[spot]) - counts[spot] for spot in spots if spot not in replica.finishes]
     assert max(gained) - min(gained) <= 2, "spot requests take turns"
     check_answers(replica)
+
+
+@pytest.mark.parametrize("num_paying", [1, 20])
+def test_spot_rows_and_prompts_together_make_a_step_at_most_half_as_long_again(
+    make_replica: MakeReplica, num_paying: int
+) -> None:
+    """Spot requests decode and their prompts wait, while others only decode, without an SLO that limits the step."""
+    replica, _ = spot_batch(make_replica, 60, num_blocks=1 << 15, budget=512, max_running=256, output=300)
+    paying = [replica.add(4, tenant="paying", service=PATIENT, output=120) for _ in range(num_paying)]
+    while not all(replica.outputs[key] for key in paying):
+        replica.step()
+    for n in range(60):
+        replica.add(200, tenant=f"spot-{n % 3}", service=SPOT, output=300)
+    alone_s = replica.step_s + TOKEN_S * num_paying
+    floor_s = TOKEN_S * replica.scheduler.policy.tuning.floor_tokens
+    took_s, num_prompt_rows = [], 0
+    while not any(key in replica.finishes for key in paying):
+        begun_ns = replica.now_ns
+        replica.step()
+        took_s.append((replica.now_ns - begun_ns) / 1e9)
+        num_prompt_rows += replica.prefill_rows[-1]
+    assert max(took_s) <= 1.5 * alone_s + floor_s + TOKEN_S
+    assert num_prompt_rows, "the prompts got nothing"
+    assert sum(took_s) / len(took_s) > 1.2 * alone_s, "the spot requests got nothing"
+    replica.run(20_000)
 
 
 Arrival = tuple[int, int, int, str]

@@ -57,6 +57,7 @@ class BatchView:
         "blocks_free",
         "blocks_of_tenant",
         "blocks_total",
+        "decodes",
         "lacks_blocks",
         "peers",
         "predicted_output",
@@ -70,6 +71,7 @@ class BatchView:
         self,
         shape: StepShape,
         slack_s: float,
+        decodes: list[Chunk],
         running: list[Sequence],
         worst_rank: int,
         blocks_free: int,
@@ -78,6 +80,7 @@ class BatchView:
     ) -> None:
         self.shape = shape
         self.slack_s = slack_s  # time until the first deadline of a running request that is still on time
+        self.decodes = decodes  # of the step, before its prefill
         self.running = running
         self.peers = running  # running sequences in the rank group of the sequence in question
         self.worst_rank = worst_rank  # of the running sequences; -1 if none runs

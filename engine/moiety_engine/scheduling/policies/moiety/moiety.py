@@ -237,7 +237,7 @@ class Moiety(Policy):
         alone_s = self.context.step_time.predict_s(view.shape)
         seconds = min(max(self._slo.longest_step_s, 2 * alone_s), part * view.slack_s)
         floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
-        of_spot = self._spot.budget(view, seconds, alone_s) if self._spot.num_open else None
+        of_spot = self._spot.budget(view, seconds) if self._spot.num_open else None
         if pacing.limit_s == math.inf and pacing.leaves_floor:
             return StepBudget(seconds, floor_tokens, of_spot=of_spot)
         of_worse = StepBudget(min(seconds, pacing.limit_s), floor_tokens if pacing.leaves_floor else 0)

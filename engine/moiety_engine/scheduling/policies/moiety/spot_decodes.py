@@ -2,7 +2,7 @@
 
 A step in which a request of another class waits for prefill has no rows of spot classes. In any other step they get the
 rows with which it stays within a part of the SLOs of the recent classes, and not much longer than it would be without
-them; they take turns.
+them; they take turns. Spot prompts get what their decodes leave of the same time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,19 @@ class SpotDecodes:
         taken = {chunk.sequence for chunk in spot[: max(num_taken, 0 if others else 1)]}
         return [chunk for chunk in decoding if not chunk.sequence.service.spot or chunk.sequence in taken]
 
-    def budget(self, view: BatchView, seconds: float, alone_s: float) -> StepBudget:
-        """Return the budget for spot prompts in a step whose decodes take `alone_s`, within that of others."""
+    def budget(self, view: BatchView, seconds: float) -> StepBudget:
+        """Return the budget for spot prompts in a step, within that of others.
+
+        It is the limit of the step with all its spot rows, so decodes and prompts together stay within it.
+        """
         floor_tokens = self._tuning.floor_tokens
         if all(s.service.spot for s in view.running):
             return StepBudget(seconds, floor_tokens)
-        return StepBudget(min(seconds, self._tuning.spot_part * alone_s), floor_tokens)
+        others = [chunk for chunk in view.decodes if not chunk.sequence.service.spot]
+        return StepBudget(min(seconds, self._limit_s(others)), floor_tokens)
 
     def _limit_s(self, others: list[Chunk]) -> float:
+        """Return the longest time of a step with spot rows, in which these chunks of other classes decode."""
         slo_s = min(self._tuning.decode_part * self._slo.tpot_s, self._tuning.tight_ttft_part * self._slo.ttft_s)
         if not others:
             return slo_s

@@ -25,7 +25,7 @@ class Tuning:
     no_slo_token_s: float = 0.25  # after its newest token, when a request without a TPOT target is due
     decode_part_beyond_share: float = 0.21  # of its own TPOT target: limit beyond its share of slots while others wait
     floor_tokens: int = 16  # prompt tokens per step regardless of the slack
-    spot_part: float = 1.5  # of a step without spot requests: longest step with them
+    spot_part: float = 1.5  # of a step with only the rows of other classes: longest step with all spot rows
     steps_of_floor: int = 8  # one of so many steps has the floor for worse ranks held to the best rank's pace
     remembered_s: float = 30.0  # how long a class counts after its last request
     # the queue
