@@ -43,8 +43,11 @@ from moiety_platform.quota.kinds import Scope, Unit
 from moiety_platform.quota.lease import Hold
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.request_rules.cache import RequestRulesCache
+from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
+
+from .deployments import Deployment
 
 share_framework_caches()
 
@@ -222,6 +225,32 @@ async def objects(tmp_path: Path) -> AsyncIterator[ObjectStore]:
     opened = ObjectStore.open((tmp_path / "objects").as_uri())
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def new_url(dialect: str, request: pytest.FixtureRequest) -> Callable[[], str | None]:
+    """Return the URL of a new empty database; None for the SQLite file of a data directory."""
+
+    def make() -> str | None:
+        if dialect == "sqlite":
+            return None
+        url: str = request.getfixturevalue("new_postgres")(f"backup_{next(_numbers)}")
+        return url
+
+    return make
+
+
+@pytest.fixture
+def new_settings(new_url: Callable[[], str | None], tmp_path: Path) -> Callable[[str], GatewaySettings]:
+    """Return the settings of a new, empty deployment of this name."""
+    return lambda name: GatewaySettings(data_dir=tmp_path / name, database_url=new_url())
+
+
+@pytest.fixture
+async def deployment(new_settings: Callable[[str], GatewaySettings]) -> Deployment:
+    filled = Deployment(new_settings("first"))
+    await filled.fill()
+    return filled
 
 
 async def make_demo(database: Database, clock: ManualClock) -> Demo:

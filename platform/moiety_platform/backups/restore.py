@@ -34,7 +34,8 @@ from moiety_platform.db.url import sqlite_path
 from moiety_platform.object_storage.readiness import MARK_KEY
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.private_files import write_private
-from moiety_platform.receipts.signing import key_file_of
+from moiety_platform.receipts.signing import BadReceiptKey, key_file_of, load_signer
+from moiety_platform.receipts.stored_chains import StoredChains, verify_stored_chains
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.reconciliation import reconcile, take_snapshot_locks
@@ -52,7 +53,7 @@ class Migrations:
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a restore. `problems` has a sentence for each check that failed."""
+    """Result of a restore. `problems` has a sentence for each check that failed, `notices` say what to do next."""
 
     created_at: datetime
     release: str
@@ -63,7 +64,10 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     audit_head: str
     objects: int
     journal_files: int
+    receipts: int
+    receipt_key: str | None
     problems: list[str]
+    notices: list[str]
 
 
 async def restore_backup(
@@ -213,6 +217,7 @@ async def _verify(
             now = datetime.now(UTC)
             books = await reconcile(session, FIRST_USAGE, now + timedelta(hours=1))
             problems += await _unusable_keys(session, peppers, now)
+            receipts = await verify_stored_chains(session)
         if not books.agrees:
             problems.append("requests, ledger and sums do not agree; see: moiety usage reconcile")
         audit = await verify_stored_chain(database)
@@ -220,6 +225,8 @@ async def _verify(
         await database.close()
     if not audit.intact:
         problems.append(f"the audit log was tampered with: {audit.complaint}")
+    problems += receipts.complaints
+    receipt_key = _signing_key(settings, problems)
     keys = await stored_keys(store)
     missing = [one.key for one in manifest.objects if one.key not in keys]
     if missing:
@@ -234,8 +241,38 @@ async def _verify(
         audit_head=f"{audit.num_entries}:{audit.head}",
         objects=len(manifest.objects) - len(missing),
         journal_files=num_journal,
+        receipts=receipts.num_receipts,
+        receipt_key=receipt_key,
         problems=problems,
+        notices=_notices_of_receipts(manifest.created_at, receipts, receipt_key),
     )
+
+
+def _signing_key(settings: GatewaySettings, problems: list[str]) -> str | None:
+    """Return the id of the key that will sign receipts; None if there is none, or none that can be used."""
+    file = key_file_of(settings.receipt_key_file, settings.data_dir)
+    try:
+        return load_signer(file).key_id if file.exists() else None
+    except BadReceiptKey as exc:
+        problems.append(str(exc))
+        return None
+
+
+def _notices_of_receipts(created_at: datetime, receipts: StoredChains, receipt_key: str | None) -> list[str]:
+    """Return what the operator and the tenants must know about the chains of receipts, which continue."""
+    if not receipts.num_receipts:
+        return []
+    notices = [
+        f"the chains of receipts of {receipts.num_chains} tenants continue after their newest receipt in the backup. "
+        f"Receipts that were issued after {created_at.isoformat(timespec='seconds')} are not in it, and their numbers "
+        "are given again: tell the tenants to verify the receipts that they have from then apart from later ones"
+    ]
+    if receipt_key is None:
+        notices.append(
+            "the backup has no private key of receipts. The next start of a gateway makes a new one, whose signatures "
+            "verify with /v1/receipts/keys; to sign with the previous key, restore its file as receipt_key_file before"
+        )
+    return notices
 
 
 async def _wrong_counts(session: AsyncSession, manifest: BackupManifest) -> list[str]:

@@ -103,7 +103,9 @@ def restore(
     if as_json:
         show_json(shown)
     else:
-        show_row({**shown, "problems": None if not report.problems else len(report.problems)}, as_json=False)
+        show_row({**shown, "problems": len(report.problems) or None, "notices": None}, as_json=False)
+        for notice in report.notices:
+            print_prose(notice)
     if report.problems:
         raise CommandError("\n".join(("the restored state is not that of the backup:", *report.problems)))
 

@@ -70,7 +70,10 @@ def check_chain(contents: Sequence[Mapping[str, Any]]) -> int:
     for content in contents:
         other = by_number.setdefault(content["sequence"], content)
         if other != content:
-            raise InvalidReceipt(f"there are two receipts with the number {content['sequence']}: the chain forks")
+            raise InvalidReceipt(
+                f"there are two receipts with the number {content['sequence']}: the chain forks. After a restore from "
+                "a backup numbers are given again: verify the receipts from before and after it in separate files"
+            )
     num_links = 0
     for number, content in by_number.items():
         before = by_number.get(number - 1)
