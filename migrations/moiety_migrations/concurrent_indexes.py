@@ -27,6 +27,10 @@ CONCURRENT_INDEXES: Mapping[str, LiteralString] = MappingProxyType(
         "WHERE http_status >= 400 OR error_code IS NOT NULL",
         "ix_usage_unsuccessful_tenant": 'ON "usage" (tenant_id, started_at) '
         "WHERE http_status >= 400 OR error_code IS NOT NULL",
+        "ix_usage_quoted": 'ON "usage" (started_at, request_id) '
+        "WHERE guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL",
+        "ix_usage_quoted_tenant": 'ON "usage" (tenant_id, started_at) '
+        "WHERE guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL",
     }
 )
 """Table, columns and condition of each index by its name."""

@@ -26,6 +26,9 @@ IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"
 IS_UNSUCCESSFUL = "http_status >= 400 OR error_code IS NOT NULL"
 """Condition of the rows in the indexes of unsuccessful requests, of which the same is true."""
 
+IS_QUOTED = "guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL"
+"""Condition of the rows in the indexes of requests with a quote, of which the same is true."""
+
 
 class UsageRecord(Base):
     """One authenticated request; the primary key makes recording idempotent.
@@ -48,10 +51,11 @@ class UsageRecord(Base):
             postgresql_where=text(IS_ATTRIBUTED),
         ),
         *(
-            Index(name, *columns, sqlite_where=text(IS_UNSUCCESSFUL), postgresql_where=text(IS_UNSUCCESSFUL))
+            Index(name, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
+            for condition, index in ((IS_UNSUCCESSFUL, "ix_usage_unsuccessful"), (IS_QUOTED, "ix_usage_quoted"))
             for name, columns in (
-                ("ix_usage_unsuccessful", ("started_at", "request_id")),
-                ("ix_usage_unsuccessful_tenant", ("tenant_id", "started_at")),
+                (index, ("started_at", "request_id")),
+                (f"{index}_tenant", ("tenant_id", "started_at")),
             )
         ),
     )

@@ -12,10 +12,10 @@ from statistics import quantiles
 from typing import Any
 
 import msgspec
-from sqlalchemy import or_, select
+from sqlalchemy import Select, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from moiety_platform.usage.models import UsageRecord
+from moiety_platform.usage.models import IS_QUOTED, UsageRecord
 from moiety_platform.usage.queries import UsageFilter
 
 MAX_READ = 5000
@@ -53,8 +53,18 @@ class QuoteReport(msgspec.Struct, frozen=True):
 
 async def report_quotes(session: AsyncSession, usage_filter: UsageFilter) -> QuoteReport:
     """Return the report of the requests that match the filter."""
+    found = (await session.execute(quoted_requests(usage_filter, session.get_bind().dialect.name))).all()
+    by_class: defaultdict[str, list[Any]] = defaultdict(list)
+    for one in found[:MAX_READ]:
+        by_class[one.service_class].append(one)
+    data = [_summed(name, rows) for name, rows in sorted(by_class.items())]
+    return QuoteReport(usage_filter.since, usage_filter.until, data, truncated=len(found) > MAX_READ)
+
+
+def quoted_requests(usage_filter: UsageFilter, dialect: str) -> Select[Any]:
+    """Return the statement that reads the newest requests with a quote, one more than a report counts."""
     row = UsageRecord
-    statement = (
+    return (
         select(
             row.service_class,
             row.guarantee_met,
@@ -68,18 +78,12 @@ async def report_quotes(session: AsyncSession, usage_filter: UsageFilter) -> Quo
         .where(
             row.started_at >= usage_filter.since,
             row.started_at < usage_filter.until,
-            or_(row.guarantee_met.is_not(None), row.predicted_ttft_ms.is_not(None)),
-            *usage_filter.row_conditions(session.get_bind().dialect.name),
+            literal_column(f"({IS_QUOTED})"),  # without a type, for the reason of UsageFilter.row_conditions
+            *usage_filter.row_conditions(dialect),
         )
         .order_by(row.started_at.desc(), row.request_id.desc())
         .limit(MAX_READ + 1)
     )
-    found = (await session.execute(statement)).all()
-    by_class: defaultdict[str, list[Any]] = defaultdict(list)
-    for one in found[:MAX_READ]:
-        by_class[one.service_class].append(one)
-    data = [_summed(name, rows) for name, rows in sorted(by_class.items())]
-    return QuoteReport(usage_filter.since, usage_filter.until, data, truncated=len(found) > MAX_READ)
 
 
 def _summed(service_class: str, rows: Sequence[Any]) -> QuotedClass:
