@@ -94,6 +94,7 @@ class Admin:
     """Client of the admin API."""
 
     def __init__(self, url: str, key: str) -> None:
+        self.url = url
         self._http = httpx.Client(base_url=f"{url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=20)
 
     def __call__(self, method: str, path: str, body: Any = None) -> Any:
@@ -218,14 +219,15 @@ async def store(url: str, rows: list[UsageRow]) -> None:
 
 
 def charged(row: UsageRow, quotas: list[Quota]) -> UsageRow:
-    """Return the row with its charges to its tenant's daily and monthly limits."""
+    """Return the row with its charges to its tenant's daily and monthly limits, as far as they are in its window."""
     used = {Unit.TOKENS: row.prompt_tokens + row.output_tokens, Unit.MONEY: row.cost_nanodollars}
     charges = []
     for quota in quotas:
         kind = LimitKind(quota.kind)
         if quota.scope_id == row.tenant_id and kind.period is not None and used[kind.unit]:
-            window = WindowId(quota.id, window_start(kind.period, datetime.now(UTC)))
-            charges.append(Charge(window, GATEWAY, used[kind.unit]))
+            start = window_start(kind.period, datetime.now(UTC))
+            if row.started_at >= start:
+                charges.append(Charge(WindowId(quota.id, start), GATEWAY, used[kind.unit]))
     return msgspec.structs.replace(row, charges=tuple(charges))
 
 
@@ -297,7 +299,7 @@ def served(*flags: str, engine: tuple[str, ...] = ()) -> Iterator[tuple[str, str
         with (data / "serve.log").open("w") as log:
             serve = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            url, dashboard = addresses(data / "serve.log")
+            url, dashboard = addresses(data / "serve.log", serve)
             yield url, dashboard, json.loads((data / "keys.json").read_text())["admin_key"], data
         finally:
             serve.terminate()
@@ -319,9 +321,11 @@ def sending(url: str, made: list[Made], texts: Mapping[str, Sequence[str]]) -> I
             sender.join()
 
 
-def addresses(log: Path) -> tuple[str, str]:
-    """Return the addresses of the gateway and the dashboard, once both are ready."""
+def addresses(log: Path, serve: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """Return the addresses of the gateway and the dashboard, once both are ready; end the script if they are not."""
     while True:
+        if serve.poll() is not None:
+            sys.exit(f"moiety serve has ended; its log ends:\n{log.read_text()[-2000:]}")
         text = log.read_text()
         if "moiety is ready at" in text and "You can now view" in text:
             lines = text.splitlines()

@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from dashboard_hour import Admin, addresses  # noqa: E402 - the script's own folder
+from large.objects import objects  # noqa: E402
 from large.requests import (  # noqa: E402
     BUSY_HOURS,
     BUSY_SHARE,
@@ -63,7 +64,7 @@ from moiety_platform.usage.row import UsageRow  # noqa: E402
 
 TRACE_DAYS = 7
 MARGIN = 1.01  # of traces, so that chance makes no fewer spans
-LIMITS = (("tokens_per_month", 10**10), ("requests_per_minute", 6000))
+LIMITS = (("tokens_per_month", 10**10), ("requests_per_minute", 6000), ("money_per_month", 10**14))
 SENDERS = "senders.json"
 GATEWAY = "gateway-of-the-month-before"
 _COLUMNS = tuple(column.name for column in UsageRecord.__table__.columns)
@@ -81,7 +82,7 @@ def serving(data_dir: Path, postgres_url: str | None, *options: str) -> Iterator
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
-        url, dashboard = addresses(log)
+        url, dashboard = addresses(log, process)
         yield url, dashboard, json.loads((data_dir / "keys.json").read_text())["admin_key"]
     finally:
         process.terminate()
@@ -89,7 +90,7 @@ def serving(data_dir: Path, postgres_url: str | None, *options: str) -> Iterator
 
 
 def make_senders(admin: Admin, number: int) -> list[Sender]:
-    """Create tenants with a project, a key and two limits each."""
+    """Create tenants with a project, a key, three limits, a user and an adapter each."""
     classes = Random(1).choices(CLASSES, CLASS_SHARES, k=number)
 
     def make(index: int) -> Sender:
@@ -98,6 +99,10 @@ def make_senders(admin: Admin, number: int) -> list[Sender]:
         key = admin("POST", "/keys", {"name": "backend", "project_id": project["id"]})
         for kind, cap in LIMITS:
             admin("PUT", "/quotas", {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": cap})
+        who = {"email": f"lead-{index:04}@example.com", "role": "developer", "tenant_id": tenant["id"]}
+        admin("POST", "/users", who)
+        adapter = {"tenant_id": tenant["id"], "model": MODEL, "name": "support"}
+        admin("POST", "/adapters", adapter | {"engine_adapter": f"support-{index:04}"})
         return Sender(tenant["id"], project["id"], key["key"]["id"], key["secret"], classes[index])
 
     with ThreadPoolExecutor(4) as pool:
@@ -155,6 +160,7 @@ class Seeder:
         for row in rows:
             if row.started_at >= month:
                 self._used[row.tenant_id, Unit.TOKENS] += row.prompt_tokens + row.output_tokens
+                self._used[row.tenant_id, Unit.MONEY] += row.cost_nanodollars
         oldest = until - timedelta(days=TRACE_DAYS)
         kept = [row for row in rows if row.started_at > oldest and self._rng.random() < trace_share]
         traces, spans = copies(kept, self._models, self._rng)
@@ -197,6 +203,8 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
             await seeder.add(rows, until, share)
             print(f"\r{seeder.counts['requests']:,} requests, {seeder.counts['spans']:,} spans", end="", flush=True)
         await seeder.charge(until)
+        async with database.write() as session:
+            session.add_all(objects(senders, until, Random(4)))
         for writer in {id(one): one for one in (store, spans)}.values():
             writer.finish()
         print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ ENDS = ("stop", "length", "disconnected", "rejected", "failed")
 END_SHARES = (0.88, 0.06, 0.01, 0.04, 0.01)
 STATUS = {"stop": 200, "length": 200, "disconnected": 499, "rejected": 429, "failed": 502}
 CODES = {"rejected": "overloaded", "failed": "engine_failed"}
+NUM_END_USERS = 40  # of a tenant; a fifth of its requests name none
+TEAMS = tuple(json.dumps({"team": name}) for name in ("search", "support", "ads", "internal"))
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,14 @@ def draw(senders: list[Sender], number: int, until: datetime, seed: int) -> Iter
             "first": rng.lognormal(5.0, 0.4, len(times)),
             "cached": rng.random(len(times)) * 0.6,
             "end": rng.choice(len(ENDS), len(times), p=END_SHARES),
+            "user": rng.integers(0, NUM_END_USERS * 5 // 4, len(times)),
         }
         columns = zip(times.tolist(), who.tolist(), *(column.tolist() for column in figures.values()), strict=True)
         yield [_row(until - timedelta(seconds=ago), senders[one], *drawn) for ago, one, *drawn in columns]
 
 
 def _row(started: datetime, sender: Sender, *drawn: Any) -> UsageRow:
-    prompt, output, wait, first, cached_share, end = drawn
+    prompt, output, wait, first, cached_share, end, user = drawn
     outcome = ENDS[end]
     served = outcome in ("stop", "length")
     is_refused = outcome == "rejected"
@@ -93,4 +97,6 @@ def _row(started: datetime, sender: Sender, *drawn: Any) -> UsageRow:
         num_preemptions=int(sender.service_class in ("flex", "batch") and wait > 3),
         slo_attained=None if outcome == "disconnected" else served and ttft_ms <= TTFT_SLO_MS[sender.service_class],
         cost_nanodollars=(prompt_tokens - cached) * 300 + cached * 30 + generated * 1200,
+        end_user=f"user-{user}@example.com" if user < NUM_END_USERS else None,
+        tags=TEAMS[user % len(TEAMS)],
     )

@@ -25,10 +25,12 @@ SCRIPT = Path(dashboard_settings.__file__).parent / "app.py"
 TIMEOUT_S = 60
 VISIT_EVERY_S = 3.0
 _BEGUN = "moiety_begun"
+TENANT = "the tenant"  # in place of its id
 _BY_ID = ("/traces/", "/tenants/", "/simulations/")
 
 View = tuple[str, dict[str, str | None], str]
 ANY: dict[str, str | None] = {"trace class": None, "trace outcome": None}
+ANY_REQUEST: dict[str, str | None] = {"log outcome": None, "log end user": ""}
 
 # what of a page is looked at: its path, what its widgets are set to, and whether its address names a tenant or a trace
 VIEWS: dict[str, View] = {
@@ -41,7 +43,10 @@ VIEWS: dict[str, View] = {
     "tenants, 7 d": ("tenants", {"long": "7 d"}, ""),
     "tenants, 30 d": ("tenants", {"long": "30 d"}, ""),
     "one tenant's usage": ("tenants", {"part": "Usage", "long": "24 h"}, "tenant"),
-    "one tenant's limits": ("tenants", {"part": "Limits", "long": "24 h"}, "tenant"),
+    "one tenant's end users, 30 d": (
+        "tenants", {"part": "End users and tags", "long": "24 h", "attribution time": "30 d"}, "tenant",
+    ),
+    "one tenant's quotas": ("tenants", {"part": "Quotas", "long": "24 h"}, "tenant"),
     "one tenant's keys": ("tenants", {"part": "Keys", "long": "24 h"}, "tenant"),
     "one tenant's settings": ("tenants", {"part": "Settings", "long": "24 h"}, "tenant"),
     "traces, 1 h": ("traces", {"trace window": "1 h", **ANY}, ""),
@@ -50,6 +55,18 @@ VIEWS: dict[str, View] = {
         "traces", {"trace window": "7 d", "trace class": "standard", "trace outcome": "failed"}, "",
     ),
     "one trace": ("traces", {}, "trace"),
+    "spend by tenant, this month": (
+        "spend", {"spend time": "This month", "spend by": "tenant", "spend tenant": None}, "",
+    ),
+    "spend by key, 90 d": ("spend", {"spend time": "90 d", "spend by": "key", "spend tenant": None}, ""),
+    "spend of one tenant by end user, 30 d": (
+        "spend", {"spend time": "30 d", "spend by": "end_user", "spend tenant": TENANT}, "",
+    ),
+    "requests, 1 h": ("requests", {"log window": "1 h", **ANY_REQUEST}, ""),
+    "failed requests, 30 d": ("requests", {**ANY_REQUEST, "log window": "30 d", "log outcome": "failed"}, ""),
+    "requests of an end user, 30 d": (
+        "requests", {**ANY_REQUEST, "log window": "30 d", "log end user": "user-7@example.com"}, "",
+    ),
 }  # fmt: skip
 
 
@@ -97,11 +114,11 @@ class Visitor:
         """
         path, widgets, address = view
         app = self._app
-        for name in ("names", "last tenant", "used by tenant"):
+        for name in ("names", "last tenant", "used by tenant", "read usage by end user"):
             if name in app.session_state:
                 del app.session_state[name]
         for name, value in widgets.items():
-            app.session_state[name] = value
+            app.session_state[name] = self._addresses["tenant"] if value == TENANT else value
         app.query_params.clear()
         if address:
             app.query_params[address] = self._addresses[address]

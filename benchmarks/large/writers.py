@@ -17,7 +17,10 @@ CACHE_KIB = 2 * 1024 * 1024
 
 
 class Writer(Protocol):
-    """Bulk writer. Rows are the values of all columns, in their order; JSON is text."""
+    """Bulk writer. Rows are the values of all columns, in the order of the model; JSON is text.
+
+    Migrations add columns to a table in another order than the model's, so every statement names its columns.
+    """
 
     def write(self, model: type[Base], rows: Sequence[tuple[Any, ...]]) -> None: ...
 
@@ -37,7 +40,7 @@ class PostgresWriter:
         self._connection = psycopg.connect(url, autocommit=True)
 
     def write(self, model: type[Base], rows: Sequence[tuple[Any, ...]]) -> None:
-        with self._connection.cursor().copy(f"COPY {model.__tablename__} FROM STDIN") as copy:
+        with self._connection.cursor().copy(f"COPY {model.__tablename__} ({names_of(model)}) FROM STDIN") as copy:
             for row in rows:
                 copy.write_row(row)
 
@@ -56,8 +59,9 @@ class SqliteWriter:
 
     def write(self, model: type[Base], rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(model.__table__.columns))
+        insert = f"INSERT INTO {model.__tablename__} ({names_of(model)}) VALUES ({marks})"
         with self._connection:
-            self._connection.executemany(f"INSERT INTO {model.__tablename__} VALUES ({marks})", bound(model, rows))
+            self._connection.executemany(insert, bound(model, rows))
 
     def finish(self) -> None:
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -65,6 +69,11 @@ class SqliteWriter:
     def close(self) -> None:
         with closing(self._connection):
             pass
+
+
+def names_of(model: type[Base]) -> str:
+    """Return the names of the model's columns, as a statement lists them."""
+    return ", ".join(column.name for column in model.__table__.columns)
 
 
 def bound(model: type[Base], rows: Sequence[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
