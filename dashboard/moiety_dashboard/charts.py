@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,8 +16,11 @@ from moiety_dashboard import colours
 
 HEIGHT = 190
 SIDES = ("now", "then")
+PREFIXED = "~s"  # format of numbers with k, M and G, which writes zero as 0k beside 1k
 GREY = "#8a8f98"  # readable on light and dark backgrounds
 PLOT_WIDTH = 430  # approximate pixels of a chart's bars
+HALF_PX, WHOLE_PX = 320, 560  # least pixels of the plot of a chart beside another one, and of one alone
+LABEL_PX, SYMBOL_PX, CHARACTER_PX = 260, 27, 6.4  # of a legend's label at most, of its symbol, and of a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +44,47 @@ class Figure:
     unit: str
     number: str = ",.4~r"
     is_log: bool = False
-    axis: str = "~s"
+    axis: str = PREFIXED
 
 
-def stacked(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
-    """Return stacked bars of a figure by `slot`, coloured by `field`."""
+def stacked(
+    frame: pd.DataFrame,
+    figure: Figure,
+    field: str,
+    colours: Mapping[str, str],
+    span: Span,
+    *,
+    width_px: int = HALF_PX,
+) -> alt.Chart:
+    """Return stacked bars of a figure by `slot`, coloured by `field`. `width_px` is the least width of the chart."""
     size = max(2, round(PLOT_WIDTH / span.num_slots) - 1)
-    return _over_time(frame, figure, field, colours, span, alt.MarkDef(type="bar", size=size), stack=True)
+    mark = alt.MarkDef(type="bar", size=size)
+    return _over_time(frame, figure, field, colours, span, mark, stack=True, width_px=width_px)
 
 
-def lines(frame: pd.DataFrame, figure: Figure, field: str, colours: Mapping[str, str], span: Span) -> alt.Chart:
+def lines(
+    frame: pd.DataFrame,
+    figure: Figure,
+    field: str,
+    colours: Mapping[str, str],
+    span: Span,
+    *,
+    width_px: int = HALF_PX,
+) -> alt.Chart:
     """Return a line of a figure by `slot` for each `field`; next to a slot without a figure it has points instead."""
     point = alt.OverlayMarkDef(filled=True, size=18)
     mark = alt.MarkDef(type="line", point=point, strokeWidth=2, interpolate="linear")
-    return _over_time(
-        with_gaps(frame, figure.column, field, span.step), figure, field, colours, span, mark, stack=False
-    )
+    joined = with_gaps(frame, figure.column, field, span.step)
+    return _over_time(joined, figure, field, colours, span, mark, stack=False, width_px=width_px)
+
+
+def legend_of(names: Sequence[str], width_px: int) -> alt.Legend:
+    """Return a legend of as many columns as fit in the width, since the browser cuts a longer row."""
+    widths = [min(LABEL_PX, SYMBOL_PX + round(CHARACTER_PX * len(name))) for name in names]
+    for columns in range(len(names), 1, -1):
+        if sum(max(widths[first::columns]) for first in range(columns)) <= width_px:
+            return alt.Legend(title=None, orient="top", columns=columns)
+    return alt.Legend(title=None, orient="top", columns=1)
 
 
 def with_gaps(frame: pd.DataFrame, column: str, field: str, step: timedelta) -> pd.DataFrame:
@@ -112,6 +140,7 @@ def _over_time(
     mark: alt.MarkDef,
     *,
     stack: bool,
+    width_px: int,
 ) -> alt.Chart:
     shown = [name for name in colours if name in set(frame[field])]
     time_format = "%H:%M" if span.until - span.since <= timedelta(days=1) else "%d %b"
@@ -134,7 +163,7 @@ def _over_time(
                 scale=_scale_of(figure, frame),
                 axis=_axis_of(figure, frame),
             ),
-            color=alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=None, orient="top", columns=4)),
+            color=alt.Color(f"{field}:N", scale=scale, legend=legend_of(shown, width_px)),
             tooltip=[
                 alt.Tooltip("middle:T", title="around", format="%d %b %H:%M:%S"),
                 alt.Tooltip(f"{field}:N", title=field),
@@ -242,7 +271,9 @@ def decades(values: pd.Series[float]) -> tuple[float, float]:
 def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
     """Return an axis of about four lines; a logarithmic one has powers of ten, and their triples if those are few."""
     if not figure.is_log:
-        return alt.Axis(tickCount=4, format="%" if is_share(figure) else figure.axis)
+        if is_share(figure) or figure.axis != PREFIXED:
+            return alt.Axis(tickCount=4, format="%" if is_share(figure) else figure.axis)
+        return alt.Axis(tickCount=4, format=figure.axis, labelExpr="datum.value == 0 ? '0' : datum.label")
     first, last = (round(math.log10(end)) for end in decades(frame[figure.column]))
     steps = (1, 3) if last - first <= 2 else (1,)
     ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
@@ -271,6 +302,13 @@ def _styled(chart: alt.Chart | alt.LayerChart) -> alt.Chart:
     styled: alt.Chart = (
         chart.configure_view(stroke=None)
         .configure_axisY(titleFontSize=11, titleFontWeight="normal", domain=False, ticks=False)
-        .configure_legend(padding=0, offset=6, labelLimit=260, symbolType="circle", symbolSize=60, symbolStrokeWidth=0)
+        .configure_legend(
+            padding=0,
+            offset=6,
+            labelLimit=LABEL_PX - SYMBOL_PX,
+            symbolType="circle",
+            symbolSize=60,
+            symbolStrokeWidth=0,
+        )
     )
     return styled

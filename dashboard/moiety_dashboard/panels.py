@@ -15,19 +15,40 @@ import streamlit as st
 
 from moiety_dashboard import colours, session
 from moiety_dashboard.client import AdminClient, Answer, ApiError
+from moiety_dashboard.column_widths import too_narrow
 from moiety_dashboard.escaping import as_text, csv_of
 
+TENANT = "tenant"  # column of the tenants' names
 ROW_HEIGHT = 36  # pixels of a table row
 STYLE = """
 <style>
   [data-testid="stMainBlockContainer"] { max-width: 1320px; padding: 2.4rem 2rem 3rem; }
   [data-testid="stMetricValue"] { font-variant-numeric: tabular-nums; font-weight: 600; font-size: 1.55rem; }
-  /* tiles and inputs that do not fit in one row wrap to the next */
-  [data-testid="stColumn"]:has(> * [data-testid="stMetric"]) { min-width: 10rem; }
+  /* tiles and inputs that do not fit in one row wrap to the next; tiles keep the width of those above them */
+  [data-testid="stHorizontalBlock"]:has(
+    > [data-testid="stColumn"] > div > div > div > [data-testid="stElementContainer"] > [data-testid="stMetric"]
+  ) { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); }
+  [data-testid="stColumn"]:has(
+    > div > div > div > [data-testid="stElementContainer"] > [data-testid="stMetric"]
+  ) { min-width: 0; width: auto; }
+  @media (max-width: 1199px) {  /* four are two rows of two */
+    [data-testid="stHorizontalBlock"]:has(
+      > [data-testid="stColumn"]:nth-child(4):last-child > div > div > div > [data-testid="stElementContainer"]
+      > [data-testid="stMetric"]
+    ) { grid-template-columns: repeat(2, 1fr); }
+  }
+  @media (min-width: 1200px) {  /* seven or eight are two rows of four */
+    [data-testid="stHorizontalBlock"]:has(
+      > [data-testid="stColumn"]:nth-child(7) > div > div > div > [data-testid="stElementContainer"]
+      > [data-testid="stMetric"]
+    ) { grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr)); }
+  }
   [data-testid="stColumn"]:has(
     > * [data-testid="stSelectbox"], > * [data-testid="stTextInput"], > * [data-testid="stNumberInput"],
     > * [data-testid="stButton"]
   ) { min-width: 10rem; }
+  /* charts beside each other need the width of their axes and legends */
+  [data-testid="stColumn"]:has(> * [data-testid="stVegaLiteChart"]) { min-width: 25rem; }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
   [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
@@ -168,22 +189,29 @@ def table(
 ) -> None:
     """Draw a table, or instructions for how to get rows; classes and states have their colours.
 
-    `max_rows` are visible at once. A click on a row selects it.
+    `max_rows` are visible at once. A click on a row selects it. A user of one tenant sees no column of tenants.
     """
     if frame.empty:
         st.caption(empty)
         return
-    shown: Any = frame[[name for name in columns if name in frame.columns]]
+    is_shown = {name: name in frame.columns and not (name == TENANT and session.is_of_one_tenant()) for name in columns}
+    shown: Any = frame[[name for name in columns if is_shown[name]]]
     inks = {"class": classes or {}, **dict.fromkeys(("state", "status", "outcome"), states or STATES)}
-    styled = shown.style
+    styled = shown
     for name, ink in inks.items():
-        if name in shown.columns:
+        if name in shown.columns:  # a frame without inks is drawn as it is, which takes a third of the time
+            styled = styled.style if styled is shown else styled
             styled = styled.map(lambda value, ink=ink: _ink(ink.get(str(value).split(":")[0])), subset=[name])
     height: Any = "content" if len(frame) <= max_rows else ROW_HEIGHT * (max_rows + 1)
     more: dict[str, Any] = {"hide_index": True, "width": "stretch", "height": height, "placeholder": "–"}
+    configured = dict(columns)
+    for name, width in too_narrow(shown, columns).items():
+        known = columns[name]
+        is_label = isinstance(known, str)
+        configured[name] = st.column_config.TextColumn(known, width=width) if is_label else {**known, "width": width}
     if on_pick is not None:
         more |= {"on_select": lambda: _picked(on_pick), "selection_mode": "single-cell", "key": PICKING}
-    st.dataframe(styled, column_config=dict(columns), **more)
+    st.dataframe(styled, column_config=configured, **more)
 
 
 def time_column(label: str, shown: str, width: int | None = None) -> Any:

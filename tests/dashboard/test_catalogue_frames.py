@@ -72,6 +72,13 @@ def test_lists_without_rows_have_their_columns() -> None:
     assert list(frames.adapters_frame([], {})) == list(frames.ADAPTER_COLUMNS)
 
 
+def test_the_size_of_an_adapter_that_engines_have_is_unknown() -> None:
+    adapter = {"served_as": "m:a", "tenant_id": "ten_1", "state": "ready", "created_at": None, "id": "ada_1"}
+    uploaded, granted = ({"num_bytes": 0, "engine_adapter": name} for name in (None, "a-v2"))
+    sizes = frames.adapters_frame([adapter | uploaded, adapter | granted], {})["bytes"]
+    assert (sizes[0], sizes.isna().tolist()) == (0, [False, True])
+
+
 def test_alerts_of_quotas_have_the_name_of_their_tenant() -> None:
     alert = {
         "id": "evt_1", "type": "quota.threshold", "at": "2026-01-01T00:00:00Z", "status": "firing",

@@ -181,11 +181,12 @@ def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitle
         "attainment": 1.0,
     }
     totals |= {"mean_ttft_ms": 12.5}
-    usage = [{"group": {"tenant_id": name}, "totals": totals | {"prompt_tokens": 10}} for name in "ab"]
+    prompts = {"a": 10, "b": 40}  # the busiest is who used most tokens of both kinds
+    usage = [{"group": {"tenant_id": name}, "totals": totals | {"prompt_tokens": prompts[name]}} for name in "ab"]
     frame = tenants_frame(tenants, usage)
-    assert list(frame["tenant"]) == ["a", "b", "c"], "who used nothing comes last"
-    assert list(frame["share"]) == [0.5, 0.5, 0.0]
-    assert list(frame["entitled"])[:2] == [0.75, 0.25], "and takes part in no share"
+    assert list(frame["tenant"]) == ["b", "a", "c"], "who used nothing comes last"
+    assert list(frame["share"]) == [0.75, 0.25, 0.0]
+    assert list(frame["entitled"])[:2] == [0.25, 0.75], "and takes part in no share"
 
 
 def test_only_changed_fields_of_edited_classes_are_sent() -> None:
@@ -262,6 +263,15 @@ def test_changes_are_told_field_by_field() -> None:
     assert (row["change"], row["actor"]) == ("cap: 5 → 7", "ops …abcd")
     made = entry | {"before": None, "after": {"level": "tenant", "kind": "tokens_per_day", "cap": 5}}
     assert changes.in_words(made) == "tenant tokens_per_day 5"
+    assert row["kind"] == "quotas"
+    kind = {"kind": "money_per_month", "ends_at": None}
+    budget = {
+        "before": kind | {"cap": 2 * 10**9},
+        "after": {"cap": 15 * 10**8, **kind, "ends_at": "2026-01-01T10:00:00.5Z"},
+    }
+    assert changes.in_words(entry | budget) == "cap: $2.00 → $1.50, ends_at: none → 2026-01-01 10:00:00 UTC"
+    user = {"before": None, "after": {"name": "", "email": "ada@example.com", "role": "viewer"}}
+    assert changes.in_words(entry | user) == "ada@example.com viewer"
 
 
 def test_a_class_keeps_its_colour_wherever_it_is_shown() -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 from tests.server_thread import serving_in_thread
 
 from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
-from moiety_dashboard.views.playground.stream import StreamedAnswer, streaming
+from moiety_dashboard.views.playground.stream import StreamedAnswer, refusal, streaming
 
 BOTH = PlaygroundSettings(("a", "b"), "auto", 32, 0.5, "Be brief.")
 ONE = PlaygroundSettings(("a",), "flex", 8, None, "")
@@ -133,6 +134,21 @@ def test_a_refusal_of_one_model_does_not_end_the_other_answer() -> None:
         assert refused.error == "429 quota_exceeded: Used up. Retry after 7 s."
         assert (refused.request_id, refused.completion_id) == ("req_1", "")
         assert (served.error, served.text) == ("", "b says")
+
+
+@pytest.mark.parametrize(
+    ("message", "after", "shown"),
+    [
+        ("have the limit raised", "58749", "429 quota_exceeded: have the limit raised. Retry after 16 h 19 min."),
+        ("Used up.", "99", "429 quota_exceeded: Used up. Retry after 99 s."),
+        ("Used up.", "Wed, 21 Oct 2026", "429 quota_exceeded: Used up. Retry after Wed, 21 Oct 2026."),
+        ("Used up.", None, "429 quota_exceeded: Used up."),
+    ],
+)
+def test_a_refusal_says_when_to_retry_in_words(message: str, after: str | None, shown: str) -> None:
+    headers = {} if after is None else {"retry-after": after}
+    body = {"error": {"code": "quota_exceeded", "message": message}}
+    assert refusal(httpx.Response(429, json=body, headers=headers)) == shown
 
 
 @pytest.mark.timeout(DEADLINE_S)

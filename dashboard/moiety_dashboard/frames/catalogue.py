@@ -108,7 +108,7 @@ def adapters_frame(adapters: Rows, names: Mapping[str, str]) -> pd.DataFrame:
             "served_as": one["served_as"],
             "tenant": names.get(one["tenant_id"], one["tenant_id"]),
             "state": one["state"],
-            "bytes": one["num_bytes"],
+            "bytes": one["num_bytes"] if one["engine_adapter"] is None else None,  # unknown: the engine has it
             "source": "uploaded" if one["engine_adapter"] is None else f"engine: {one['engine_adapter']}",
             "created": moment(one["created_at"]),
             "id": one["id"],

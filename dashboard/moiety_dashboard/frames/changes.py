@@ -7,8 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.formatting import moment
+from moiety_dashboard.formatting import dollars, moment
 
+KINDS = {  # of the objects, which the log names by their tables
+    "tenants": "tenants", "projects": "projects", "api_keys": "keys", "users": "users", "key_policies": "key policies",
+    "quotas": "quotas", "service_classes": "classes", "prices": "prices", "routes": "routes",
+    "guardrails": "guardrails", "jwt_issuers": "issuers of JWTs", "jwt_grants": "grants of JWTs",
+    "content_logging": "content logging", "request_contents": "contents of requests", "agent_runs": "agent runs",
+    "engines": "engines", "webhooks": "webhooks", "adapters": "adapters",
+    "declarations": "declarations", "idempotent_requests": "stored answers", "audit_log": "audit log",
+}  # fmt: skip
+IDENTIFYING = ("name", "email", "url", "level", "kind", "model", "service_class", "cap", "role")
 COLUMNS = ("seq", "at", "actor", "role", "action", "kind", "change", "object")
 
 
@@ -21,7 +30,7 @@ def audit_frame(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str]) 
             "actor": names.get(entry["actor"], entry["actor"]),
             "role": entry["actor_role"] or "",
             "action": entry["action"],
-            "kind": entry["object_kind"],
+            "kind": KINDS.get(entry["object_kind"], entry["object_kind"]),
             "change": in_words(entry),
             "object": entry["object_id"],
         }
@@ -37,13 +46,18 @@ def in_words(entry: Mapping[str, Any]) -> str:
         return "(erased)"
     if before is None or after is None:
         row = after or before or {}
-        fields = [
-            row.get(name) for name in ("name", "level", "kind", "model", "cap", "role") if row.get(name) is not None
-        ]
-        return " ".join(map(str, fields))
+        return " ".join(_show(name, row) for name in IDENTIFYING if row.get(name) not in (None, ""))
     changed = [name for name in after if before.get(name) != after[name]]
-    return ", ".join(f"{name}: {_show(before.get(name))} → {_show(after[name])}" for name in changed)
+    return ", ".join(f"{name}: {_show(name, before)} → {_show(name, after)}" for name in changed)
 
 
-def _show(value: Any) -> str:
-    return "none" if value is None else str(value)
+def _show(name: str, row: Mapping[str, Any]) -> str:
+    """Return a field of an object for people: caps of money in dollars, and times to the second."""
+    value = row.get(name)
+    if value is None:
+        return "none"
+    if name == "cap" and str(row.get("kind")).startswith("money"):
+        return dollars(value)
+    if name.endswith("_at") and isinstance(value, str):
+        return f"{moment(value):%Y-%m-%d %H:%M:%S} UTC"
+    return str(value)

@@ -48,7 +48,7 @@ def tenants_frame(tenants: Rows, usage: Rows) -> pd.DataFrame:
             }
         )
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    return frame.sort_values(["output_tokens", "tenant"], ascending=[False, True], ignore_index=True)
+    return frame.sort_values(["share", "requests", "tenant"], ascending=[False, False, True], ignore_index=True)
 
 
 def attainment_of(totals: Mapping[str, Any]) -> float | None:
@@ -117,7 +117,7 @@ def users_frame(users: Rows, names: Mapping[str, str], zone: tzinfo) -> pd.DataF
     rows = [
         {
             "email": user["email"],
-            "name": user["name"],
+            "name": user["name"] or None,
             "role": user["role"],
             "tenant": "all tenants" if user["tenant_id"] is None else names.get(user["tenant_id"], user["tenant_id"]),
             "projects": ", ".join(names.get(one, one) for one in user["project_ids"] or []) or "all",

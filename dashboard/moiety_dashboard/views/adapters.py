@@ -15,7 +15,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants.names import names_of
 
-NONE = "No adapter is stored. Upload one with: moiety adapter add"
+NONE = "No adapter is stored. Upload one with: `moiety adapter add`."
 STATES = {"ready": colours.GOOD, "uploading": colours.WARN}
 
 
@@ -34,8 +34,9 @@ def draw_list(client: AdminClient) -> None:
     figures = [
         Tile("Adapters", f"{len(frame)}", f"{int((frame['state'] == 'ready').sum())} ready"),
         Tile("Size", in_bytes(total), "of all uploaded tensors"),
-        Tile("Tenants", f"{frame['tenant'].nunique()}", "with an adapter"),
     ]
+    if not session.is_of_one_tenant():
+        figures.append(Tile("Tenants", f"{frame['tenant'].nunique()}", "with an adapter"))
     panels.tiles(figures, [answer], key="adapter figures")
     with panels.panel("Adapters", "by tenant, model and name", [answer], key="adapters", frame=frame):
         panels.table(frame, columns(), NONE, states=STATES, max_rows=16)

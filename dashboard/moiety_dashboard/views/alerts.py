@@ -24,7 +24,8 @@ def draw(page: Page) -> None:
 
 
 def draw_live(client: AdminClient) -> None:
-    panels.head("Alerts", "Engines, SLOs, disks, and thresholds of quotas and budgets")
+    of_tenant, of_all = "Thresholds of quotas and budgets", "Engines, SLOs, disks, and thresholds of quotas and budgets"
+    panels.head("Alerts", of_tenant if session.is_of_one_tenant() else of_all)
     answer = client.get("/alerts")
     firing, alerts = firing_frame(answer.data["firing"]), alerts_frame(answer.data["data"], names_of(client))
     if not session.is_of_one_tenant():

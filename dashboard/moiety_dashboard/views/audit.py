@@ -10,7 +10,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.frames.changes import audit_frame
+from moiety_dashboard.frames.changes import KINDS, audit_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import names_of
 
@@ -18,14 +18,6 @@ LIMIT = 200
 NEWEST = 2**62
 VERDICT = "audit verdict"
 BEFORE = "audit before"
-KINDS = {
-    "tenants": "tenants", "projects": "projects", "api_keys": "keys", "quotas": "quotas", "service_classes": "classes",
-    "prices": "prices", "routes": "routes", "guardrails": "guardrails",
-    "jwt_issuers": "issuers of JWTs", "jwt_grants": "grants of JWTs",
-    "content_logging": "content logging", "request_contents": "contents of requests",
-    "engines": "engines", "webhooks": "webhooks", "adapters": "adapters",
-    "declarations": "declarations", "idempotent_requests": "stored answers", "audit_log": "audit log",
-}  # fmt: skip
 
 
 def draw(page: Page) -> None:
@@ -46,7 +38,7 @@ def draw(page: Page) -> None:
 def draw_entries(answer: Answer, names: Mapping[str, str], kinds: list[str], actions: list[str]) -> None:
     frame = audit_frame(answer.data["data"], names)
     if kinds:
-        frame = frame[frame["kind"].isin(kinds)]
+        frame = frame[frame["kind"].isin([KINDS[kind] for kind in kinds])]
     if actions:
         frame = frame[frame["action"].isin(actions)]
     whose = "all tenants" if answer.data["whole"] else "your tenant"

@@ -25,7 +25,7 @@ STATES = {
     "expired": colours.BAD,
     "cancelled": colours.NEUTRAL,
 }
-NONE = "No batch was created. A client creates one with POST /v1/batches."
+NONE = "No batch was created. A client creates one with `POST /v1/batches`."
 
 
 def draw(page: Page) -> None:

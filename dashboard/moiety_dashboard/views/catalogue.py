@@ -29,17 +29,19 @@ def draw(page: Page) -> None:
 
 
 def draw_models(client: AdminClient) -> None:
-    panels.head("Catalogue", "Served models: what they can do, what they cost, and who may use them")
+    is_of_one = session.is_of_one_tenant()  # the load of engines and other tenants are not its business
+    costs = "and what they cost" if is_of_one else "what they cost, and who may use them"
+    panels.head("Catalogue", f"Served models: what they can do, {costs}")
     answer = client.get("/models")
     models = answer.data["data"]
     usual = frames.usual_class_of(models)
     frame = frames.models_frame(models, usual, watch_rates(models))
     panels.tiles(tiles(models), [answer], key="catalogue figures")
-    note = f"prices of the class {usual}, in dollars per million tokens; load now"
+    note = f"prices of the class {usual}, in dollars per million tokens{'' if is_of_one else '; load now'}"
     with panels.panel("Models", note, [answer], key="models", frame=frame):
         shown = columns()
-        if session.is_of_one_tenant():  # the load of engines is not a tenant's business
-            for name in ("running", "waiting", "replicas", "output_per_s"):
+        if is_of_one:
+            for name in ("running", "waiting", "replicas", "output_per_s", "tenants"):
                 del shown[name]
         panels.table(frame, shown, NONE, states=STATUSES, max_rows=12)
 
@@ -82,19 +84,24 @@ def draw_one(client: AdminClient) -> None:
         return
     chosen = st.selectbox("Model", list(models), key=CHOSEN)
     model = models.get(chosen) or next(iter(models.values()))
-    left, right = st.columns(2)
     priced, users = frames.class_prices_frame(model), frames.users_frame(model)
     inks = colours.of_classes(sorted({*priced["class"], *users["class"]}))
+    is_of_one = session.is_of_one_tenant()
+    left, right = (st.container(), None) if is_of_one else st.columns(2)
     with (
         left,
         panels.panel("Prices by class", "dollars per million tokens", [answer], key="class prices", frame=priced),
     ):
         panels.table(priced, price_columns(), "This model has no price: its requests are free of charge.", classes=inks)
-    shown = f"the first {len(users)} of {model['num_tenants']}" if len(users) < model["num_tenants"] else "by name"
-    note = f"tenants with a valid key that allows the model, {shown}"
-    with right, panels.panel("Who may use it", note, [answer], key="model users", frame=users):
-        none = "No tenant has a valid key that allows this model."
-        panels.table(users, {"tenant": "Tenant", "class": "Best class"}, none, classes=inks)
+    if right is None:
+        may = "A valid key of your tenant" if len(users) else "No valid key of your tenant"
+        st.caption(f"{may} allows this model.")
+    else:
+        shown = f"the first {len(users)} of {model['num_tenants']}" if len(users) < model["num_tenants"] else "by name"
+        note = f"tenants with a valid key that allows the model, {shown}"
+        with right, panels.panel("Who may use it", note, [answer], key="model users", frame=users):
+            none = "No tenant has a valid key that allows this model."
+            panels.table(users, {"tenant": "Tenant", "class": "Best class"}, none, classes=inks)
     routes, adapters = ", ".join(model["routes"]), ", ".join(model["adapters"])
     st.caption(f"Routes: {as_text(routes or 'none')}")
     st.caption(f"Adapters: {as_text(adapters or 'none')}")
@@ -104,7 +111,7 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     price = "of a million tokens in this class"
     return {
-        "model": column.TextColumn("Model", width="medium"),
+        "model": column.TextColumn("Model", width=150),
         "status": "Status",
         "context": column.NumberColumn("Context", format="localized", help="Most tokens of prompt and answer"),
         "input": column.NumberColumn("Input, $", format="%.4g", help=price),
@@ -112,9 +119,9 @@ def columns() -> dict[str, Any]:
         "running": column.NumberColumn("Running", format="localized"),
         "waiting": column.NumberColumn("Waiting", format="localized"),
         "replicas": column.TextColumn("Replicas", help="That accept requests, of all"),
-        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f", help="Since the last refresh"),
+        "output_per_s": column.NumberColumn("Output tok/s", format="%,.0f", help="Since the last refresh"),
         "tenants": column.NumberColumn("Tenants", format="localized", help="With a valid key that allows the model"),
-        "features": column.TextColumn("Features", width="large"),
+        "features": column.TextColumn("Features", width=270),
         "routes": "Routes",
         "adapters": column.NumberColumn("Adapters", format="localized"),
         "family": "Family",

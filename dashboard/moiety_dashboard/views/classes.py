@@ -61,8 +61,9 @@ def draw_live(client: AdminClient) -> None:
     inks = colours.of_classes(terms["name"] for terms in classes.data["data"])
     frame = classes_of_hour(classes, sums, engines)
     answers = [sums, classes, *([engines] if engines else [])]
-    with panels.panel("SLO attainment", "last 1 h, and now", answers, key="slo attainment", frame=frame):
-        panels.table(frame, columns(), "No service class is defined.", classes=inks)
+    note = "last 1 h" + (", and now" if engines else "")
+    with panels.panel("SLO attainment", note, answers, key="slo attainment", frame=frame):
+        panels.table(frame, columns(with_load=engines is not None), "No service class is defined.", classes=inks)
     draw_quotes(client)
     window = LIVE[1]
     span = window.span()
@@ -90,21 +91,30 @@ def draw_spot(client: AdminClient, inks: Mapping[str, str], span: charts.Span) -
     with panels.panel("Spot price", note, [answer], key="spot price", frame=prices):
         figure = charts.Figure("percent", "% of the price")
         none = "No request, quote or list has asked for a spot price in this time range."
-        panels.draw(lambda: charts.lines(prices, figure, "class", inks, span), prices, none, "spot price chart")
+        panels.draw(
+            lambda: charts.lines(prices, figure, "class", inks, span, width_px=charts.WHOLE_PX),
+            prices,
+            none,
+            "spot price chart",
+        )
 
 
-def columns() -> dict[str, Any]:
+def columns(*, with_load: bool) -> dict[str, Any]:
     column = st.column_config
     since_start = "Total of all engines since they started"
-    more = {
+    more: dict[str, Any] = {
         "predicted_s": column.NumberColumn(
             "Predicted TTFT, s", format="%.2f", help="Predicted TTFT of an empty prompt that arrives now"
         ),
         "rejections": column.NumberColumn("Rejected, 1 h", format="localized"),
         "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),
     }
-    shown = class_columns() | more
-    del shown["slo"], shown["requests"]  # the SLO is editable below, the requests are on the overview
+    if not with_load:
+        del more["predicted_s"], more["downgraded"]
+    shown = class_columns(with_load=with_load) | more
+    del shown["requests"]  # they are on the overview
+    if session.may("classes.write"):
+        del shown["slo"]  # it is editable below
     return shown
 
 
@@ -150,20 +160,24 @@ def terms_form(terms: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     edited: dict[str, Any] = {}
     first, second, third = st.columns(3)
     for name, (label, description) in TIMES.items():
-        edited[name] = first.number_input(label, 0.001, value=terms[name], format="%.3f", help=description)
-    edited["ttft_per_1k_s"] = second.number_input(
+        edited[name] = first.number_input(
+            label, 0.001, value=terms[name], format="%.3f", placeholder="none", help=description
+        )
+    edited["ttft_per_1k_s"] = first.number_input(
         "Additional TTFT per 1,000 prompt tokens, s", 0.0, value=float(terms["ttft_per_1k_s"]), format="%.3f"
     )
     edited["max_queue_s"] = second.number_input("Maximum queue time, s", 0.001, value=float(terms["max_queue_s"]))
     edited["rank"] = second.number_input("Rank (0 is highest)", 0, 1000, int(terms["rank"]))
-    edited["weight"] = third.number_input("Weight", 0.001, 1000.0, float(terms["weight"]))
+    edited["weight"] = second.number_input("Weight", 0.001, 1000.0, float(terms["weight"]))
+    edited["preemptible"] = second.checkbox(
+        "Preemptible", terms["preemptible"], help="Requests of higher classes can preempt those of this class"
+    )
     edited["price_factor"] = third.number_input("Price factor", 0.0, 100.0, float(terms["price_factor"]))
+    for name, (label, description) in SPOT.items():
+        edited[name] = third.number_input(label, 1, 100, terms[name], placeholder="fixed", help=description)
     edited["credit_percent"] = third.number_input(
         "Credit for a missed guarantee, % of the cost", 0, 100, int(terms["credit_percent"])
     )
-    for name, (label, description) in SPOT.items():
-        edited[name] = second.number_input(label, 1, 100, terms[name], help=description)
-    edited["preemptible"] = third.checkbox("Preemptible by higher classes", terms["preemptible"])
     actions = list(OVERLOAD)
     left, right = st.columns(2)
     edited["on_overload"] = left.selectbox(

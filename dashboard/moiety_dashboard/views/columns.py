@@ -6,10 +6,13 @@ from typing import Any
 
 import streamlit as st
 
+LOAD = ("waiting", "oldest_s", "running")  # of the engines, which users of one tenant do not see
 
-def class_columns() -> dict[str, Any]:
+
+def class_columns(*, with_load: bool) -> dict[str, Any]:
+    """Return the columns of a table of classes."""
     column = st.column_config
-    return {
+    shown: dict[str, Any] = {
         "class": "Class",
         "slo": column.TextColumn("SLO", width=230),
         "attainment": column.NumberColumn("SLO attainment, 1 h", format="percent"),
@@ -20,8 +23,8 @@ def class_columns() -> dict[str, Any]:
             "exhausted early",
         ),
         "requests": column.NumberColumn("Requests, 1 h", format="localized"),
-        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to first token, last hour"),
-        "queue_ms": column.NumberColumn("Queue time, ms", format="%.0f", help="Mean time in the queue, last hour"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%,.0f", help="Mean time to first token, last hour"),
+        "queue_ms": column.NumberColumn("Queue time, ms", format="%,.0f", help="Mean time in the queue, last hour"),
         "preemptions": column.NumberColumn("Preemptions, 1 h", format="localized"),
         "waiting": column.NumberColumn("Waiting", format="localized", help="Requests in the engines' queues, now"),
         "oldest_s": column.NumberColumn(
@@ -29,6 +32,7 @@ def class_columns() -> dict[str, Any]:
         ),
         "running": column.NumberColumn("Running", format="localized", help="Requests in the engines' batches, now"),
     }
+    return {name: column for name, column in shown.items() if with_load or name not in LOAD}
 
 
 def token_columns() -> dict[str, Any]:
@@ -44,7 +48,7 @@ def scope_columns(share: str) -> dict[str, Any]:
     """Return columns of whom a limit is for, what it limits, and the share of it that is used, with this heading."""
     column = st.column_config
     return {
-        "scope": column.TextColumn("Scope", width="medium"),
+        "scope": "Scope",
         "limit": "Limit",
         "share": column.ProgressColumn(share, min_value=0.0, max_value=1.0, format="percent"),
     }

@@ -95,8 +95,8 @@ def columns() -> dict[str, Any]:
         ),
         "prefill": column.NumberColumn("Prefill", format="percent", help="Share of time in steps with prompt tokens"),
         "decode": column.NumberColumn("Decode", format="percent", help="Share of time in steps without prompt tokens"),
-        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%.0f", help="Prompt tokens per second"),
-        "output_per_s": column.NumberColumn("Output tok/s", format="%.0f", help="Output tokens per second"),
+        "prompt_per_s": column.NumberColumn("Prompt tok/s", format="%,.0f", help="Prompt tokens per second"),
+        "output_per_s": column.NumberColumn("Output tok/s", format="%,.0f", help="Output tokens per second"),
     }
 
 
@@ -135,7 +135,9 @@ def draw_watched(seen: samples.Samples, answer: Answer) -> None:
     ):
         figure = charts.Figure("share", "share of time", ".1%")
         none = "No data yet: the chart needs two heartbeats."
-        panels.draw(lambda: charts.lines(steps, figure, "kind", inks, span), steps, none, "time chart")
+        panels.draw(
+            lambda: charts.lines(steps, figure, "kind", inks, span, width_px=charts.WHOLE_PX), steps, none, "time chart"
+        )
 
 
 def draw_memory(client: AdminClient, engines: Answer) -> None:

@@ -34,10 +34,14 @@ def draw(page: Page) -> None:
 
 
 def draw_live(client: AdminClient, labels: list[str]) -> None:
-    panels.head("Overview", "Health of all engines and classes, now and over time")
     engines = client.get("/engines") if session.may("engines.read") else None
+    what = (
+        "Requests, tokens and SLO attainment of your tenant" if engines is None else "Health of all engines and classes"
+    )
+    panels.head("Overview", f"{what}, now and over time")
     classes = client.get("/classes")
-    draw_state(engines)
+    if engines is not None:
+        draw_state(engines)
     draw_now(client, engines)
     shown = st.segmented_control(
         "Window", labels, default=labels[1], key="window", label_visibility="collapsed", format_func=as_text
@@ -48,10 +52,7 @@ def draw_live(client: AdminClient, labels: list[str]) -> None:
     draw_classes(client, classes, engines, inks)
 
 
-def draw_state(engines: Answer | None) -> None:
-    if engines is None:
-        st.badge("requests, tokens and SLO attainment of your tenant", icon=":material/lock_person:", color="gray")
-        return
+def draw_state(engines: Answer) -> None:
     listed = engines.data["data"]
     ready = [engine for engine in listed if fleet.engine_state(engine) == "ready"]
     models = as_text(", ".join(sorted({engine["card"]["model"] for engine in ready if engine["card"]})))
@@ -156,8 +157,9 @@ def draw_classes(client: AdminClient, classes: Answer, engines: Answer | None, i
     sums = client.get("/usage/minutes", group_by="service_class", step=60, since=since)
     frame = classes_of_hour(classes, sums, engines)
     answers = [sums, classes, *([engines] if engines else [])]
-    with panels.panel("Service classes", "last 1 h; queues now", answers, key="classes", frame=frame):
-        panels.table(frame, class_columns(), "No service class is defined.", classes=inks)
+    note = "last 1 h" + ("; queues now" if engines else "")
+    with panels.panel("Service classes", note, answers, key="classes", frame=frame):
+        panels.table(frame, class_columns(with_load=engines is not None), "No service class is defined.", classes=inks)
 
 
 def classes_of_hour(classes: Answer, sums: Answer, engines: Answer | None) -> pd.DataFrame:

@@ -127,4 +127,9 @@ def draw_projects(client: AdminClient, projects: Any, rows: list[dict[str, Any]]
     with panels.panel("Tokens", "by project and day, last 30 days", [usage], key="own-usage", frame=days):
         figure = charts.Figure("tokens", "tokens")
         empty = "Your projects sent no request in the last 30 days."
-        panels.draw(lambda: charts.stacked(days, figure, "name", inks, span), days, empty, "own usage chart")
+        panels.draw(
+            lambda: charts.stacked(days, figure, "name", inks, span, width_px=charts.WHOLE_PX),
+            days,
+            empty,
+            "own usage chart",
+        )

@@ -63,7 +63,7 @@ def tiles(frame: pd.DataFrame, live: Mapping[str, Any], lost: Mapping[str, Any],
     return [
         Tile("Quotas", f"{len(frame)}", "on tenants, projects and keys"),
         Tile("Exhausted, now", f"{exhausted}", "a usual request gets 429"),
-        Tile("Rejected, 1–2 h", f"{num_rejected}", "requests, for any reason"),
+        Tile("Rejected, 1–2 h", f"{num_rejected:,d}", "requests, for any reason"),
         Tile("Over 80 %, now", f"{near}", "of the cap"),
         Tile("Leases, now", f"{len(live['data'])}{more}", f"held by {gateways} gateway{'s'[: gateways != 1]}"),
         Tile("Quarantined, now", f"{len(lost['data'])}", "leases of crashed gateways"),
@@ -74,7 +74,7 @@ def lease_columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "state": "State",
-        "scope": column.TextColumn("Scope", width="medium"),
+        "scope": "Scope",
         "limit": "Quota",
         "gateway": column.TextColumn("Gateway", width="medium"),
         "granted": "Granted",

@@ -12,7 +12,7 @@ from moiety_dashboard.client import AdminClient
 from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.views.windows import DAY
 
-NONE = "No request with a quote in the last 24 h. Clients get quotes with POST /v1/quote."
+NONE = "No request with a quote in the last 24 h. Clients get quotes with `POST /v1/quote`."
 
 
 def draw_quotes(client: AdminClient, tenant_id: str | None = None) -> None:

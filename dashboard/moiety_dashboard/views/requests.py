@@ -12,7 +12,7 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, Answer, ApiRefused, path_of
 from moiety_dashboard.escaping import as_text
-from moiety_dashboard.frames.requests import requests_frame
+from moiety_dashboard.frames.requests import fields_frame, requests_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views import searches
 from moiety_dashboard.views.searches import OUTCOMES, StoredSearch
@@ -44,20 +44,21 @@ def draw(page: Page) -> None:
 def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the search as the API's parameters."""
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
-    first, second, third = (st.columns(4) for _ in range(3))
-    window = first[0].selectbox("Window", list(WINDOWS), 1, key="log window")
+    row = (1, 1, 1, 1)
+    places = searches.places_of(row, row, row)
+    window = next(places).selectbox("Window", list(WINDOWS), 1, key="log window")
     found = {
-        "tenant_id": searches.choose_tenant(SEARCH, first[1], names),
-        "model": searches.enter(SEARCH, first[2], "Model", "as the answer names it"),
-        "service_class": searches.choose(SEARCH, first[3], "Class", classes),
-        "outcome": searches.choose(SEARCH, second[0], "Outcome", list(OUTCOMES), OUTCOMES),
-        "status": searches.choose(SEARCH, second[1], "Status", list(STATUSES), more=True),
-        "slo": searches.choose(SEARCH, second[2], "SLO", list(SLO_STATES), SLO_STATES),
-        "min_ms": searches.enter_least_duration(SEARCH, second[3]),
-        "error_code": searches.enter(SEARCH, third[0], "Error code", "quota_exceeded"),
-        "route": searches.enter(SEARCH, third[1], "Route", "name of a route"),
-        "end_user": searches.enter(SEARCH, third[2], "End user", "ann"),
-        "tag": searches.enter(SEARCH, third[3], "Tag", "team=search"),
+        "tenant_id": searches.choose_tenant(SEARCH, places, names),
+        "model": searches.enter(SEARCH, next(places), "Model", "as the answer names it"),
+        "service_class": searches.choose(SEARCH, next(places), "Class", classes),
+        "outcome": searches.choose(SEARCH, next(places), "Outcome", list(OUTCOMES), OUTCOMES),
+        "status": searches.choose(SEARCH, next(places), "Status", list(STATUSES), more=True),
+        "slo": searches.choose(SEARCH, next(places), "SLO", list(SLO_STATES), SLO_STATES),
+        "min_ms": searches.enter_least_duration(SEARCH, next(places)),
+        "error_code": searches.enter(SEARCH, next(places), "Error code", "quota_exceeded"),
+        "route": searches.enter(SEARCH, next(places), "Route", "name of a route"),
+        "end_user": searches.enter(SEARCH, next(places), "End user", "ann"),
+        "tag": searches.enter(SEARCH, next(places), "Tag", "team=search"),
     }
     return {**found, "since": (datetime.now(UTC) - WINDOWS[window]).isoformat()}
 
@@ -85,13 +86,7 @@ def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[st
     if answer is None:
         return
     found = answer.data
-    shown = requests_frame([found], names).iloc[0]
-    fields = {
-        **{name: value for name, value in found.items() if name not in ("tags", "has_trace")},
-        "tenant": shown["tenant"], "key": shown["key"], "tags": shown["tags"],
-    }  # fmt: skip
-    lines = [{"field": name.replace("_", " "), "value": _shown(value)} for name, value in sorted(fields.items())]
-    frame = pd.DataFrame(lines, columns=["field", "value"])
+    frame = fields_frame(found, names, session.zone())
     with panels.panel(f"Request {request_id}", "as its usage row has it", [answer], key="request", frame=frame):
         if found["has_trace"] and TRACES in page.others:
             icon = ":material/account_tree:"
@@ -100,7 +95,9 @@ def draw_one(page: Page, client: AdminClient, request_id: str, names: Mapping[st
             st.caption("The trace store does not answer.")
         else:
             st.caption("The trace of this request was not sampled, or is deleted.")
-        panels.table(frame, {"field": "Field", "value": "Value"}, EMPTY, max_rows=40)
+        panels.table(
+            frame, {"field": st.column_config.TextColumn("Field", width=260), "value": "Value"}, EMPTY, max_rows=40
+        )
     if session.may("request_contents.read"):
         draw_content(client, request_id)
 
@@ -123,10 +120,6 @@ def draw_content(client: AdminClient, request_id: str) -> None:
             st.code(text, language=None, wrap_lines=True)
 
 
-def _shown(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
 def columns() -> dict[str, Any]:
     column = st.column_config
     shown: dict[str, Any] = {
@@ -140,8 +133,8 @@ def columns() -> dict[str, Any]:
         "prompt_tokens": column.NumberColumn("Prompt", format="localized", help="Prompt tokens"),
         "output_tokens": column.NumberColumn("Output", format="localized", help="Output tokens"),
         "cost": column.NumberColumn("Cost, $", format="%.6f"),
-        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f"),
-        "duration_ms": column.NumberColumn("Duration, ms", format="%.0f"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%,.0f"),
+        "duration_ms": column.NumberColumn("Duration, ms", format="%,.0f"),
         "slo": "SLO",
         "trace": column.CheckboxColumn("Trace", help="Whether its trace is stored"),
         "key": "Key",
@@ -150,6 +143,4 @@ def columns() -> dict[str, Any]:
         "tags": "Tags",
         "request_id": column.TextColumn("Request", width="medium"),
     }
-    if session.is_of_one_tenant():
-        del shown["tenant"]
     return shown

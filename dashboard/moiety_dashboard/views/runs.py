@@ -17,7 +17,7 @@ from moiety_dashboard.waterfall import waterfall
 
 CHOSEN = "chosen run"
 MAX_BARS = 100  # the CSV contains all requests
-NONE = "No run yet. A request begins one with the header x-moiety-run."
+NONE = "No run yet. A request begins one with the header `x-moiety-run`."
 NO_REQUEST = "No request of this run was admitted."
 
 
@@ -43,9 +43,8 @@ def draw_trace(client: AdminClient, run_id: str) -> None:
     path = path_of("runs", run_id)
     answer = client.get(f"{path}/trace")
     run, bars = answer.data["run"], run_bars_frame(answer.data["requests"])
-    with panels.panel(
-        "Requests of the run", f"in their order; the first {MAX_BARS} are drawn", [answer], key="run-trace", frame=bars
-    ):
+    note = "in their order" + (f"; the first {MAX_BARS} are drawn" if len(bars) > MAX_BARS else "")
+    with panels.panel("Requests of the run", note, [answer], key="run-trace", frame=bars):
         if bars.empty:
             st.caption(NO_REQUEST)
         else:
@@ -67,9 +66,9 @@ def columns() -> dict[str, Any]:
         "status": "Status",
         "requests": column.NumberColumn("Requests", format="localized"),
         "tokens": column.NumberColumn("Tokens", format="localized"),
-        "token_share": column.NumberColumn("of budget", format="percent"),
+        "token_share": column.NumberColumn("Token budget used", format="percent"),
         "cost": column.NumberColumn("Cost", format="dollar"),
-        "cost_share": column.NumberColumn("of budget ", format="percent"),
+        "cost_share": column.NumberColumn("Cost budget used", format="percent"),
         "deadline": panels.time_column("Deadline", "YYYY-MM-DD HH:mm:ss"),
         "created": panels.time_column("Began", "YYYY-MM-DD HH:mm:ss"),
         "id": column.TextColumn("Id", width="medium"),

@@ -5,7 +5,7 @@ A search does not know what it finds. It keeps its state in the session under ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,17 @@ class StoredSearch:
             st.session_state[self.key("picked")] = shown[row]
 
     def ask(self, client: AdminClient, filters: Mapping[str, Any]) -> Answer:
-        """Return the page of results that the person turned to; other filters begin at the newest."""
-        return client.get(self.path, limit=self.limit, cursor=self.cursor(filters), **filters)
+        """Return the page of results that the person turned to; other filters begin at the newest.
+
+        While a row is picked the results stay as they were, so that the picked row stays where it is marked.
+        """
+        asked = _lasting(filters), self.cursor(filters)
+        known: tuple[Any, Answer] | None = st.session_state.get(self.key("answer"))
+        if self.picked is not None and known is not None and known[0] == asked:
+            return known[1]
+        answer = client.get(self.path, limit=self.limit, cursor=asked[1], **filters)
+        st.session_state[self.key("answer")] = asked, answer
+        return answer
 
     def cursor(self, filters: Mapping[str, Any]) -> str | None:
         """Return the cursor of the page that the person turned to; None for the newest."""
@@ -79,16 +88,23 @@ def draw_buttons(search: StoredSearch, older: str | None, filters: Mapping[str, 
         st.rerun()
     label = "Refresh" if search.cursor(filters) is None else "Newest"
     if right.button(label, icon=":material/refresh:", width="stretch", key=search.key("newest")):
-        st.session_state.pop(search.key("position"), None)
+        for what in ("position", "answer"):
+            st.session_state.pop(search.key(what), None)
         st.rerun()
 
 
-def choose_tenant(search: StoredSearch, container: Any, names: Mapping[str, str]) -> str | None:
-    """Draw the choice of a tenant; a person of one tenant has none."""
+def places_of(*rows: Sequence[int]) -> Iterator[Any]:
+    """Return the places of fields in rows; each row has the relative widths of its places."""
+    for widths in rows:
+        yield from st.columns(widths)
+
+
+def choose_tenant(search: StoredSearch, places: Iterator[Any], names: Mapping[str, str]) -> str | None:
+    """Draw the choice of a tenant in the next place; a person of one tenant has none, and takes no place."""
     if session.is_of_one_tenant():
         return None
     tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
-    return choose(search, container, "Tenant", tenants, names)
+    return choose(search, next(places), "Tenant", tenants, names)
 
 
 def choose(

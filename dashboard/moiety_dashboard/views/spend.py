@@ -28,6 +28,7 @@ GROUPINGS = {
     "tenant": "Tenant", "project": "Project", "key": "Key", "model": "Model", "service_class": "Class",
     "end_user": "End user",
 }  # fmt: skip
+END_USER = "end_user"
 TAG = "tag:"
 NUM_DRAWN = 5  # groups with colours of their own in the chart
 NUM_SAMPLED = 500  # newest requests in which the names of tags are looked for
@@ -47,16 +48,17 @@ def draw(page: Page) -> None:
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, datetime, str | None, str]:
     """Return the chosen time [since, until), tenant, and grouping."""
-    places = st.columns([1.4, 2, 2, 2])
-    window = places[0].selectbox("Time", WINDOWS, key="spend time")
+    has_days, has_tenants = st.session_state.get("spend time") == OTHER, not session.is_of_one_tenant()
+    places = iter(st.columns(2 + has_days + has_tenants))
+    window = next(places).selectbox("Time", WINDOWS, key="spend time")
     since, until = days_of(window, datetime.now(UTC))
-    if window == OTHER:
-        given = places[1].date_input("Days, in UTC", (since.date(), until.date() - DAY), key="spend days")
+    if has_days:
+        given = next(places).date_input("Days, in UTC", (since.date(), until.date() - DAY), key="spend days")
         since, until = between(given, since, until)
     tenant_id = None
-    if not session.is_of_one_tenant():
+    if has_tenants:
         tenants = sorted((one for one in names if one.startswith("ten_")), key=lambda one: names[one])
-        tenant_id = places[2].selectbox(
+        tenant_id = next(places).selectbox(
             "Tenant",
             tenants,
             None,
@@ -64,11 +66,14 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, dat
             placeholder="all",
             key="spend tenant",
         )
-    groupings = [name for name in GROUPINGS if name != "tenant" or not session.is_of_one_tenant()]
-    if tenant_id is not None or session.is_of_one_tenant():  # tags are each tenant's own
+    is_of_one = tenant_id is not None or not has_tenants
+    groupings = [name for name in GROUPINGS if name not in ("tenant", END_USER)]
+    groupings = groupings if not has_tenants else ["tenant", *groupings]
+    if is_of_one:  # end users and tags are each tenant's own
+        groupings.append(END_USER)
         sample = client.get("/usage/requests", tenant_id=tenant_id, limit=NUM_SAMPLED, since=since.isoformat())
         groupings += [f"{TAG}{name}" for name in tag_names(sample.data["data"])]
-    grouping = places[3].selectbox("Group by", groupings, format_func=label_of, key="spend by")
+    grouping = next(places).selectbox("Group by", groupings, format_func=label_of, key="spend by")
     return since, until, tenant_id, grouping
 
 
@@ -107,7 +112,7 @@ def draw_month(client: AdminClient, tenant_id: str | None) -> None:
     figures = [
         Tile("Spent this month", dollars(found["spent_nanodollars"]), f"since {found['month_start'][:10]}"),
         Tile("Forecast for the month", dollars(found["forecast_nanodollars"]), f"to {found['month_end'][:10]}", how),
-        Tile("Spent a day", rate, "no spend in four weeks" if since is None else f"mean since {since[:10]}"),
+        Tile("Spend per day", rate, "no spend in four weeks" if since is None else f"mean since {since[:10]}"),
     ]
     panels.tiles(figures, [answer])
 
@@ -131,7 +136,12 @@ def draw_groups(
     whole = f"{dollars(total['cost_nanodollars'])} in all"
     with panels.panel("Cost by day", whole, answers or [answer], key="days", frame=days):
         figure = charts.Figure("cost", "dollars", ",.4~f", axis="$,.3~r")
-        panels.draw(lambda: charts.stacked(days, figure, "name", inks, span), days, NOBODY, "spend chart")
+        panels.draw(
+            lambda: charts.stacked(days, figure, "name", inks, span, width_px=charts.WHOLE_PX),
+            days,
+            NOBODY,
+            "spend chart",
+        )
     note = f"{since:%Y-%m-%d} to {until - DAY:%Y-%m-%d}; the CSV has all rows"
     with panels.panel(f"By {as_text(label_of(grouping).lower())}", note, [answer], key="spend", frame=frame):
         panels.table(frame, columns(grouping), NOBODY, max_rows=14)
@@ -146,7 +156,7 @@ def read_days(
 
     End users and tags are not told apart here: the gateway would read all requests of the time for each of them.
     """
-    if grouping == "end_user" or grouping.startswith(TAG):
+    if grouping == END_USER or grouping.startswith(TAG):
         answer = client.get("/spend", group_by="day", **given)
         return [answer], days_frame({ALL: answer.data["data"]})
     filter_of = f"{grouping}_id" if grouping in ("tenant", "project", "key") else grouping
@@ -173,7 +183,7 @@ def with_rest(days: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
 
 def columns(grouping: str) -> dict[str, Any]:
     column = st.column_config
-    without = "A dash stands for requests without one" if grouping == "end_user" or grouping.startswith(TAG) else None
+    without = "A dash stands for requests without one" if grouping == END_USER or grouping.startswith(TAG) else None
     return {
         "name": column.TextColumn(as_text(GROUPINGS.get(grouping, "Tag value")), help=without),
         "share": column.ProgressColumn("Share of cost", min_value=0.0, max_value=1.0, format="percent"),
@@ -207,17 +217,22 @@ def draw_budgets(client: AdminClient, tenant_id: str | None, names: Mapping[str,
     note = f"of {dollars(budget['cap_nanodollars'])}, by the usage of its scope"
     with panels.panel("Burn-down", note, [answer], key="burn-down", frame=burn):
         figure = charts.Figure("remaining", "dollars", ",.4~f")
-        panels.draw(lambda: charts.lines(burn, figure, "name", inks, span), burn, NOBODY, "burn-down chart")
+        panels.draw(
+            lambda: charts.lines(burn, figure, "name", inks, span, width_px=charts.WHOLE_PX),
+            burn,
+            NOBODY,
+            "burn-down chart",
+        )
 
 
 def budget_columns() -> dict[str, Any]:
     column = st.column_config
     return {
-        **scope_columns("Used"),
-        "used": column.NumberColumn("Used, $", format="dollar", help="What the limit has counted"),
+        **scope_columns("Share used"),
+        "used": column.NumberColumn("Used", format="dollar", help="What the limit has counted"),
         "cap": column.NumberColumn("Cap", format="dollar"),
         "forecast": column.NumberColumn("Forecast", format="dollar", help="Used by the window's end at this rate"),
-        "per_day": column.NumberColumn("A day", format="dollar", help="Mean of the last seven days"),
-        "exhausted_at": panels.time_column("Used up", "YYYY-MM-DD HH:mm"),
+        "per_day": column.NumberColumn("Per day", format="dollar", help="Mean of the last seven days"),
+        "exhausted_at": panels.time_column("Cap reached", "YYYY-MM-DD HH:mm", width=140),
         "ends": panels.time_column("Window ends", "YYYY-MM-DD HH:mm"),
     }

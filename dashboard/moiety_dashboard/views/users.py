@@ -13,6 +13,7 @@ from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.frames.tenants import limits_text, users_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.key_forms import dollars_of, nano_of
+from moiety_dashboard.views.tenants.keys import priced_models
 
 MADE = "made invitation"
 ALL_TENANTS = ""  # in place of a tenant's id
@@ -171,7 +172,9 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
     """Draw the policies of tenants for keys of their developers, and a form for one of them."""
     policies = client.list("/key-policies")
     by_tenant = {policy["tenant_id"]: policy for policy in policies.data}
-    with panels.panel("Keys of developers", "what each tenant lets its users make", [policies], key="policies"):
+    with panels.panel(
+        "Key policy", "which keys the developers of a tenant make for themselves", [policies], key="policies"
+    ):
         if not tenants:
             st.caption("There is no tenant yet.")
             return
@@ -183,16 +186,15 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
             st.caption(as_text(policy_text(tenants[tenant_id], known)))
             makes = st.toggle("Developers make keys", value=bool(known.get("makes_keys", False)))
             first, second, third = st.columns(3)
-            max_keys = first.number_input(
-                "Most keys of a developer that work at a time", 0, 1000, known.get("max_keys", 5)
-            )
+            max_keys = first.number_input("Active keys per developer, at most", 0, 1000, known.get("max_keys", 5))
             max_days = second.number_input(
-                "Longest lifetime in days", 1, 3650, known.get("max_days"), placeholder="no bound"
+                "Longest lifetime, days", 1, 3650, known.get("max_days"), placeholder="no bound"
             )
+            allowed = known.get("allowed_models") or []
             models = third.multiselect(
                 "Models",
-                known.get("allowed_models") or [],
-                known.get("allowed_models") or [],
+                sorted({*priced_models(client), *allowed}),
+                allowed,
                 accept_new_options=True,
                 placeholder="All",
             )

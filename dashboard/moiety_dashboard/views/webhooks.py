@@ -140,8 +140,8 @@ def columns() -> dict[str, Any]:
         "events": column.TextColumn("Events", width="medium"),
         "pending": column.NumberColumn("Waiting", format="localized"),
         "dead": column.NumberColumn("Given up", format="localized", help="In the last 30 days"),
-        "delivered": panels.time_column("Last delivered", "YYYY-MM-DD HH:mm:ss"),
-        "failed": panels.time_column("Last failed", "YYYY-MM-DD HH:mm:ss"),
         "error": "Last error",
+        "failed": panels.time_column("Last failed", "YYYY-MM-DD HH:mm:ss"),
+        "delivered": panels.time_column("Last delivered", "YYYY-MM-DD HH:mm:ss"),
         "id": column.TextColumn("Id", width="medium"),
     }

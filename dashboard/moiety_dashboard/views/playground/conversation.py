@@ -8,6 +8,8 @@ from typing import Any
 
 from moiety_dashboard.views.playground.stream import StreamedAnswer
 
+TIERS = {"auto": "tenant default", "priority": "priority", "default": "standard", "flex": "flex"}  # by service_tier
+
 
 @dataclass(frozen=True)
 class PlaygroundSettings:

@@ -11,6 +11,7 @@ from moiety_dashboard.formatting import dollars, milliseconds, short
 from moiety_dashboard.frames import traces as frames
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.playground.conversation import TIERS
 from moiety_dashboard.views.playground.stream import StreamedAnswer
 from moiety_dashboard.views.traces.kept import KEPT, TRACE
 
@@ -20,7 +21,12 @@ MAX_BARS = 40  # the page of the trace has all
 
 
 def draw_figures(answer: StreamedAnswer) -> None:
-    """Show the latency that this client measured, and the usage that the answer reports."""
+    """Show the latency that this client measured, and the usage that the answer reports.
+
+    A refused request has neither.
+    """
+    if answer.error and answer.first_s is None:
+        return
     usage = answer.usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     panels.tiles(
@@ -30,7 +36,7 @@ def draw_figures(answer: StreamedAnswer) -> None:
             Tile("Decode speed", f"{short(answer.decode_speed)} tok/s", "after the first token"),
             Tile("Tokens", f"{short(usage.get('completion_tokens'))} out",
                  f"{short(usage.get('prompt_tokens'))} in, {short(cached)} cached"),
-            Tile("Class", answer.tier or "–", "that served the request"),
+            Tile("Class", TIERS.get(answer.tier, answer.tier) or "–", "that served the request"),
         ],
         key=f"figures {answer.trace_id}",
     )  # fmt: skip

@@ -17,11 +17,10 @@ from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.frames.catalogue import names_for_requests
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.key_forms import PLAYGROUND_KEY
-from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
+from moiety_dashboard.views.playground.conversation import TIERS, PlaygroundConversation, PlaygroundSettings, Turn
 from moiety_dashboard.views.playground.details import draw_details, draw_figures, draw_known_cost
 from moiety_dashboard.views.playground.stream import StreamedAnswer, streaming
 
-TIERS = {"auto": "tenant default", "priority": "priority", "default": "standard", "flex": "flex"}
 CONVERSATION = "playground conversation"
 FIELDS = "playground fields"  # values of the last request, for the next visit of the page
 NO_MODEL = "none"
@@ -66,9 +65,7 @@ def ask(models: list[str], *, is_first: bool) -> tuple[str, PlaygroundSettings, 
         other = choose_model(third, "Second model", [NO_MODEL, *models], last.get("other") or NO_MODEL)
         first, second, third = st.columns([2, 2, 2])
         tier = first.selectbox("Class", list(TIERS), format_func=lambda tier: TIERS[tier])
-        temperature = second.number_input(
-            "Temperature", 0.0, 2.0, last.get("temperature"), 0.1, placeholder="the model's default"
-        )
+        temperature = second.number_input("Temperature", 0.0, 2.0, last.get("temperature"), 0.1, placeholder="default")
         max_tokens = third.number_input("Max tokens", 1, value=last.get("max_tokens", 256))
         system = st.text_area("System prompt", last.get("system", ""), height=68, placeholder="none")
         prompt = st.text_area("Prompt", FIRST_PROMPT if is_first else "", height=90, placeholder="The next message")

@@ -16,6 +16,7 @@ import httpx
 
 from moiety_dashboard.client import read_error, read_message
 from moiety_dashboard.escaping import show_unseen
+from moiety_dashboard.formatting import time_left
 
 TIMEOUT_S = 120.0
 LIMIT_HEADERS = ("x-ratelimit-", "ratelimit")
@@ -158,5 +159,7 @@ def take(event: Mapping[str, Any], answer: StreamedAnswer) -> None:
 def refusal(response: httpx.Response) -> str:
     """Return status, code, message, and the time to retry."""
     code = read_error(response, "code") or "error"
-    after = response.headers.get("retry-after")
-    return f"{response.status_code} {code}: {read_message(response)}" + (f" Retry after {after} s." if after else "")
+    message, after = read_message(response), response.headers.get("retry-after", "")
+    said = message if message.endswith((".", "!", "?")) else f"{message}."
+    wait = f"{after} s" if len(after) < 3 else time_left(float(after)) if after.isdecimal() else after
+    return f"{response.status_code} {code}: {said}" + (f" Retry after {wait}." if after else "")

@@ -39,8 +39,8 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     what, slot = _label(grouping), "hour" if window.step < DAY else "day, in UTC"
     note = f"last {window.label}; of requests whose rows are kept"
     none = (
-        "No usage in this time. Clients name their end users in 'safety_identifier' or 'user', and give tags in the "
-        "header x-moiety-tags."
+        "No usage in this time. Clients name their end users in `safety_identifier` or `user`, and give tags in the "
+        "header `x-moiety-tags`."
     )
     with panels.panel(f"Usage by {what}", note, [total, sample], key="attribution", frame=frame):
         panels.table(frame, _columns(grouping), none)

@@ -14,6 +14,7 @@ from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import show_time
 from moiety_dashboard.frames import limits
 from moiety_dashboard.views.columns import limit_columns
+from moiety_dashboard.views.key_forms import dollars_of, nano_of
 from moiety_dashboard.views.tenants.names import read_usage_rates
 
 Scope = tuple[str, str]  # level and id
@@ -91,10 +92,9 @@ def ask_cap(place: Any, kind: str, current: Mapping[str, Any] | None, scope: Sco
     """Return a cap in the unit of the API; users enter dollars."""
     key = f"cap {scope[1]} {kind}"
     if limits.is_money(kind):
-        dollars: float = place.number_input(
-            "Cap, dollars", 0.0, value=current["cap"] / 1e9 if current else 10.0, key=key
-        )
-        return round(dollars * 10**9)
+        shown = dollars_of(current["cap"]) if current else 10.0
+        dollars: float = place.number_input("Cap, dollars", 0.0, value=shown, key=key)
+        return current["cap"] if current and dollars == shown else nano_of(dollars)
     cap: int = place.number_input("Cap", 0, value=current["cap"] if current else 1000, key=key)
     return cap
 
@@ -103,7 +103,7 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
     st.markdown("**Delete a quota**")
     mine = {quota["id"]: quota for quota in quotas if (quota["level"], quota["scope_id"]) in scopes}
     if not mine:
-        st.caption("You cannot delete any of these quotas.")
+        st.caption("You cannot delete any of these quotas." if quotas else "There is no quota.")
         return
 
     def label(quota_id: str) -> str:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 import streamlit as st
 
+from moiety_dashboard import session
 from moiety_dashboard.client import AdminClient, Answer
 from moiety_dashboard.frames.limits import UsageRate, usage_rates
 from moiety_dashboard.views.windows import HOUR
@@ -21,10 +22,14 @@ def names_of(client: AdminClient) -> dict[str, str]:
     if known is not None and time.monotonic() - known[0] < FRESH_S:
         return known[1]
     names = {tenant["id"]: tenant["name"] for tenant in client.list("/tenants").data}
-    projects = {project["id"]: project for project in client.list("/projects").data}
-    names |= {one["id"]: f"{names.get(one['tenant_id'], '–')} / {one['name']}" for one in projects.values()}
+    with_tenant = not session.is_of_one_tenant()  # otherwise all are of the same one
+    projects = client.list("/projects").data
+    names |= {
+        one["id"]: f"{names.get(one['tenant_id'], '–')} / {one['name']}" if with_tenant else one["name"]
+        for one in projects
+    }
     for key in client.list("/keys").data:
-        whose = names.get(key["project_id"] or key["tenant_id"] or "", "")
+        whose = names.get(key["project_id"] or (key["tenant_id"] if with_tenant else None) or "", "")
         names[key["id"]] = f"{whose} / {key['name']} …{key['hint']}".removeprefix(" / ")
     st.session_state[NAMES] = time.monotonic(), names
     return names

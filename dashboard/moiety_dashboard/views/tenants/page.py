@@ -33,11 +33,14 @@ def draw(page: Page) -> None:
     page.live(draw_live, slower=2)
     with page.asking() as client:
         tenants = client.list("/tenants").data
-        left, right = st.columns([3, 1], vertical_alignment="bottom")
         names = {tenant["id"]: tenant["name"] for tenant in tenants}
-        chosen = choose(left, names)
-        if session.may("tenants.write") and right.button("New tenant", icon=":material/add:", width="stretch"):
-            create(client)
+        if session.is_of_one_tenant():
+            chosen = next(iter(names), None)
+        else:
+            left, right = st.columns([3, 1], vertical_alignment="bottom")
+            chosen = choose(left, names)
+            if session.may("tenants.write") and right.button("New tenant", icon=":material/add:", width="stretch"):
+                create(client)
         tenant = next((tenant for tenant in tenants if tenant["id"] == chosen), None)
         if tenant is not None:
             draw_one(page, client, tenant)
@@ -45,8 +48,6 @@ def draw(page: Page) -> None:
 
 def choose(place: Any, names: Mapping[str, str]) -> str | None:
     """Return the selected tenant: the one in the address, else the last one, else none."""
-    if session.is_of_one_tenant():
-        return next(iter(names), None)
     ids = list(names)
     requested = st.query_params.get(CHOSEN) or st.session_state.get(LAST)
     at = ids.index(requested) if requested in ids else None
@@ -61,7 +62,9 @@ def choose(place: Any, names: Mapping[str, str]) -> str | None:
 
 
 def draw_live(client: AdminClient) -> None:
-    panels.head("Tenants", "Usage by tenant, compared with the fair share by weight")
+    is_one = session.is_of_one_tenant()
+    of_one, of_all = "Usage, quotas, keys and settings of your tenant", "Usage by tenant, and its fair share by weight"
+    panels.head("Tenants", of_one if is_one else of_all)
     labels = [window.label for window in LONG]
     shown = st.segmented_control(
         "Window", labels, default=labels[1], key="long", label_visibility="collapsed", format_func=as_text
@@ -72,7 +75,7 @@ def draw_live(client: AdminClient) -> None:
     classes = client.get("/classes").data["data"]
     frame = tenants_frame(tenants.data, usage.data["data"])
     note = f"last {window.label} in whole hours, including the current one"
-    with panels.panel("All tenants", note, [usage, tenants], key="tenants", frame=frame):
+    with panels.panel("Your tenant" if is_one else "All tenants", note, [usage, tenants], key="tenants", frame=frame):
         inks = colours.of_classes(terms["name"] for terms in classes)
         none = "No tenant yet. Create one with the button below."
         panels.table(with_cost(frame), columns(), none, classes=inks, max_rows=9)
@@ -113,7 +116,7 @@ def columns() -> dict[str, Any]:
         "failed": column.NumberColumn("Failed", format="localized"),
         "output_tokens": column.NumberColumn("Output tokens", format="localized"),
         "attainment": column.NumberColumn("SLO attainment", format="percent"),
-        "ttft_ms": column.NumberColumn("TTFT, ms", format="%.0f", help="Mean time to first token"),
+        "ttft_ms": column.NumberColumn("TTFT, ms", format="%,.0f", help="Mean time to first token"),
         "cost": column.NumberColumn("Cost", format="dollar"),
     }
     if session.is_of_one_tenant():  # the user does not see the other tenants, so a share has no meaning

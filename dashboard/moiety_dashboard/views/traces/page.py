@@ -52,15 +52,15 @@ def draw(page: Page) -> None:
 def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the search as the API's parameters."""
     classes = [terms["name"] for terms in client.get("/classes").data["data"]]
-    columns = st.columns([1.2, 2, 1.6, 1.6, 2, 1.2, 2.4])
-    window = columns[0].selectbox("Window", list(WINDOWS), 1, key="trace window")
+    places = searches.places_of((1, 1, 1, 1), (1, 3) if session.is_of_one_tenant() else (1, 1, 2))
+    window = next(places).selectbox("Window", list(WINDOWS), 1, key="trace window")
     found = {
-        "tenant_id": searches.choose_tenant(SEARCH, columns[1], names),
-        "service_class": searches.choose(SEARCH, columns[2], "Class", classes),
-        "outcome": searches.choose(SEARCH, columns[3], "Outcome", list(OUTCOMES), OUTCOMES),
-        "reason": searches.choose(SEARCH, columns[4], "Reason", list(REASONS), more=True, help_text=REASON_HELP),
-        "min_ms": searches.enter_least_duration(SEARCH, columns[5]),
-        "request_id": searches.enter(SEARCH, columns[6], "Request", "chatcmpl-…"),
+        "tenant_id": searches.choose_tenant(SEARCH, places, names),
+        "service_class": searches.choose(SEARCH, next(places), "Class", classes),
+        "outcome": searches.choose(SEARCH, next(places), "Outcome", list(OUTCOMES), OUTCOMES),
+        "reason": searches.choose(SEARCH, next(places), "Reason", list(REASONS), more=True, help_text=REASON_HELP),
+        "min_ms": searches.enter_least_duration(SEARCH, next(places)),
+        "request_id": searches.enter(SEARCH, next(places), "Request", "chatcmpl-…"),
     }
     return {**found, "since": (datetime.now(UTC) - WINDOWS[window]).isoformat()}
 
@@ -83,11 +83,9 @@ def columns(frame: pd.DataFrame) -> dict[str, Any]:
         "operation": column.TextColumn("Operation", width="small"),
         "model": "Model",
         "outcome": column.TextColumn("Outcome", width="small"),
-        "duration_ms": column.ProgressColumn("Duration, ms", min_value=0, max_value=longest, format="%.0f"),
+        "duration_ms": column.ProgressColumn("Duration, ms", min_value=0, max_value=longest, format="%,.0f"),
         "reason": column.TextColumn("Reason", help="Error code, or the scheduler's reason"),
         "kept_for": column.TextColumn("Kept because", help="Why the trace was kept"),
         "request_id": column.TextColumn("Request", width="medium"),
     }
-    if session.is_of_one_tenant():
-        del shown["tenant"]
     return shown

@@ -1,0 +1,43 @@
+"""Charts: legends that fit, and axes whose zero has no prefix."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pandas as pd
+import pytest
+
+from moiety_dashboard import charts
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+CLASSES = ["priority", "standard", "flex", "batch"]
+USERS = [f"user-{number}@example.com" for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "width_px", "columns"),
+    [
+        (CLASSES, charts.HALF_PX, 4),
+        (USERS, charts.HALF_PX, 2),
+        (USERS, charts.WHOLE_PX, 3),
+        (["x" * 200, "y" * 200], charts.HALF_PX, 1),
+        ([], charts.HALF_PX, 1),
+    ],
+)
+def test_a_legend_has_as_many_columns_as_fit(names: list[str], width_px: int, columns: int) -> None:
+    assert charts.legend_of(names, width_px).to_dict()["columns"] == columns
+
+
+def test_the_zero_of_an_axis_with_prefixes_has_none() -> None:
+    frame = pd.DataFrame({"slot": [NOON], "class": ["flex"], "tokens": [4000.0]})
+    span = charts.Span(NOON, NOON + timedelta(hours=1), timedelta(minutes=1))
+    colours = {"flex": "#000000"}
+
+    def axis_of(figure: charts.Figure) -> dict[str, object]:
+        drawn = charts.stacked(frame, figure, "class", colours, span).to_dict()
+        axis: dict[str, object] = drawn["encoding"]["y"]["axis"]
+        return axis
+
+    assert axis_of(charts.Figure("tokens", "tokens"))["labelExpr"] == "datum.value == 0 ? '0' : datum.label"
+    assert "labelExpr" not in axis_of(charts.Figure("tokens", "dollars", axis="$,.3~r"))
+    assert "labelExpr" not in axis_of(charts.Figure("tokens", "share", ".1%"))

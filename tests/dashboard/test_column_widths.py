@@ -1,0 +1,34 @@
+"""Widths of columns whose longest text the browser would cut."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
+
+SHORT = ["acme", "hooli", "globex", "initech", "demo", "research"]
+
+
+def test_a_text_that_is_much_longer_than_the_others_gets_its_width() -> None:
+    key = "key globex / production / laptop …bUYq"
+    frame = pd.DataFrame({"scope": [*SHORT, key], "cost": range(7)})
+    assert too_narrow(frame, {"scope": "Scope", "cost": "Cost"}) == {"scope": width_of([key])}
+    assert too_narrow(frame.head(6), {"scope": "Scope"}) == {}
+
+
+def test_a_text_beyond_the_measured_rows_gets_its_width() -> None:
+    frame = pd.DataFrame({"name": ["acme"] * 9 + ["umbrella"] + ["acme"] * 5})
+    assert too_narrow(frame, {"name": st.column_config.TextColumn("Name")}) == {"name": width_of(["umbrella"])}
+
+
+def test_a_tenant_takes_no_more_than_its_share_and_a_set_width_stays() -> None:
+    frame = pd.DataFrame({"tenant": [*SHORT, "Gesellschaft für Sprachmodelle und Datenverarbeitung"]})
+    assert too_narrow(frame, {"tenant": "Tenant"}) == {"tenant": MOST_PX["tenant"]}
+    assert too_narrow(frame, {"tenant": st.column_config.TextColumn("Tenant", width="medium")}) == {}
+
+
+def test_columns_without_texts_and_empty_frames_have_no_width() -> None:
+    frame = pd.DataFrame({"tenant": [None, 3, "a"]})
+    assert too_narrow(frame, {"tenant": "Tenant", "absent": "Absent"}) == {}
+    assert too_narrow(frame.head(0), {"tenant": "Tenant"}) == {}
