@@ -53,10 +53,11 @@ def bodies_of(*names: str) -> Take:
 
 def open_batch_lines() -> Take:
     from moiety_platform.batches.endpoints import ENDPOINTS
-    from moiety_platform.batches.input_lines import BatchFileLimits, Checker, Splitter
+    from moiety_platform.batches.input_lines import Checker, Splitter
+    from moiety_platform.batches.line_limits import BatchLineLimits
     from moiety_platform.inference.shape_limits import DEFAULT_SHAPE
 
-    limits = BatchFileLimits(max_lines=50, max_line_bytes=1024, max_json_depth=MAX_DEPTH, shape=DEFAULT_SHAPE)
+    limits = BatchLineLimits(max_lines=50, max_line_bytes=1024, max_json_depth=MAX_DEPTH, shape=DEFAULT_SHAPE)
     endpoints = list(ENDPOINTS.values())
 
     def lines_of(pieces: list[bytes]) -> list[Any]:

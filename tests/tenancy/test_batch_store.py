@@ -19,7 +19,7 @@ from moiety_platform.batches.claims import ClaimedLine, OpenBatch, claim_lines, 
 from moiety_platform.batches.closing import begin_closing, close_batch, fail_unanswered
 from moiety_platform.batches.deletion import delete_batch
 from moiety_platform.batches.input_import import LINES_AT_ONCE, InputImport
-from moiety_platform.batches.input_lines import BatchFileLimits
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.batches.outcomes import AnsweredLine, RequeuedLine, store_outcomes
 from moiety_platform.batches.results import PIECE_BYTES, BatchFiles
@@ -43,7 +43,7 @@ from moiety_platform.usage.row import UsageRow
 URL = "/v1/completions"
 LEASE_MS = 30_000
 NUM_LINES = 12
-LIMITS = BatchFileLimits(max_lines=100, max_line_bytes=10_000, max_json_depth=16, shape=ShapeLimits())
+LIMITS = BatchLineLimits(max_lines=100, max_line_bytes=10_000, max_json_depth=16, shape=ShapeLimits())
 OWNER = Principal("key", "key", "tenant", "t", "project", "standard", 1.0, b"", frozenset())
 TODAY = datetime(2026, 1, 1, tzinfo=UTC)
 

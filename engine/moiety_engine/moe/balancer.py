@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from moiety_engine.moe.placement_planner import InlinePlanner, PlacementPlanner, PlanFailed, PlanRequest
+from moiety_engine.moe.move_planner import InlinePlanner, PlacementPlanner, PlanFailed, PlanRequest
 from moiety_placement.placement_table import Placement, balancedness, rank_loads
 from moiety_placement.transition import transition
 

@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from moiety_engine.moe.placement_planner import PlanFailed, PlannedMove, PlanRequest, compute_plan
+from moiety_engine.moe.move_planner import PlanFailed, PlannedMove, PlanRequest, compute_plan
 from moiety_limited_processes.child_limits import end_with_parent
 from moiety_limited_processes.frames import receive_frame, send_frame
 

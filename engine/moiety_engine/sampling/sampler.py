@@ -1,8 +1,8 @@
 """Sampler: draws the next token of every row of a step, on the device and without waiting for it.
 
-Legend: L rows, V vocabulary, K columns. Order of operations per row: `adjusting`, the grammar's mask, and token rules →
-temperature → top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself (log-softmax of the
-unmodified logits), like those of OpenAI.
+Legend: L rows, V vocabulary, K columns. Order of operations per row: `bias_and_penalties`, the grammar's mask, and
+token rules → temperature → top-k → top-p → min-p → draw. Reported log-probabilities are those of the model itself
+(log-softmax of the unmodified logits), like those of OpenAI.
 
 The draw inverts the cumulative distribution at one uniform number that depends on seed and position only.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moiety_engine.messages import CoreLogprob
-from moiety_engine.sampling.adjusting import bias_and_ban, has_bias_or_ban, has_penalty, penalties
+from moiety_engine.sampling.bias_and_penalties import bias_and_ban, has_bias_or_ban, has_penalty, penalties
 from moiety_engine.sampling.finite import finite_rows, finite_rows_on_device
 from moiety_engine.sampling.randomness import uniforms
 from moiety_engine.sampling.rows import Row

@@ -354,10 +354,11 @@ class Scheduler:
         if division.is_active:
             due_s = division.earliest_due_s(due_s)
             planner.limit_prefill(division.max_prefill_rows())
+        slack_s = due_s - self._step_timing.free_s(now_ns)
         if self.policy.num_queued and planner.rows_left > 0:
             view = BatchView(
                 planner.shape,
-                due_s - self._step_timing.free_s(now_ns),
+                slack_s,
                 decoding,
                 self.queues.running,
                 self.queues.worst_rank_running,
@@ -367,7 +368,6 @@ class Scheduler:
             )
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
-            slack_s = due_s - self._step_timing.free_s(now_ns)
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
             self.speculator.extend(planner, slack_s, now_ns, overlaps=overlaps)
 

@@ -14,7 +14,7 @@ from moiety_platform.auth.client import owner_of_request
 from moiety_platform.backoff import Backoff
 from moiety_platform.batches.controller import BatchController, BatchServices
 from moiety_platform.batches.execution import HeldRows, LineRunner
-from moiety_platform.batches.input_lines import BatchFileLimits
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.maintenance import BatchMaintenance
 from moiety_platform.batches.results import BatchFiles
 from moiety_platform.batches.worker import POLL_S, BatchWorker
@@ -25,6 +25,7 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import PlatformError
 from moiety_platform.files.contents import FileContents
 from moiety_platform.files.controller import FileController
+from moiety_platform.files.file_limits import FileLimits
 from moiety_platform.files.service import Files
 from moiety_platform.files.store import Now
 from moiety_platform.files.upload import Uploads
@@ -72,14 +73,7 @@ class Batches:
         self._recorder = RequestRecorder(self._rows, self.quotas, self.metrics, self.tracing, self.clock)
         self._contents = FileContents(self.database, self.objects, BatchFiles(self.database), self.now)
         self.files = Files(self.database, self._contents, self.now)
-        self.uploads = Uploads(
-            self.database,
-            self.objects,
-            settings.max_file_bytes,
-            settings.max_file_bytes_per_tenant,
-            settings.keep_files_s,
-            self.now,
-        )
+        self.uploads = Uploads(self.database, self.objects, FileLimits.of(settings), self.now)
         self.services = BatchServices(
             self.database,
             settings.max_open_batches_per_tenant,
@@ -87,13 +81,13 @@ class Batches:
             on_change=self._wake,
             now=self.now,
         )
-        self._tending = BatchMaintenance(self.database, self._contents, limits_of(settings), now=self.now)
+        self._tending = BatchMaintenance(self.database, self._contents, BatchLineLimits.of(settings), now=self.now)
         self._runner: LineRunner | None = None
         self._worker: BatchWorker | None = None
 
-    def limits(self) -> BatchFileLimits:
+    def limits(self) -> BatchLineLimits:
         """Return the current limits of a batch and its lines."""
-        return limits_of(self.settings)
+        return BatchLineLimits.of(self.settings)
 
     def routes(self) -> list[Router]:
         """Return the routes of `/v1/files` and `/v1/batches`."""
@@ -107,11 +101,10 @@ class Batches:
     def use(self, settings: GatewaySettings) -> None:
         """Apply new settings to later files, batches and lines."""
         self.settings = settings
-        self.uploads.max_file_bytes = settings.max_file_bytes
-        self.uploads.max_tenant_bytes = settings.max_file_bytes_per_tenant
-        self.uploads.keep_s = self.services.keep_files_s = settings.keep_files_s
+        self.uploads.limits = FileLimits.of(settings)
+        self.services.keep_files_s = settings.keep_files_s
         self.services.max_open_batches = settings.max_open_batches_per_tenant
-        self._tending.limits = limits_of(settings)
+        self._tending.limits = BatchLineLimits.of(settings)
         if self._runner is not None:
             self._runner.max_json_depth, self._runner.shape = settings.max_json_depth, ShapeLimits.of(settings)
         if self._worker is not None:
@@ -152,9 +145,3 @@ class Batches:
     def _wake(self) -> None:
         if self._worker is not None:
             self._worker.wake()
-
-
-def limits_of(settings: GatewaySettings) -> BatchFileLimits:
-    return BatchFileLimits(
-        settings.max_batch_lines, settings.max_body_bytes, settings.max_json_depth, ShapeLimits.of(settings)
-    )

@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.batches.claims import OpenBatch
 from moiety_platform.batches.closing import CLOSABLE, refuse_batch
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.input_lines import BatchFileLimits, Checker, GoodLine, RawLine, Splitter
+from moiety_platform.batches.input_lines import Checker, GoodLine, RawLine, Splitter
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.session import Database
@@ -42,7 +43,7 @@ class InputImport:
     database: Database
     contents: FileContents
     batch: OpenBatch
-    limits: BatchFileLimits
+    limits: BatchLineLimits
     lease_ms: int
     now: Now
 

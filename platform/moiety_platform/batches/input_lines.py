@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.batches.endpoints import BatchEndpoint
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH
 from moiety_platform.errors import BadRequest
 from moiety_platform.inference.body_fields import InferenceBody
@@ -55,16 +56,6 @@ class GoodLine:
     custom_id: str
     start: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchFileLimits:
-    """Limits of an input file and its lines."""
-
-    max_lines: int
-    max_line_bytes: int
-    max_json_depth: int
-    shape: ShapeLimits
 
 
 class Splitter:
@@ -121,7 +112,7 @@ class Checker:
     Lines that were `checked` before are only located: the limits may have changed meanwhile.
     """
 
-    def __init__(self, endpoint: BatchEndpoint, limits: BatchFileLimits, *, checked: bool = False) -> None:
+    def __init__(self, endpoint: BatchEndpoint, limits: BatchLineLimits, *, checked: bool = False) -> None:
         self._endpoint = endpoint
         self._limits = limits
         self._checked = checked

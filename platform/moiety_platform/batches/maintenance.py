@@ -12,7 +12,7 @@ import structlog
 from moiety_platform.batches.claims import OpenBatch, claim_batch
 from moiety_platform.batches.closing import EXPIRED, begin_closing, close_batch, fail_unanswered
 from moiety_platform.batches.input_import import InputImport
-from moiety_platform.batches.input_lines import BatchFileLimits
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import BatchStatus
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
@@ -36,7 +36,7 @@ class BatchMaintenance:
 
     database: Database
     contents: FileContents
-    limits: BatchFileLimits  # may be changed, with effect on later files
+    limits: BatchLineLimits  # may be changed, with effect on later files
     _: KW_ONLY
     lease_s: float = LEASE_S
     now: Now = now_ms

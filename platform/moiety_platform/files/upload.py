@@ -18,6 +18,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, TooLarge, Unavailable
+from moiety_platform.files.file_limits import FileLimits
 from moiety_platform.files.form import Field, FileBegins, read_form
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import Now, begin_file, discard_upload, grow_file, publish_file
@@ -36,13 +37,11 @@ Created = TypeVar("Created")
 
 @dataclass(slots=True)
 class Uploads:
-    """Uploads of one gateway process. The bounds can be changed, for the files that begin afterwards."""
+    """Uploads of one gateway process. The limits can be changed, for files that begin afterwards."""
 
     database: Database
     objects: ObjectStore
-    max_file_bytes: int
-    max_tenant_bytes: int
-    keep_s: int | None = None  # lifetime of a file without a requested expiry; None: until it is deleted
+    limits: FileLimits
     now: Now = now_ms
 
     async def receive(
@@ -56,7 +55,7 @@ class Uploads:
         if default_purpose is not None:
             await upload.take(Field("purpose", default_purpose))
         try:
-            async for part in read_form(receive, scope["headers"], self.max_file_bytes):
+            async for part in read_form(receive, scope["headers"], self.limits.max_file_bytes):
                 await upload.take(part)
             return await upload.finish(_return_file)
         except BaseException:  # including a disconnect or a shutdown: the received part is discarded
@@ -75,8 +74,8 @@ class Uploads:
         Both are published in one transaction, or neither is. Raises InsufficientStorage, TooLarge, Unavailable, and
         what `create_user` raises.
         """
-        if len(content) > self.max_file_bytes:
-            raise TooLarge(f"the requests have {len(content):,} bytes; a batch may have {self.max_file_bytes:,}")
+        if len(content) > self.limits.max_file_bytes:
+            raise TooLarge(f"the requests have {len(content):,} bytes; a batch may have {self.limits.max_file_bytes:,}")
         upload = _Upload(self, owner)
         try:
             for part in (Field("purpose", BATCH_PURPOSE), FileBegins(filename), content):
@@ -116,7 +115,7 @@ class _Upload:
     async def finish(self, create_user: Callable[[AsyncSession, StoredFile], Awaitable[Created]]) -> Created:
         if self._file_id is None or self._object is None:
             raise BadRequest("'file' is missing from the form; send the file's content in it", param="file")
-        purpose, expires_s = _purpose(self._fields), _expires_s(self._fields) or self._uploads.keep_s
+        purpose, expires_s = _purpose(self._fields), _expires_s(self._fields) or self._uploads.limits.keep_s
         if self._pending:
             await self._store(bytes(self._pending))
         if not self._counted:
@@ -143,7 +142,9 @@ class _Upload:
         uploads = self._uploads
         total = self._counted + len(data)
         async with uploads.database.write() as session:
-            await grow_file(session, self._file_id, total, max_tenant_bytes=uploads.max_tenant_bytes, now=uploads.now)
+            await grow_file(
+                session, self._file_id, total, max_tenant_bytes=uploads.limits.max_tenant_bytes, now=uploads.now
+            )
         self._counted = total
         await self._object.write(data)
 

@@ -28,7 +28,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.batches.controller import BatchServices
 from moiety_platform.batches.deletion import delete_batch
-from moiety_platform.batches.input_lines import BatchFileLimits
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, LineState
 from moiety_platform.batches.schemas import COMPLETION_WINDOW, NewBatch
 from moiety_platform.batches.service import cancel_batch, create_batch, get_batch
@@ -84,7 +84,7 @@ class MessageBatchServices:
     batches: BatchServices  # with the bounds of batches
     uploads: Uploads
     files: Files
-    limits: Callable[[], BatchFileLimits]  # of requests
+    limits: Callable[[], BatchLineLimits]  # of requests
     turns: TenantLocks = field(default_factory=TenantLocks)  # of new batches, whose bodies are large
 
     async def find(self, session: AsyncSession, owner: Principal, batch_id: str) -> Batch:

@@ -15,7 +15,8 @@ from moiety_platform.anthropic_api.errors import AnthropicErrorBody, anthropic_e
 from moiety_platform.anthropic_api.schemas import MessagesBody
 from moiety_platform.batches.closing import EXPIRED
 from moiety_platform.batches.endpoints import ENDPOINTS
-from moiety_platform.batches.input_lines import BatchFileLimits, Checker, RawLine
+from moiety_platform.batches.input_lines import Checker, RawLine
+from moiety_platform.batches.line_limits import BatchLineLimits
 from moiety_platform.batches.models import MAX_CUSTOM_ID_LENGTH, OPEN, Batch, BatchStatus
 from moiety_platform.batches.service import CANCELLED
 from moiety_platform.errors import BadRequest
@@ -146,7 +147,7 @@ _result_line = msgspec.json.Decoder(_ResultLine)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
-def input_file_of(data: bytes, limits: BatchFileLimits) -> tuple[bytes, int]:
+def input_file_of(data: bytes, limits: BatchLineLimits) -> tuple[bytes, int]:
     """Return the input file of a new batch, and the number of its lines, one for each request.
 
     Raises BadRequest, which names the bad requests, at most MAX_ERRORS.

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import wait_for
 
 from moiety_engine.moe.balancer import Balancer
-from moiety_engine.moe.placement_planner import InlinePlanner, PlacementPlanner, PlanFailed, PlannedMove, PlanRequest
+from moiety_engine.moe.move_planner import InlinePlanner, PlacementPlanner, PlanFailed, PlannedMove, PlanRequest
 from moiety_engine.moe.planner_process import PlannerProcess
 from moiety_placement.placement_table import Ints, Placement
 
