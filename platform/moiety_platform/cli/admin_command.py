@@ -81,7 +81,7 @@ def admin_command(function: Callable[Concatenate[Admin, P], None]) -> Callable[.
     def command(**given: Any) -> None:
         admin = given.pop(first.name)
         try:
-            function(admin, **given)
+            function(admin, **given)  # type: ignore[call-arg]
         finally:
             admin.close()
 

@@ -27,7 +27,7 @@ To = Annotated[str | None, typer.Option("--to", help="End of the period, which i
 
 
 @dataclass(frozen=True)
-class Period(OptionGroup):
+class ReportPeriod(OptionGroup):
     """Options of the period of a report."""
 
     hours: Hours = None

@@ -15,7 +15,7 @@ from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.time_options import Period
+from moiety_platform.cli.time_options import ReportPeriod
 from moiety_platform.cli.usage_options import (
     CsvOption,
     EndUserFilter,
@@ -151,7 +151,7 @@ def usage(
 @admin_command
 def reconcile(
     admin: Admin,
-    period: Period,
+    period: ReportPeriod,
     journal: Annotated[
         list[Path] | None,
         typer.Option(
@@ -185,7 +185,7 @@ def reconcile(
 @admin_command
 def quotes(
     admin: Admin,
-    period: Period,
+    period: ReportPeriod,
     tenant: TenantFilter = None,
 ) -> None:
     """Compare predicted with actual times of requests that had a quote; show met guarantees, credits and reasons."""

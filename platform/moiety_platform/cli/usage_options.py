@@ -9,7 +9,7 @@ import typer
 
 from moiety_platform.cli.admin_command import Admin
 from moiety_platform.cli.object_names import find_key, find_project
-from moiety_platform.cli.time_options import Period
+from moiety_platform.cli.time_options import ReportPeriod
 
 Grouping = Annotated[
     str,
@@ -43,7 +43,7 @@ def find_tenant_id(admin: Admin, tenant: str | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class ReportFilter(Period):
+class ReportFilter(ReportPeriod):
     """Options of the period of a report, and of the tenant, project and key that its requests belong to."""
 
     tenant: TenantFilter = None
