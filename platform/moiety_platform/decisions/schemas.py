@@ -13,7 +13,7 @@ from moiety_platform.decisions.questions import Questions, prompts_of
 from moiety_platform.inference.body_fields import InferenceBody, ModelName, refuse
 from moiety_platform.inference.field_support import ignored
 from moiety_platform.inference.generation import Conversation, Generation
-from moiety_platform.openai_api.schemas import CACHE_TTL_S, PromptCacheOptions
+from moiety_platform.openai_api.request_options import CACHE_TTL_S, PromptCacheOptions
 from moiety_wire.messages import Sampling
 
 MAX_OPTIONS = 2048  # of all questions of a request, each of which is one sequence

@@ -24,7 +24,6 @@ from moiety_platform.inference.body_fields import (
     Retention,
     StopString,
     StopStrings,
-    StrictBody,
     TokenId,
     as_prompts,
     at_most,
@@ -34,10 +33,12 @@ from moiety_platform.inference.body_fields import (
     shows,
 )
 from moiety_platform.inference.field_support import ignored, mapped, refused
-from moiety_platform.inference.generation import Conversation, Generation, Prompt, unset_fields
+from moiety_platform.inference.generation import Conversation, Generation, Prompt, ReasoningFields, unset_fields
 from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
+from moiety_platform.openai_api.provider_reasoning import ProviderReasoningFields
+from moiety_platform.openai_api.request_options import CACHE_TTL_S, PromptCacheOptions, StreamOptions
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import StructuredOutputBody, format_beside
 from moiety_platform.openai_api.responses_form import chat_of_responses_form
@@ -55,7 +56,7 @@ from moiety_platform.openai_api.tools import (
     offer_of_functions,
     skipped_tools,
 )
-from moiety_platform.openai_api.vllm_fields import VllmChatFields, VllmCompletionFields, VllmFields
+from moiety_platform.openai_api.vllm_fields import VllmCompletionFields, VllmFields
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarSpec
 from moiety_wire.messages import Sampling
@@ -83,25 +84,12 @@ _LogitBias = Annotated[
 STREAMED_OPTIONS = only_with("stream_options", "stream")
 
 _EndUser = Annotated[str, StringConstraints(max_length=512)]
+_REASONING_FIELDS = ReasoningFields()
 _TIERS: Mapping[str, str] = MappingProxyType({"fast": "priority", "scale": "auto"})
-CACHE_TTL_S: Mapping[str, float] = {"30m": 1800.0, "12h": 43_200.0}
 _WITH_LOGPROBS: dict[str, Any] = {
     "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer", "minimum": 1}}},
     "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
 }
-
-
-class StreamOptions(StrictBody):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's; acts with `include_usage`
-    include_obfuscation: Annotated[bool | None, ignored("Chunks are not padded.")] = None
-
-
-class PromptCacheOptions(StrictBody):
-    mode: Annotated[
-        Literal["implicit", "explicit"] | None, ignored("Every prefix is cached, with and without breakpoints.")
-    ] = None
-    ttl: Literal["30m", "12h"] | None = None  # retention of the conversation's prefix
 
 
 class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
@@ -237,7 +225,7 @@ class GenerationBody(VllmFields, StructuredOutputBody, GeneratingBody):
         )
 
 
-class ChatBody(VllmChatFields, GenerationBody):
+class ChatBody(ProviderReasoningFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAMED_OPTIONS, _WITH_LOGPROBS, NEEDS_TOOLS]})
@@ -364,7 +352,8 @@ class ChatBody(VllmChatFields, GenerationBody):
     def message_form(self) -> MessageForm:
         """Return the form of the answer's messages."""
         custom_names = {tool.name for tool in known_tools(self.tools) if isinstance(tool, CustomTool)}
-        return MessageForm(custom_names, bool(self.functions), self.include_reasoning is not False)
+        shows_reasoning = self.include_reasoning is not False and not (self.reasoning and self.excludes_reasoning)
+        return MessageForm(custom_names, bool(self.functions), shows_reasoning)
 
     def generation(self) -> Generation:
         offer = self.offer()
@@ -372,6 +361,10 @@ class ChatBody(VllmChatFields, GenerationBody):
         options = self.chat_template_kwargs or {}
         if self.documents is not None:
             options = {"documents": self.documents, **options}
+        thinks, effort, budget, fields = None, self.reasoning_effort, self.thought_budget, _REASONING_FIELDS
+        by_other_names = (self.thinking, self.enable_thinking, self.thinking_budget, self.reasoning)
+        if by_other_names != (None, None, None, None) or self.max_thinking_tokens is not None:
+            thinks, effort, budget, fields = self.asked_reasoning(effort, budget)
         messages, prefill = messages_of(self.messages), ""
         if self.continue_final_message:
             messages, prefill = messages[:-1], messages[-1]["content"]
@@ -379,9 +372,11 @@ class ChatBody(VllmChatFields, GenerationBody):
             messages,
             prefill,
             offer,
-            effort=self.reasoning_effort,
+            thinks=thinks,
+            effort=effort,
             template_options=options,
-            thought_budget=self.thought_budget,
+            thought_budget=budget,
+            reasoning_fields=fields,
         )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 
