@@ -256,7 +256,8 @@ class ChatTemplate:
 
     Immutable; may render in several threads.
 
-    `variables` are the names that it reads and a caller may set, `compared_texts` the texts that it compares with.
+    `own_variables` are set by the rendering. `variables` are the names that it reads and a caller may set,
+    `compared_texts` the texts that it compares with.
     """
 
     def __init__(
@@ -281,6 +282,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
         self._special_tokens = dict(special_tokens)
+        self.own_variables = _OWN_VARIABLES | self._special_tokens.keys()
         try:
             tree = environment.parse(source)
             self.knows_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
@@ -289,7 +291,7 @@ class ChatTemplate:
             )
             self._written = tuple(_texts_in(tree))
             names = meta.find_undeclared_variables(environment.parse(source))  # this folds constants of its tree
-            self.variables = names - _OWN_VARIABLES - self._special_tokens.keys()
+            self.variables = names - self.own_variables
             self._template = environment.from_string(tree)
             self._template.globals = dict(self._template.globals)  # each rendering copies them: fast from a dict
         except jinja2.TemplateSyntaxError as exc:

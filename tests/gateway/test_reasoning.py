@@ -282,11 +282,18 @@ async def test_options_of_a_template_are_those_that_it_reads(thinking: Thinking)
         await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {"note": "Be kind. "}})
         assert "Be kind. <|assistant|>" in prompt_of(gateway.engine.submits[-1], gateway.engine)
         num_submits = len(gateway.engine.submits)
-        for name in ("notes", "messages", "tools", "add_generation_prompt", "raise_exception", "m"):
+        for name in ("messages", "tools", "add_generation_prompt", "eos_token", "documents"):
             with pytest.raises(openai.BadRequestError, match="it reads these: note, thinking") as caught:
                 await chat(gateway, stream=False, extra_body={"chat_template_kwargs": {name: "x"}})
             assert caught.value.param == "chat_template_kwargs"
         assert len(gateway.engine.submits) == num_submits
+        prompts = []
+        for unread in ({}, {"notes": "x", "raise_exception": "x", "m": "x"}, {"no name\r\n": "x", "é": "x"}):
+            answer = await raw(gateway, extra_body={"chat_template_kwargs": {"note": "a", **unread}})
+            told = ", ".join(f"chat_template_kwargs.{name}=unread" for name in sorted(unread) if name.isascii())
+            assert answer.headers.get(HEADER, "") == ("" if "é" in unread else told)
+            prompts.append(prompt_of(gateway.engine.submits[-1], gateway.engine))
+        assert prompts[0] == prompts[1] == prompts[2]
         body: dict[str, Any] = {"model": "hermes", "messages": ASKED}
         lengths = []
         for more in ({}, {"chat_template_kwargs": {"note": "12345"}}):

@@ -1,12 +1,11 @@
 """Chat template variables from a request's options: reasoning, effort, and variables by name.
 
 What a client's API allows is never refused for the model's sake: an effort becomes the nearest level that the template
-knows, and a switch that the model does not have is left out. The answer's header names both.
+knows, and a switch or a variable that it does not read is left out. The answer's header names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,9 @@ from moiety_text.reasoning import SWITCHES, ThoughtSwitch
 from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET
 
 BUDGET = "thinking_budget"  # variable of templates that tell the model its budget
-ON, OFF, UNLIMITED = "on", "off", "unlimited"  # values in the header of adjusted fields
+ON, OFF, UNLIMITED, UNREAD = "on", "off", "unlimited", "unread"  # values in the header of adjusted fields
+MAX_NAME_CHARS = 64  # of a variable that the header names
+_TEXTS = frozenset({"documents"})  # variables whose texts the model must see
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class TemplateOptions:
         ends the reasoning when a budget is used.
         """
         self._model = model
-        self._variables = template.variables
+        self._variables, self._own_variables = template.variables, template.own_variables
         self._switch = switch
         self._thinks = thinks
         self._levels = levels_of(template)
@@ -50,7 +51,8 @@ class TemplateOptions:
     def variables_of(self, conversation: Conversation) -> dict[str, Any]:
         """Return the template's variables beside the messages.
 
-        Options by name override an effort. Raises BadRequest for an option that the template does not read.
+        Options by name override an effort. Raises BadRequest for an option that the gateway sets itself, and for
+        documents that the template does not read.
         """
         return self._resolve(conversation).variables
 
@@ -64,7 +66,7 @@ class TemplateOptions:
         for name in SWITCHES:  # a client may use another template's name of the switch
             if name in options and name not in self._variables:
                 thinks = self._as_switch(name, options.pop(name))
-        self._check_known(options)
+        self._leave_out_unread(options, found)
         by_effort = thinks is None and effort is not None and not options.keys() & set(SWITCHES)
         if by_effort:
             thinks = self._thinks_by(effort)
@@ -124,12 +126,16 @@ class TemplateOptions:
             raise BadRequest(f"'{name}' must be true or false, not {value!r:.64}", param="chat_template_kwargs")
         return value
 
-    def _check_known(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name not in self._variables:
+    def _leave_out_unread(self, options: dict[str, Any], found: _Resolved) -> None:
+        """Remove the options that the template does not read. Raises BadRequest for those that are not optional."""
+        for name in options.keys() - self._variables:
+            if name in self._own_variables or name in _TEXTS:
                 known = ", ".join(sorted(self._variables)) or "none"
                 raise BadRequest(
                     f"the chat template of the model {self._model!r} has no variable {name[:64]!r} that a request may "
                     f"set; it reads these: {known}",
                     param="chat_template_kwargs",
                 )
+            del options[name]
+            if name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARS:
+                found.adjusted[f"chat_template_kwargs.{name}"] = UNREAD
