@@ -356,16 +356,10 @@ class Scheduler:
             planner.limit_prefill(division.max_prefill_rows())
         slack_s = due_s - self._step_timing.free_s(now_ns)
         if self.policy.num_queued and planner.rows_left > 0:
-            view = BatchView(
-                planner.shape,
-                slack_s,
-                decoding,
-                self.queues.running,
-                self.queues.worst_rank_running,
-                self.kv.pool.num_free,
-                self.kv.pool.num_blocks,
-                self.queues.predicted_output,
-            )
+            queues, pool = self.queues, self.kv.pool
+            running = queues.running, queues.worst_rank_running
+            blocks = pool.num_free, pool.num_blocks
+            view = BatchView(planner.shape, slack_s, decoding, *running, *blocks, queues.predicted_output)
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
