@@ -18,6 +18,7 @@ from moiety_platform.guardrails.detectors import find, redact
 from moiety_platform.guardrails.terms import Detector
 from moiety_platform.request_contents.cipher import ContentCipher
 from moiety_platform.request_contents.models import RequestContent
+from moiety_platform.request_contents.opted_in import load_terms
 from moiety_platform.request_contents.service import end_logging, purge_contents, read_content, set_logging
 from moiety_platform.request_contents.terms import MAX_CHARS, CapturedContent, Content, ContentTerms
 from moiety_platform.request_contents.writer import MAX_QUEUED_CHARS, ContentWriter
@@ -41,20 +42,29 @@ class Clock:
         return cast(literal(self.ms), BigInteger)
 
 
-def captured(tenant_id: str, given_text: str, *answers: str, keep_days: int = 3) -> CapturedContent:
-    content = CapturedContent(ContentTerms(tenant_id, keep_days), given_text)
+def captured(
+    tenant_id: str, given_text: str, *answers: str, keep_days: int = 3, opt_in_id: str = "opt_1"
+) -> CapturedContent:
+    content = CapturedContent(ContentTerms(tenant_id, keep_days, opt_in_id), given_text)
     for index, answer in enumerate(answers):
         for start in range(0, len(answer), 7):
             content.add(index, answer[start : start + 7])
     return content
 
 
-async def stored(database: Database, demo: Demo, clock: ManualClock, now: Clock, keep_days: int = 3) -> None:
-    """Let the tenant opt in, and store the content of its request r1."""
+async def opt_in(database: Database, demo: Demo, clock: ManualClock, keep_days: int = 3) -> str:
+    """Let the tenant opt in; return the id of the opt-in, as requests that begin then have it."""
     async with database.write() as session:
         await set_logging(session, demo.tenant_id, keep_days, clock.now())
+        (terms,) = await load_terms(session)
+    return terms.opt_in_id
+
+
+async def stored(database: Database, demo: Demo, clock: ManualClock, now: Clock, keep_days: int = 3) -> None:
+    """Let the tenant opt in, and store the content of its request r1."""
+    terms: dict[str, Any] = {"keep_days": keep_days, "opt_in_id": await opt_in(database, demo, clock, keep_days)}
     writer = ContentWriter(database, CIPHER, now=now)
-    writer.put("r1", captured(demo.tenant_id, f"my card is {CARD}", f"keep {SECRET} safe", "2nd", keep_days=keep_days))
+    writer.put("r1", captured(demo.tenant_id, f"my card is {CARD}", f"keep {SECRET} safe", "2nd", **terms))
     await writer.write_queued()
 
 
@@ -93,6 +103,31 @@ async def test_contents_of_tenants_that_did_not_opt_in_are_not_stored(
         with pytest.raises(NotFound, match="not opted in"):
             await read_content(session, CIPHER, "r1", now)
         assert await purge_contents(session, now) == 1
+
+
+async def test_contents_of_an_ended_opt_in_cannot_be_read_after_another_one(
+    database: Database, second: Database, demo: Demo, clock: ManualClock
+) -> None:
+    now = Clock()
+    await stored(database, demo, clock, now)
+    first = await opt_in(database, demo, clock, keep_days=5)  # another time of storage, and the same opt-in
+    async with database.write() as session:
+        assert (await read_content(session, CIPHER, "r1", now)).outputs[1] == "2nd"
+        assert await purge_contents(session, now) == 0
+        await end_logging(session, demo.tenant_id)
+    again = await opt_in(database, demo, clock)
+    assert again != first
+    writer = ContentWriter(second, CIPHER, now=now)  # of a gateway where a request of before ends now
+    for number, opt_in_id in enumerate((first, again), start=2):
+        writer.put(f"r{number}", captured(demo.tenant_id, "text", opt_in_id=opt_in_id))
+    await writer.write_queued()
+    assert await num_stored(database) == 2, "r2 began under the ended opt-in"
+    async with database.write() as session:
+        for request_id in ("r1", "r2"):
+            with pytest.raises(NotFound):
+                await read_content(session, CIPHER, request_id, now)
+        assert await purge_contents(session, now) == 1
+        assert (await read_content(session, CIPHER, "r3", now)).input == "text"
 
 
 async def test_a_content_expires_after_the_days_of_its_tenant(
@@ -166,12 +201,11 @@ def test_long_contents_are_cut() -> None:
 async def test_a_full_queue_drops_contents_and_a_store_that_comes_back_gets_the_others(
     database: Database, demo: Demo, clock: ManualClock
 ) -> None:
-    async with database.write() as session:
-        await set_logging(session, demo.tenant_id, 1, clock.now())
+    opt_in_id = await opt_in(database, demo, clock)
     writer = ContentWriter(database, CIPHER)
     fitting = MAX_QUEUED_CHARS // MAX_CHARS
     for number in range(fitting + 2):
-        writer.put(f"r{number}", captured(demo.tenant_id, "x" * MAX_CHARS))
+        writer.put(f"r{number}", captured(demo.tenant_id, "x" * MAX_CHARS, opt_in_id=opt_in_id))
     assert writer.num_dropped == 2
     writer.start()
     await writer.stop()

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0050"
-down_revision = "0048"
+down_revision = "0049"
 
 _INDEXES = {"ix_usage_quoted": ["started_at", "request_id"], "ix_usage_quoted_tenant": ["tenant_id", "started_at"]}
 _IS_QUOTED = "guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL"

@@ -11,4 +11,5 @@ from moiety_platform.request_contents.terms import ContentTerms
 
 async def load_terms(session: AsyncSession) -> list[ContentTerms]:
     """Return the terms of all tenants that opted in."""
-    return [ContentTerms(one.tenant_id, one.keep_days) for one in await session.scalars(select(ContentLogging))]
+    opted_in = await session.scalars(select(ContentLogging))
+    return [ContentTerms(one.tenant_id, one.keep_days, one.opt_in_id) for one in opted_in]

@@ -15,6 +15,7 @@ from moiety_platform.request_contents.models import ContentLogging, RequestConte
 from moiety_platform.request_contents.schemas import ContentLoggingView, ContentView
 from moiety_platform.request_contents.terms import MAX_KEEP_DAYS, MIN_KEEP_DAYS
 from moiety_platform.tenants.admin_resource import TENANTS
+from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.models import Tenant
 from moiety_platform.tenants.rows import require_row
 
@@ -38,7 +39,7 @@ async def set_logging(session: AsyncSession, tenant_id: str, keep_days: int, now
         raise BadRequest(message, param="keep_days")
     record = await session.get(ContentLogging, tenant_id)
     if record is None:
-        record = ContentLogging(tenant_id=tenant_id, keep_days=keep_days, set_at=now)
+        record = ContentLogging(tenant_id=tenant_id, keep_days=keep_days, set_at=now, opt_in_id=new_id("opt"))
         session.add(record)
     record.keep_days, record.set_at = keep_days, now
     await session.flush()
@@ -46,7 +47,9 @@ async def set_logging(session: AsyncSession, tenant_id: str, keep_days: int, now
 
 
 async def end_logging(session: AsyncSession, tenant_id: str) -> ContentLoggingView:
-    """Log no more contents of a tenant. Its stored contents cannot be read any more, and retention deletes them.
+    """Log no more contents of a tenant. Those of before cannot be read any more, even after another opt-in.
+
+    Retention deletes them.
 
     Raises NotFound for an unknown tenant.
     """
@@ -63,7 +66,7 @@ async def read_content(session: AsyncSession, cipher: ContentCipher, request_id:
     found = select(RequestContent).where(
         RequestContent.request_id == request_id,
         RequestContent.expires_ms > now(),
-        exists().where(ContentLogging.tenant_id == RequestContent.tenant_id),
+        _of_present_opt_in(),
     )
     record = (await session.scalars(found)).one_or_none()
     content = None if record is None else cipher.decrypt(record.tenant_id, request_id, record.sealed)
@@ -88,12 +91,18 @@ async def read_content(session: AsyncSession, cipher: ContentCipher, request_id:
 async def purge_contents(session: AsyncSession, now: Now = now_ms) -> int:
     """Delete some contents that have expired, or whose tenants have opted out; return their number."""
     at_ms = await session.scalar(select(now()))
-    opted_out = ~exists().where(ContentLogging.tenant_id == RequestContent.tenant_id)
-    wanted = select(RequestContent.request_id).where(or_(RequestContent.expires_ms <= at_ms, opted_out))
+    wanted = select(RequestContent.request_id).where(or_(RequestContent.expires_ms <= at_ms, ~_of_present_opt_in()))
     ids = (await session.scalars(wanted.limit(ROWS_AT_ONCE).with_for_update(skip_locked=True))).all()
     if ids:
         await session.execute(delete(RequestContent).where(RequestContent.request_id.in_(ids)))
     return len(ids)
+
+
+def _of_present_opt_in() -> ColumnElement[bool]:
+    """Return the condition that the opt-in under which a content was stored has not ended."""
+    return exists().where(
+        ContentLogging.tenant_id == RequestContent.tenant_id, ContentLogging.opt_in_id == RequestContent.opt_in_id
+    )
 
 
 def _view(tenant_id: str, record: ContentLogging | None) -> ContentLoggingView:

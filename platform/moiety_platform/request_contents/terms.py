@@ -12,10 +12,11 @@ MIN_KEEP_DAYS, MAX_KEEP_DAYS = 1, 90
 
 
 class ContentTerms(msgspec.Struct, frozen=True):
-    """Content logging of a tenant that opted in."""
+    """Content logging of a tenant, under the opt-in with this id."""
 
     tenant_id: str
     keep_days: int
+    opt_in_id: str
 
 
 class Content(msgspec.Struct, frozen=True):

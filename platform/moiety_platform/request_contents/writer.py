@@ -100,22 +100,24 @@ class ContentWriter:
         ]
 
     async def _insert(self, session: AsyncSession, batch: Sequence[Queued], sealed: Sequence[bytes]) -> None:
-        """Insert the contents of tenants that have not opted out meanwhile."""
+        """Insert the contents whose tenants have not opted out since the beginning of the request."""
         tenants = {content.terms.tenant_id for _, content in batch}
-        logging = select(ContentLogging.tenant_id).where(ContentLogging.tenant_id.in_(tenants))
-        opted_in = set(await session.scalars(logging))
+        logging = select(ContentLogging.opt_in_id, ContentLogging.tenant_id)
+        found = await session.execute(logging.where(ContentLogging.tenant_id.in_(tenants)))
+        present = {tenant_id: opt_in_id for opt_in_id, tenant_id in found}
         at_ms = await session.scalar(select(self._now()))
         assert at_ms is not None, "the database has a clock"
         values: list[dict[str, Any]] = [
             {
                 "request_id": request_id,
                 "tenant_id": content.terms.tenant_id,
+                "opt_in_id": content.terms.opt_in_id,
                 "sealed": one,
                 "stored_ms": at_ms,
                 "expires_ms": at_ms + content.terms.keep_days * DAY_MS,
             }
             for (request_id, content), one in zip(batch, sealed, strict=True)
-            if content.terms.tenant_id in opted_in
+            if present.get(content.terms.tenant_id) == content.terms.opt_in_id
         ]
         if values:
             connection = await session.connection()
