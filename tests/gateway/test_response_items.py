@@ -200,7 +200,10 @@ async def test_a_compacted_conversation_goes_on_with_its_summary(
                 assert kinds[2:] == ["response.output_item.added", "response.output_item.done", "response.completed"]
                 output = events[-1].response.output
             else:
-                output = (await gateway.client.responses.create(**asked)).output
+                response = await gateway.client.responses.create(**asked)
+                counted = await gateway.client.responses.input_tokens.count(model="tiny", input=asked["input"])
+                assert counted.input_tokens == response.usage.input_tokens
+                output = response.output
             assert [item.type for item in output] == ["compaction"]
         sent = [item.model_dump(exclude_none=True, warnings=False) for item in output]
         assert "Yes." not in sent[-1]["encrypted_content"]

@@ -53,12 +53,16 @@ class CompactBody(ItemsBody):
         return compaction_of(self.model, self.messages(), self.service_tier)
 
 
+def request_for_summary(messages: Sequence[dict[str, Any]]) -> Conversation:
+    """Return the conversation that asks the model for the summary of another one."""
+    return Conversation((*messages, {"role": "user", "content": REQUEST}))
+
+
 def compaction_of(model: str, messages: Sequence[dict[str, Any]], service_tier: str | None) -> Generation:
     """Return the generation of a conversation's summary. What does not fit the context is left out."""
-    asked = {"role": "user", "content": REQUEST}
     return Generation(
         model=model,
-        prompts=(Conversation((*messages, asked)),),
+        prompts=(request_for_summary(messages),),
         num_choices=1,
         sampling=Sampling(temperature=0.0),
         max_tokens=None,

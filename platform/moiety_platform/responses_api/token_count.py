@@ -17,6 +17,7 @@ from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.openapi.documents import ANTHROPIC_KEY, KEY
 from moiety_platform.request_head import fields_of
 from moiety_platform.responses_api.answer_types import InputTokens
+from moiety_platform.responses_api.compaction import request_for_summary
 from moiety_platform.responses_api.conversation_reader import ConversationReader
 from moiety_platform.responses_api.item_bodies import ToolItemsBody
 from moiety_platform.responses_api.schemas import ReasoningOption, TextOptions
@@ -37,6 +38,8 @@ class InputTokensBody(ToolItemsBody):
 
     def counted(self) -> Conversation:
         """Return the conversation to count. Raises BadRequest if calls and results do not match."""
+        if self.wants_compaction:
+            return request_for_summary(self.messages())
         offer = (self.tool_choice or AUTO).offer(self.offered, parallel=self.parallel_tool_calls is not False)
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(self.messages(), tools=offer, effort=effort)
