@@ -210,18 +210,6 @@ async def test_results_without_content_refusals_and_their_parts_are_text(
 # ── streams ──
 
 
-async def test_an_assistants_message_needs_no_content(gateway: RunningGateway) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
-    for message in ({}, {"reasoning_content": "Hm."}, {"content": None}):
-        turns = [*HELLO, {"role": "assistant", **message}, *HELLO]
-        status, _, answer = await gateway.post("/v1/chat/completions", {**asked, "messages": turns})
-        assert status == 200, answer
-    for role in ("user", "system"):
-        status, _, answer = await gateway.post("/v1/chat/completions", {**asked, "messages": [*HELLO, {"role": role}]})
-        assert status == 400
-        assert "'messages.1.content' is missing" in json.loads(answer)["error"]["message"]
-
-
 async def test_every_chunk_has_the_usage_so_far_if_the_client_asks_for_it(gateway: RunningGateway) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "stream": True, "stream_options": options, "n": 2}

@@ -30,6 +30,19 @@ async def test_a_top_p_of_zero_and_an_assistant_without_text_are_served(gateway:
     assert text_of(gateway, submit.prompt_ids) == "<|user|>a\n<|assistant|>\n<|user|>b\n<|assistant|>"
 
 
+async def test_an_assistants_message_needs_no_content(gateway: RunningGateway) -> None:
+    hello = {"role": "user", "content": "a"}
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
+    for message in ({}, {"reasoning_content": "Hm."}, {"content": None}):
+        turns = [hello, {"role": "assistant", **message}, hello]
+        status, _, answer = await gateway.post("/v1/chat/completions", {**asked, "messages": turns})
+        assert status == 200, answer
+    for role in ("user", "system"):
+        status, _, answer = await gateway.post("/v1/chat/completions", {**asked, "messages": [hello, {"role": role}]})
+        assert status == 400
+        assert "'messages.1.content' is missing" in json.loads(answer)["error"]["message"]
+
+
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 1}, {"stream": True}])
 async def test_an_echo_of_an_id_without_text_is_refused_before_it_is_computed(
     start_gateway: StartGateway, card: ModelCard, extra: dict[str, Any]
