@@ -290,7 +290,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     (OPENAI, CHAT, {"top_k": 5}, "top_k"),
     (OPENAI, CHAT, {"ignore_eos": True}, "ignore_eos"),
     (OPENAI, CHAT, {"bad_words": ["x"]}, "bad_words"),
-    (OPENAI, CHAT, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    (OPENAI, CHAT, {"documents": [{"text": "a"}]}, "documents"),
     (OPENAI, MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "begun"),
 ]
 
@@ -343,6 +343,22 @@ async def test_reasoning_is_translated_to_a_budget_or_an_effort(
     budgets = [body["thinking"]["budget_tokens"] for body in anthropic_one.bodies]
     assert budgets == [1999, 1500]
     assert {body["model"] for body in anthropic_one.bodies} == {MODEL}
+
+
+async def test_a_switch_of_a_chat_template_is_translated_to_an_effort(
+    start_provider: StartProvider, start_over: StartOver
+) -> None:
+    openai_one, anthropic_one = await start_provider(OPENAI), await start_provider(ANTHROPIC)
+    async with start_over(client_of(openai_one), client_of(anthropic_one, "&name=claude")) as gateway:
+        for model in (MODEL, "claude"):
+            for more in ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": {"type": "disabled"}}):
+                await answered(gateway, CHAT, model=model, **more)
+            await answered(gateway, CHAT, model=model, chat_template_kwargs={"thinking": True})
+        body = BODIES[CHAT] | {"chat_template_kwargs": {"a": 1, "enable_thinking": False, "é": 1}}
+        _, headers, _ = await gateway.post(CHAT, body)
+    assert [one.get("reasoning_effort") for one in openai_one.bodies] == ["none", "none", None, "none"]
+    assert ["thinking" in one for one in anthropic_one.bodies] == [False, False, True]
+    assert headers["x-moiety-adjusted-fields"] == "chat_template_kwargs.a=unread"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

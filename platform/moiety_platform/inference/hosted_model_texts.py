@@ -21,7 +21,9 @@ from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.generation import Conversation, Generation, Prompt
 from moiety_platform.inference.prompt_images import check_file, check_together, images_not_supported, invalid_image
 from moiety_platform.inference.system_messages import as_user_messages
+from moiety_platform.inference.template_options import TEXT_OPTIONS, unread_option
 from moiety_text.efforts import NO_EFFORT
+from moiety_text.reasoning import SWITCHES
 from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard, Submit
 
@@ -79,7 +81,9 @@ class HostedModelText(ExternalModelText):
             return {}
         tools = () if prompt.tools is None else prompt.tools.tools
         free_inputs = {text_format_of(tool): "text" for tool in tools if tool.input_grammar is not None}
-        return {**self._adjusted_reasoning(prompt, generation), **free_inputs}
+        unread = {name for name in prompt.template_options if name not in SWITCHES}
+        options = {name: value for one in sorted(unread) for name, value in unread_option(one).items()}
+        return {**self._adjusted_reasoning(_by_effort(prompt), generation), **free_inputs, **options}
 
     def _adjusted_reasoning(self, prompt: Conversation, generation: Generation) -> dict[str, str]:
         fields = prompt.reasoning_fields
@@ -129,15 +133,14 @@ class HostedModelText(ExternalModelText):
                 code=COMPLETIONS_NOT_SUPPORTED,
                 param="prompt",
             )
-        if prompt.template_options:
-            field = prompt.reasoning_fields.switch
+        if not prompt.template_options.keys().isdisjoint(TEXT_OPTIONS):
             raise BadRequest(
-                f"the provider of the model {self._model!r} has no options of a chat template; leave out {field!r}",
-                param=field,
+                f"the provider of the model {self._model!r} reads no 'documents'; put their text into a message",
+                param="documents",
             )
         if prompt.images and not self._takes_images:
             raise images_not_supported(self._model, prompt.images[0])
-        return prompt
+        return _by_effort(prompt) if prompt.template_options else prompt
 
     def _likely_tokens(self, conversation: Conversation) -> int:
         """Return the likely number of tokens of a conversation, at least one. Raises BadRequest for its images."""
@@ -150,6 +153,14 @@ class HostedModelText(ExternalModelText):
                 except ValueError as exc:
                     raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
         return max(1, estimated_tokens(_num_bytes(conversation)) + self._allowance.image_tokens * len(images))
+
+
+def _by_effort(prompt: Conversation) -> Conversation:
+    """Return the conversation with the switches of chat templates as an effort, without other template options."""
+    switches = [prompt.template_options.get(name) for name in SWITCHES]
+    effort = NO_EFFORT if prompt.effort is None and False in switches else prompt.effort
+    thinks = True if prompt.thinks is None and True in switches else prompt.thinks
+    return msgspec.structs.replace(prompt, effort=effort, thinks=thinks, template_options={})
 
 
 def _effort_of(budget: int) -> str:

@@ -19,7 +19,13 @@ from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET
 BUDGET = "thinking_budget"  # variable of templates that tell the model its budget
 ON, OFF, UNLIMITED, UNREAD = "on", "off", "unlimited", "unread"  # values in the header of adjusted fields
 MAX_NAME_CHARS = 64  # of a variable that the header names
-_TEXTS = frozenset({"documents"})  # variables whose texts the model must see
+TEXT_OPTIONS = frozenset({"documents"})  # variables whose texts the model must see
+
+
+def unread_option(name: str) -> dict[str, str]:
+    """Return the entry of the adjusted fields for a variable that no template reads, if a header can have its name."""
+    can_name = name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARS
+    return {f"chat_template_kwargs.{name}": UNREAD} if can_name else {}
 
 
 @dataclass(slots=True)
@@ -129,7 +135,7 @@ class TemplateOptions:
     def _leave_out_unread(self, options: dict[str, Any], found: _Resolved) -> None:
         """Remove the options that the template does not read. Raises BadRequest for those that are not optional."""
         for name in options.keys() - self._variables:
-            if name in self._own_variables or name in _TEXTS:
+            if name in self._own_variables or name in TEXT_OPTIONS:
                 known = ", ".join(sorted(self._variables)) or "none"
                 raise BadRequest(
                     f"the chat template of the model {self._model!r} has no variable {name[:64]!r} that a request may "
@@ -137,5 +143,4 @@ class TemplateOptions:
                     param="chat_template_kwargs",
                 )
             del options[name]
-            if name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARS:
-                found.adjusted[f"chat_template_kwargs.{name}"] = UNREAD
+            found.adjusted |= unread_option(name)
