@@ -121,7 +121,6 @@ def test_random_calls_are_read_back_wherever_they_are_cut(name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_calls_that_end_early_are_reported_only_as_far_as_they_were_whole(name: str) -> None:
     form, draw = format_of(name), random.Random(7)
