@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 CHARACTER_PX, PADDING_PX = 7.2, 18
-MOST_PX = {"tenant": 200}  # a longer text is cut, and shown whole by a click
+MOST_PX = {"tenant": 200, "actor": 200}  # a longer text is cut, and shown whole by a click
 MOST_OF_OTHERS_PX = 330
 NUM_FIRST = 9  # rows that are measured, besides the last one
 MANY = 5  # measured rows from which on twice the mean is left out

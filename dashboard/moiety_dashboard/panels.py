@@ -12,6 +12,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 import streamlit as st
+from pandas.api.types import is_integer_dtype
 
 from moiety_dashboard import colours, session
 from moiety_dashboard.client import AdminClient, Answer, ApiError
@@ -46,9 +47,11 @@ STYLE = """
   [data-testid="stColumn"]:has(
     > * [data-testid="stSelectbox"], > * [data-testid="stTextInput"], > * [data-testid="stNumberInput"],
     > * [data-testid="stButton"]
-  ) { min-width: 10rem; }
-  /* charts beside each other need the width of their axes and legends */
-  [data-testid="stColumn"]:has(> * [data-testid="stVegaLiteChart"]) { min-width: 25rem; }
+  ) { min-width: 9rem; }
+  /* charts and tables beside each other need the width of their axes, legends and columns */
+  [data-testid="stColumn"]:has(> * [data-testid="stVegaLiteChart"], > * [data-testid="stDataFrame"]) {
+    min-width: 25rem;
+  }
   [data-testid="stMetricLabel"] p { font-size: 0.82rem; opacity: 0.8; }
   [data-testid="stSidebarHeader"] { height: 2.5rem; }
   [data-testid="stPopover"] button { min-height: 1.5rem; padding: 0 0.4rem; }
@@ -204,14 +207,28 @@ def table(
             styled = styled.map(lambda value, ink=ink: _ink(ink.get(str(value).split(":")[0])), subset=[name])
     height: Any = "content" if len(frame) <= max_rows else ROW_HEIGHT * (max_rows + 1)
     more: dict[str, Any] = {"hide_index": True, "width": "stretch", "height": height, "placeholder": "–"}
-    configured = dict(columns)
-    for name, width in too_narrow(shown, columns).items():
-        known = columns[name]
-        is_label = isinstance(known, str)
-        configured[name] = st.column_config.TextColumn(known, width=width) if is_label else {**known, "width": width}
     if on_pick is not None:
         more |= {"on_select": lambda: _picked(on_pick), "selection_mode": "single-cell", "key": PICKING}
-    st.dataframe(styled, column_config=configured, **more)
+    st.dataframe(styled, column_config=configured(shown, columns), **more)
+
+
+def configured(frame: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns with the width of their longest text, and with the separators of integers."""
+    widths = too_narrow(frame, columns)
+    return {
+        name: _configured(given, name in frame.columns and is_integer_dtype(frame[name].dtype), widths.get(name))
+        for name, given in columns.items()
+    }
+
+
+def _configured(given: Any, is_integer: bool, width: int | None) -> Any:
+    if isinstance(given, str) and not is_integer:
+        return given if width is None else st.column_config.TextColumn(given, width=width)
+    column = st.column_config.NumberColumn(given) if isinstance(given, str) else given
+    kind = column["type_config"]
+    if is_integer and kind["type"] == "number" and kind["format"] is None:
+        column = {**column, "type_config": {**kind, "format": "localized"}}
+    return column if width is None else {**column, "width": width}
 
 
 def time_column(label: str, shown: str, width: int | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
+from moiety_dashboard import panels
 from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
 
 SHORT = ["acme", "hooli", "globex", "initech", "demo", "research"]
@@ -32,3 +33,18 @@ def test_columns_without_texts_and_empty_frames_have_no_width() -> None:
     frame = pd.DataFrame({"tenant": [None, 3, "a"]})
     assert too_narrow(frame, {"tenant": "Tenant", "absent": "Absent"}) == {}
     assert too_narrow(frame.head(0), {"tenant": "Tenant"}) == {}
+
+
+def test_integers_have_separators_and_long_texts_their_width_whatever_the_page_gives() -> None:
+    column = st.column_config
+    frame = pd.DataFrame({"tenant": [*SHORT, "x" * 40], "admitted": range(7), "seq": range(7), "share": [0.5] * 7})
+    given = {
+        "tenant": "Tenant",
+        "admitted": "Admitted",
+        "seq": column.NumberColumn("No.", format="%d"),
+        "share": "Share",
+    }
+    found = panels.configured(frame, given)
+    assert found["tenant"] == column.TextColumn("Tenant", width=MOST_PX["tenant"])
+    assert found["admitted"] == column.NumberColumn("Admitted", format="localized")
+    assert (found["seq"], found["share"]) == (given["seq"], "Share")

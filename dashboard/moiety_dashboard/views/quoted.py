@@ -38,6 +38,6 @@ def columns() -> dict[str, Any]:
         "met": column.NumberColumn("Guarantees met", format="percent"),
         "missed": column.NumberColumn("Missed", format="localized"),
         "reasons": column.TextColumn("Missed by", help="ttft: late first token; finish: late last token; failed"),
-        "credit": column.NumberColumn("Credits", format="dollar"),
+        "credit": column.NumberColumn("Credits", format="dollar", step=0.0001),
         **times,
     }

@@ -49,7 +49,7 @@ def choose(client: AdminClient, names: Mapping[str, str]) -> dict[str, Any]:
     window = next(places).selectbox("Window", list(WINDOWS), 1, key="log window")
     found = {
         "tenant_id": searches.choose_tenant(SEARCH, places, names),
-        "model": searches.enter(SEARCH, next(places), "Model", "as the answer names it"),
+        "model": searches.enter(SEARCH, next(places), "Model", "name of a model"),
         "service_class": searches.choose(SEARCH, next(places), "Class", classes),
         "outcome": searches.choose(SEARCH, next(places), "Outcome", list(OUTCOMES), OUTCOMES),
         "status": searches.choose(SEARCH, next(places), "Status", list(STATUSES), more=True),
@@ -127,7 +127,7 @@ def columns() -> dict[str, Any]:
         "tenant": "Tenant",
         "model": "Model",
         "class": "Class",
-        "outcome": column.TextColumn("Outcome", width="small"),
+        "outcome": column.TextColumn("Outcome"),
         "status_code": column.NumberColumn("Status", format="%d", width="small"),
         "error": "Error",
         "prompt_tokens": column.NumberColumn("Prompt", format="localized", help="Prompt tokens"),

@@ -67,7 +67,7 @@ def columns() -> dict[str, Any]:
         "requests": column.NumberColumn("Requests", format="localized"),
         "tokens": column.NumberColumn("Tokens", format="localized"),
         "token_share": column.NumberColumn("Token budget used", format="percent"),
-        "cost": column.NumberColumn("Cost", format="dollar"),
+        "cost": column.NumberColumn("Cost", format="dollar", step=0.0001),
         "cost_share": column.NumberColumn("Cost budget used", format="percent"),
         "deadline": panels.time_column("Deadline", "YYYY-MM-DD HH:mm:ss"),
         "created": panels.time_column("Began", "YYYY-MM-DD HH:mm:ss"),

@@ -186,7 +186,9 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
             st.caption(as_text(policy_text(tenants[tenant_id], known)))
             makes = st.toggle("Developers make keys", value=bool(known.get("makes_keys", False)))
             first, second, third = st.columns(3)
-            max_keys = first.number_input("Active keys per developer, at most", 0, 1000, known.get("max_keys", 5))
+            max_keys = first.number_input(
+                "Keys per developer", 0, 1000, known.get("max_keys", 5), help="Largest number of active keys"
+            )
             max_days = second.number_input(
                 "Longest lifetime, days", 1, 3650, known.get("max_days"), placeholder="no bound"
             )

@@ -124,9 +124,9 @@ def event_columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "at_ms": column.NumberColumn("Time, ms", format="%.2f", width="small"),
-        "event": column.TextColumn("Event", width="small"),
+        "event": column.TextColumn("Event"),
         "reason": column.TextColumn("Reason", width="medium"),
-        "span": column.TextColumn("Span", width="small"),
+        "span": column.TextColumn("Span"),
         "attributes": column.TextColumn("Attributes", width="large"),
     }
 
@@ -137,7 +137,7 @@ def span_columns() -> dict[str, Any]:
         "label": column.TextColumn("Span", width=190),
         "start_ms": column.NumberColumn("Start, ms", format="%.3f", width="small"),
         "duration_ms": column.NumberColumn("Duration, ms", format="%.3f", width="small"),
-        "service": column.TextColumn("Service", width="small"),
+        "service": column.TextColumn("Service"),
         "attributes": column.TextColumn("Attributes", width="large"),
     }
 
