@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from dashboard_deployment import attributed, earlier_days
 from dashboard_pictures import picture_experts, take_pictures
 from sqlalchemy import select
 
@@ -42,6 +43,7 @@ from moiety_platform.usage.store import insert_rows
 
 HOUR_S = 3600
 BATCH = 400
+NUM_DAYS = 28
 GATEWAY = "gateway-of-the-hour-before"
 
 
@@ -337,9 +339,11 @@ def addresses(log: Path, serve: subprocess.Popen[bytes]) -> tuple[str, str]:
 def show(url: str, dashboard: str, admin_key: str, data: Path, options: argparse.Namespace) -> None:
     admin = Admin(url, admin_key)
     made = make_tenants(admin)
-    rows = past_requests(made, datetime.now(UTC), random.Random(7))
-    asyncio.run(store(f"sqlite:///{data / 'moiety.db'}", rows))
-    print(f"{len(rows)} requests of the last hour are stored")
+    rng = random.Random(7)
+    rows = attributed(past_requests(made, datetime.now(UTC), rng), rng)
+    for stored in (rows, earlier_days(rows, NUM_DAYS, 0.3, rng)):
+        asyncio.run(store(f"sqlite:///{data / 'moiety.db'}", stored))
+    print(f"{len(rows)} requests of the last hour are stored, and some of the days before")
     change_something(admin, made)
     with sending(url, made, {}):
         time.sleep(options.live_s)

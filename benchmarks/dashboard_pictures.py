@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import ViewportSize
 
 VIEWPORT: ViewportSize = {"width": 1440, "height": 900}
+PAGES = (
+    *("Overview", "Tenants", "Catalogue", "Spend", "Service classes", "Engines", "Requests", "Traces", "Quotas"),
+    "Audit",
+)
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
@@ -31,7 +35,7 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
             page.screenshot(path=out / f"sign-in-{theme}.png")
             page.get_by_role("button", name="Sign in").click()
             page.get_by_text("Goodput, 5 min").wait_for()
-            for name in ("Overview", "Tenants", "Service classes", "Engines", "Traces", "Quotas", "Audit"):
+            for name in PAGES:
                 page.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True).click()
                 page.get_by_role("heading", name=name, exact=True).wait_for()
                 settle(page)

@@ -34,7 +34,8 @@ from sqlalchemy import select
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from dashboard_hour import Admin, addresses  # noqa: E402 - the script's own folder
+from dashboard_deployment import quoted  # noqa: E402 - the script's own folder
+from dashboard_hour import Admin, addresses  # noqa: E402
 from large.objects import objects  # noqa: E402
 from large.requests import (  # noqa: E402
     BUSY_HOURS,
@@ -61,10 +62,12 @@ from moiety_platform.usage.ledger_entries import add_to_hours  # noqa: E402
 from moiety_platform.usage.minutes import MINUTES  # noqa: E402
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageRecord  # noqa: E402
 from moiety_platform.usage.row import UsageRow  # noqa: E402
+from moiety_platform.usage.store import insert_rows  # noqa: E402
 
 TRACE_DAYS = 7
 MARGIN = 1.01  # of traces, so that chance makes no fewer spans
 LIMITS = (("tokens_per_month", 10**10), ("requests_per_minute", 6000), ("money_per_month", 10**14))
+NUM_QUOTED, BATCH = 10_000, 400
 SENDERS = "senders.json"
 GATEWAY = "gateway-of-the-month-before"
 _COLUMNS = tuple(column.name for column in UsageRecord.__table__.columns)
@@ -205,6 +208,7 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
         await seeder.charge(until)
         async with database.write() as session:
             session.add_all(objects(senders, until, Random(4)))
+        await add_quoted(database, senders, until)
         for writer in {id(one): one for one in (store, spans)}.values():
             writer.finish()
         print()
@@ -214,6 +218,16 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
             writer.close()
         await database.close()
         await traces.close()
+
+
+async def add_quoted(database: Database, senders: list[Sender], until: datetime) -> None:
+    """Add requests with a quote, of which some get a credit, as gateways do."""
+    rng = Random(5)
+    (rows,) = draw(senders, NUM_QUOTED, until, seed=6)
+    given = [quoted(row, rng) for row in rows if row.ttft_ms is not None]
+    for first in range(0, len(given), BATCH):
+        async with database.write() as session:
+            await insert_rows(session, given[first : first + BATCH])
 
 
 def spans_a_request(models: dict[str, list[Model]]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 from streamlit.testing.v1 import AppTest
+from streamlit.testing.v1.element_tree import ElementTree
 from streamlit.util import calc_hash
 
 from moiety_dashboard import session
@@ -96,6 +97,11 @@ class Visitor:
         self._app.session_state[session.CREDENTIAL] = admin_key
         self._run()
 
+    @property
+    def page(self) -> AppTest:
+        """The page that was drawn last."""
+        return self._app
+
     def _run(self) -> None:
         """Run a page.
 
@@ -122,6 +128,8 @@ class Visitor:
         app.query_params.clear()
         if address:
             app.query_params[address] = self._addresses[address]
+        app._tree = ElementTree()  # of no page: the widgets of the one before have other options
+        app._tree._runner = app
         app._page_hash = calc_hash(path)  # AppTest itself knows only pages that are files
         begin_s = time.perf_counter()
         self._run()
