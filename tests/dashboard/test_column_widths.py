@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pandas as pd
+import pytest
 import streamlit as st
+from streamlit.testing.v1 import AppTest
 
 from moiety_dashboard import panels
 from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
@@ -48,3 +50,21 @@ def test_integers_have_separators_and_long_texts_their_width_whatever_the_page_g
     assert found["tenant"] == column.TextColumn("Tenant", width=MOST_PX["tenant"])
     assert found["admitted"] == column.NumberColumn("Admitted", format="localized")
     assert (found["seq"], found["share"]) == (given["seq"], "Share")
+
+
+def table_of_tenants() -> None:
+    """Script of a page with a table."""
+    import pandas as pd
+
+    from moiety_dashboard import panels
+
+    panels.table(pd.DataFrame({"tenant": ["acme"], "cost": [1.5]}), {"tenant": "Tenant", "cost": "Cost"}, "none")
+
+
+@pytest.mark.parametrize(("tenant_id", "columns"), [(None, ["tenant", "cost"]), ("ten_1", ["cost"])])
+def test_users_of_one_tenant_see_no_column_of_tenants(tenant_id: str | None, columns: list[str]) -> None:
+    app = AppTest.from_function(table_of_tenants, default_timeout=120)
+    app.session_state["caller"] = {"tenant_id": tenant_id}
+    app.run()
+    assert not app.exception
+    assert list(app.dataframe[0].value.columns) == columns

@@ -276,6 +276,8 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     page.get_by_test_id("stMetricLabel").get_by_text("Decode speed").nth(1).wait_for()
     browser.go("Overview")
     browser.see("2 in 1 h")
+    boxes = [tile.bounding_box() for tile in page.get_by_test_id("stMetric").all()]
+    assert len({round(box["width"]) for box in boxes if box}) == 1, boxes  # also of those in a second row
 
     browser.go("Simulator")
     page.get_by_role("spinbutton", name="Load factor").fill("2")
