@@ -115,6 +115,12 @@ class Sequence:
         return len(self.tokens) - self.request.num_prompt
 
     @property
+    def remaining_output(self) -> float:
+        """Return the predicted number of tokens that are still to be generated, at least 1."""
+        remaining = self.predicted_output - len(self.tokens) + self.request.num_prompt
+        return remaining if remaining > 1.0 else 1.0
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.kv.num_computed
 

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any
 
 import msgspec
-import pytest
 from tests.core_submits import core_submit
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -375,7 +374,10 @@ class Replica:
         due_s = min((s.deadlines.next_due_s for s in places.decoding), default=math.inf)
         context = sum(s.kv.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
-        assert places.predicted_output() == pytest.approx(sum(s.predicted_output for s in running))
+        if all(s.predicted_output >= s.num_output for s in running):  # the policy predicts
+            excess = places.remaining_output() - sum(s.remaining_output for s in running)
+            resumed = sum(s.num_output for s in running if s not in places.decoding)
+            assert -1e-6 <= excess <= 2 * len(running) + resumed
         full = {
             s
             for s in places.decoding

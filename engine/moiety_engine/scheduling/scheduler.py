@@ -359,7 +359,7 @@ class Scheduler:
             queues, pool = self.queues, self.kv.pool
             running = queues.running, queues.worst_rank_running
             blocks = pool.num_free, pool.num_blocks
-            view = BatchView(planner.shape, slack_s, decoding, *running, *blocks, queues.predicted_output)
+            view = BatchView(planner.shape, slack_s, decoding, *running, *blocks, queues.remaining_output)
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known

@@ -60,7 +60,7 @@ class BatchView:
         "decodes",
         "lacks_blocks",
         "peers",
-        "predicted_output",
+        "remaining_output",
         "running",
         "shape",
         "slack_s",
@@ -76,7 +76,7 @@ class BatchView:
         worst_rank: int,
         blocks_free: int,
         blocks_total: int,
-        predicted_output: Callable[[], float],
+        remaining_output: Callable[[], float],
     ) -> None:
         self.shape = shape
         self.slack_s = slack_s  # time until the first deadline of a running request that is still on time
@@ -86,7 +86,7 @@ class BatchView:
         self.worst_rank = worst_rank  # of the running sequences; -1 if none runs
         self.blocks_free = blocks_free  # of that rank group, like the total
         self.blocks_total = blocks_total
-        self.predicted_output = predicted_output  # predicted total output of the running requests, in tokens
+        self.remaining_output = remaining_output  # at least what running requests still generate, predicted
         self.lacks_blocks = False  # true if a sequence of this step found too few blocks
         self.blocks_of_tenant: dict[str, int] | None = None  # counted on first use
 

@@ -20,7 +20,7 @@ from moiety_engine.sequence import Sequence, SequenceState
 
 by_arrival = attrgetter("request.order")
 _next_due_s, _num_computed = attrgetter("deadlines.next_due_s"), attrgetter("kv.num_computed")
-_predicted_output = attrgetter("predicted_output")
+_predicted_output, _num_prompt = attrgetter("predicted_output"), attrgetter("request.num_prompt")
 
 
 class RequestQueues:
@@ -39,7 +39,7 @@ class RequestQueues:
         self._ranks: Counter[int] = Counter()  # of the running sequences
         self._running_of: dict[int, dict[str, int]] = {}  # their numbers, by rank and tenant
         self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
-        self._predicted_output: float | None = None
+        self._remaining_output: float | None = None
         self.paused: list[Sequence] = []
         self.returning: list[Sequence] = []
 
@@ -86,21 +86,26 @@ class RequestQueues:
         due_s = min([chunk.sequence.deadlines.next_due_s for chunk in decoding], default=math.inf)
         return due_s, sum([chunk.sequence.kv.num_computed for chunk in decoding])
 
-    def predicted_output(self) -> float:
-        """Return the predicted total output of all running requests, in tokens."""
-        if self._predicted_output is None:
-            self._predicted_output = sum(map(_predicted_output, self.running))
-        return self._predicted_output
+    def remaining_output(self) -> float:
+        """Return an upper bound of the predicted number of tokens that all running requests still generate.
+
+        It exceeds their sum by up to two tokens for each decode, and by what was generated before a preemption for
+        the others.
+        """
+        if self._remaining_output is None:
+            generated = self._sums_of_all()[1] - sum(map(_num_prompt, self.decoding))
+            self._remaining_output = sum(map(_predicted_output, self.running)) - generated + len(self.running)
+        return self._remaining_output
 
     def renew_sums(self) -> None:
         """Renew the sums over running sequences, right after the results of a step were recorded."""
-        self._decode_sums = self._predicted_output = None
+        self._decode_sums = self._remaining_output = None
         self._sums_of_all()
-        self.predicted_output()
+        self.remaining_output()
 
     def invalidate_sums(self) -> None:
         """Mark the sums over running sequences as outdated."""
-        self._decode_sums = self._predicted_output = None
+        self._decode_sums = self._remaining_output = None
 
     def run(self, sequence: Sequence) -> None:
         """Move a waiting or returning sequence into the batch."""
@@ -110,7 +115,7 @@ class RequestQueues:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=by_arrival)
         sequence.state = SequenceState.RUNNING
-        self._predicted_output = None
+        self._remaining_output = None
         rank, tenant = sequence.service.rank, sequence.request.tenant
         self._ranks[rank] += 1
         of_rank = self._running_of.setdefault(rank, {})
@@ -215,7 +220,7 @@ class RequestQueues:
 
     def _remove_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._decode_sums = self._predicted_output = None
+        self._decode_sums = self._remaining_output = None
         self.decoding.pop(sequence, None)
         self.verifying.pop(sequence, None)
         self.prefilling.pop(sequence, None)

@@ -104,16 +104,15 @@ class KvAdmission:
         size, slots_for, each = layout.block_size, layout.slots_for, layout.slots_per_token
         total = self._overcommit * view.blocks_total * size
         held = (view.blocks_total - view.blocks_free) * size + slots_for(len(candidate.tokens))
-        if held + (view.predicted_output() + candidate.predicted_output) * each <= total:
+        if held + (view.remaining_output() + candidate.remaining_output) * each <= total:
             return True  # even if all ended together
         peers = view.peers if candidate.service.spot else [s for s in view.peers if not s.service.spot]
-        batch = [(s.predicted_output - len(s.tokens) + s.request.num_prompt, len(s.tokens)) for s in peers]
-        batch.append((candidate.predicted_output - candidate.num_output, len(candidate.tokens)))
+        batch = [(s.remaining_output, len(s.tokens)) for s in (*peers, candidate)]
         batch.sort(reverse=True)
         held = 0
         for position, (left, num_tokens) in enumerate(batch, start=1):
             held += slots_for(num_tokens)
-            if held + (left if left > 1.0 else 1.0) * position * each > total:
+            if held + left * position * each > total:
                 self._held_back = True
                 return position == 1
         return True
