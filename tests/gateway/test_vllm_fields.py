@@ -11,6 +11,7 @@ import tokenizers
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_text.tokenizer import Tokenizer
+from moiety_wire.grammars import GrammarKind
 from moiety_wire.messages import ModelCard, TokenRules
 
 from .conftest import MODEL, RunningGateway, StartGateway
@@ -121,3 +122,23 @@ async def test_a_prompt_of_text_can_go_without_special_tokens(start_gateway: Sta
     with_end, bare, cut, bare_cut = [submit.prompt_ids for submit in gateway.engine.submits]
     assert with_end == [end_id, *bare]
     assert (cut, bare_cut) == ([end_id, *bare[-2:]], bare[-3:]), "the special token stays"
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+async def test_a_schema_without_a_name_holds_the_answer(gateway: RunningGateway, kind: str) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    for path in BODIES:
+        await answer_of(gateway, path, response_format={"type": kind, "schema": schema})
+    if kind == "json_object":
+        body = {"model": MODEL, "input": "hello", "text": {"format": {"type": kind, "schema": schema}}}
+        status, _, answer = await gateway.post("/v1/responses", body)
+        assert status == 200, answer
+    assert gateway.engine.submits
+    for submit in gateway.engine.submits:
+        assert submit.grammar is not None and submit.grammar.kind is GrammarKind.JSON_SCHEMA
+        assert json.loads(submit.grammar.text) == schema
+
+
+async def test_a_schema_is_needed_where_the_kind_says_so(gateway: RunningGateway) -> None:
+    status, _, answer = await gateway.post(CHAT, BODIES[CHAT] | {"response_format": {"type": "json_schema"}})
+    assert status == 400 and "'json_schema' is missing" in json.loads(answer)["error"]["message"]

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_va
 
 from moiety_platform.errors import UNSUPPORTED_RESPONSE_FORMAT
 from moiety_platform.inference.body_fields import StrictBody, refuse, shape_of, shows
-from moiety_platform.inference.field_support import ignored, refused
+from moiety_platform.inference.field_support import ignored, mapped, refused
 from moiety_text.tools.offer import ToolOffer
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 
@@ -72,20 +72,24 @@ class NamedSchema(StrictBody):
 class ResponseFormat(StrictBody):
     """`response_format` of chat completions and completions."""
 
-    model_config = ConfigDict(json_schema_extra={**_NEEDS, "then": {"required": ["json_schema"]}})
+    model_config = ConfigDict(
+        json_schema_extra={**_NEEDS, "then": {"anyOf": [{"required": ["json_schema"]}, {"required": ["schema"]}]}}
+    )
 
     type: _Kind
     json_schema: NamedSchema | None = None
+    bare_schema: Annotated[
+        GrammarSchema | None, Field(alias="schema"), mapped("Schema without a name, as in llama.cpp and Fireworks.")
+    ] = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.bare_schema is None:
             raise refuse('\'json_schema\' is missing; send {"name": …, "schema": {…}}')
         return self
 
     def grammar(self) -> GrammarSpec | None:
-        schema = None if self.json_schema is None else self.json_schema.json_schema
-        return _json_grammar("json_object" if self.type == "json_schema" and schema is None else self.type, schema)
+        return _json_grammar(self.type, self.bare_schema if self.json_schema is None else self.json_schema.json_schema)
 
 
 class TextFormat(StrictBody):
@@ -190,6 +194,7 @@ def grammars_of(
 
 
 def _json_grammar(kind: str, schema: dict[str, Any] | None) -> GrammarSpec | None:
-    if kind == "json_object":
-        return GrammarSpec(GrammarKind.JSON_OBJECT)
-    return grammars_of(schema, None, None, None)[0] if kind == "json_schema" else None
+    """Return the grammar of a kind in KINDS. JSON without a schema is any object."""
+    if kind == "text":
+        return None
+    return GrammarSpec(GrammarKind.JSON_OBJECT) if schema is None else grammars_of(schema, None, None, None)[0]
