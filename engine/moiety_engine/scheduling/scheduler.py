@@ -363,7 +363,7 @@ class Scheduler:
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
-            self.speculator.extend(planner, slack_s, now_ns, overlaps=overlaps)
+            self.speculator.extend(planner, due_s - self._step_timing.free_s(now_ns), now_ns, overlaps=overlaps)
 
     def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.queues, self.limits, now_ns))
