@@ -280,11 +280,15 @@ class EngineOverloaded(Unavailable):
 
 
 class EnginesAsleep(Unavailable):
-    """All engines of the model `model` sleep, or none of it is started."""
+    """All engines of the model `model` sleep, or none of it is started.
 
-    def __init__(self, message: str, model: str, *, retry_after_s: float) -> None:
+    `note` is the number under which the waker counts the request as a demand; None if it does not.
+    """
+
+    def __init__(self, message: str, model: str, *, retry_after_s: float, note: int | None = None) -> None:
         super().__init__(message, code="no_engine", retry_after_s=retry_after_s)
         self.model = model
+        self.note = note
 
 
 WAIVED = (NonFiniteOutput, EngineRefused, EngineOverloaded)

@@ -54,9 +54,10 @@ def test_each_role_of_a_model_is_woken() -> None:
 def test_an_idle_engine_gives_way_at_once_and_a_busy_one_after_its_minimum_awake_time() -> None:
     asleep, wanted = engine("a1", ASLEEP), [demand("a")]
     idle, busy = engine("b1", AWAKE, idle_s=2, awake_s=3), engine("b1", AWAKE, awake_s=9)
-    assert plan_sleep([asleep, idle], wanted, TERMS) == WakePlan(sleep=("b1",))
+    assert plan_sleep([asleep, idle], wanted, TERMS) == WakePlan(sleep=("b1",), gave_way={"b1": "a"})
     assert plan_sleep([asleep, busy], wanted, TERMS) == WakePlan()
-    assert plan_sleep([asleep, msgspec.structs.replace(busy, awake_s=10)], wanted, TERMS) == WakePlan(sleep=("b1",))
+    turn_over = msgspec.structs.replace(busy, awake_s=10)
+    assert plan_sleep([asleep, turn_over], wanted, TERMS) == WakePlan(sleep=("b1",), gave_way={"b1": "a"})
     just_woken = engine("b1", AWAKE, idle_s=0.1, awake_s=0.1)
     assert plan_sleep([asleep, just_woken], wanted, TERMS) == WakePlan(), "requests that woke it are on their way"
     assert plan_sleep([asleep, engine("b1", FALLING)], wanted, TERMS) == WakePlan(), "its memory is not free yet"
@@ -66,7 +67,23 @@ def test_an_idle_engine_gives_way_at_once_and_a_busy_one_after_its_minimum_awake
 def test_the_idle_engine_that_is_idle_longest_gives_way_before_a_busy_one() -> None:
     terms = msgspec.structs.replace(TERMS, max_awake=3)
     others = [engine("b1", AWAKE, idle_s=5), engine("c1", AWAKE, idle_s=50), engine("d1", AWAKE, awake_s=999)]
-    assert plan_sleep([engine("a1", ASLEEP), *others], [demand("a")], terms) == WakePlan(sleep=("c1",))
+    assert plan_sleep([engine("a1", ASLEEP), *others], [demand("a")], terms).sleep == ("c1",)
+
+
+def test_an_engine_that_gave_way_in_vain_is_woken_or_stays_awake() -> None:
+    a = engine("a1", ASLEEP)
+    for state in (ASLEEP, FALLING):
+        b = msgspec.structs.replace(engine("b1", state), gave_way_to="a")
+        assert plan_sleep([a, b], [], TERMS) == WakePlan(restore=("b1",)), "the requests for a have left"
+        assert plan_sleep([a, b], [demand("b")], TERMS).restore == (("b1",) if state is FALLING else ())
+        assert plan_sleep([a, b], [demand("a")], TERMS).restore == ()
+        for taken in (AWAKE, WAKING):
+            others = [engine("a1", taken), b] if state is ASLEEP else [a, engine("c1", taken), b]
+            assert plan_sleep(others, [], TERMS).restore == (), "its place is taken, or a's switch has succeeded"
+        unable = msgspec.structs.replace(a, can_sleep=False)
+        assert plan_sleep([unable, b], [demand("a")], TERMS).restore == ("b1",), "a could not wake"
+        assert plan_sleep([b], [demand("a")], TERMS).restore == ("b1",), "a is gone"
+        assert plan_sleep([a, engine("b1", state)], [], TERMS) == WakePlan(), "an administrator put it to sleep"
 
 
 def test_the_demand_with_the_least_slack_after_its_wake_time_is_first() -> None:
@@ -102,8 +119,8 @@ states = st.sampled_from(list(SleepState))
 times = st.sampled_from([0.0, 0.5, 2.0, 30.0])
 fleets = st.lists(
     st.builds(
-        lambda model, number, sleep, group, idle_s, awake_s: SleepView(
-            f"{model}{number}", model, sleep, group, idle_s=idle_s, awake_s=awake_s
+        lambda model, number, sleep, group, idle_s, awake_s, gave_way_to: SleepView(
+            f"{model}{number}", model, sleep, group, idle_s=idle_s, awake_s=awake_s, gave_way_to=gave_way_to
         ),
         st.sampled_from("abc"),
         st.integers(0, 3),
@@ -111,6 +128,7 @@ fleets = st.lists(
         st.sampled_from(["", "gpu0", "gpu1"]),
         times,
         times,
+        st.sampled_from(["", "a", "b"]),
     ),
     max_size=8,
     unique_by=lambda one: one.address,
@@ -129,11 +147,15 @@ def test_no_plan_wakes_an_engine_into_a_full_group_or_ends_an_awake_time_early(
 ) -> None:
     plan = plan_sleep(fleet, demands, terms)
     of = {one.address: one for one in fleet}
-    assert len({*plan.wake, *plan.sleep}) == len(plan.wake) + len(plan.sleep)
+    commanded = [*plan.wake, *plan.sleep, *plan.restore]
+    assert len({*commanded}) == len(commanded)
+    assert all(of[address].gave_way_to and of[address].sleep in (ASLEEP, FALLING) for address in plan.restore)
+    assert plan.gave_way.keys() <= {*plan.sleep}
     assert all(of[address].sleep is ASLEEP for address in plan.wake)
     assert all(of[address].sleep is AWAKE for address in plan.sleep)
     before = Counter(one.group for one in fleet if one.group and one.sleep is not ASLEEP)
-    woken = Counter(of[address].group for address in plan.wake if of[address].group)
+    restored = [address for address in plan.restore if of[address].sleep is ASLEEP]
+    woken = Counter(of[address].group for address in (*plan.wake, *restored) if of[address].group)
     assert all(before[group] + count <= terms.max_awake for group, count in woken.items())
     wanted = {one.model for one in demands}
     assert {of[address].model for address in plan.wake} <= wanted

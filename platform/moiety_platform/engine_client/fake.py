@@ -127,6 +127,7 @@ class FakeEngineClient:
         self._alive = False
         self._sleep = SleepState.AWAKE
         self.wake_s = 0.0  # time that waking takes
+        self.wake_problem = ""  # why it falls asleep again instead of waking
         self.num_wakes = self.num_sleeps = 0  # commands that it got
         self.expert_ranks = 0
         self._num_connections = 0
@@ -168,7 +169,7 @@ class FakeEngineClient:
             self.fleet_services.append(message)
 
     def set_asleep(self, *, asleep: bool) -> None:
-        """Sleep once no request runs, or wake within `wake_s`."""
+        """Sleep once no request runs, or wake within `wake_s`; stay awake if it has not fallen asleep yet."""
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
         if asleep:
@@ -176,13 +177,14 @@ class FakeEngineClient:
             self._sleep = SleepState.FALLING_ASLEEP
             return
         self.num_wakes += 1
-        self._sleep = SleepState.WAKING if self.wake_s else SleepState.AWAKE
+        is_asleep = self._sleep_state() is not SleepState.FALLING_ASLEEP
+        self._sleep = SleepState.WAKING if is_asleep and self.wake_s else SleepState.AWAKE
         if self.wake_s:
             asyncio.get_running_loop().call_later(self.wake_s, self._be_awake)
 
     def _be_awake(self) -> None:
         if self._sleep is SleepState.WAKING:
-            self._sleep = SleepState.AWAKE
+            self._sleep = SleepState.ASLEEP if self.wake_problem else SleepState.AWAKE
 
     def _sleep_state(self) -> SleepState:
         if self._sleep is SleepState.FALLING_ASLEEP and not self._running:
@@ -409,6 +411,7 @@ class FakeEngineClient:
             step_costs=self.step_costs,
             active_experts=self.active_experts,
             sleep=self._sleep_state(),
+            sleep_problem=self.wake_problem if self._sleep is SleepState.ASLEEP and self.num_wakes else "",
             expert_ranks=self.expert_ranks,
             requested_expert_ranks=self.expert_ranks,
         )

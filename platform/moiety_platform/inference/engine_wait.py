@@ -46,7 +46,8 @@ async def start_when_awake(
         place = gate.reserve(principal.tenant_id, max(1, record.num_sequences))
         try:
             async with keep_alive():
-                await waker.wait_awake(model, service.max_queue_s if service.ttft_s is None else service.ttft_s)
+                slo_s = service.max_queue_s if service.ttft_s is None else service.ttft_s
+                await waker.wait_awake(model, slo_s, error.note if isinstance(error, EnginesAsleep) else None)
         finally:
             place.release()
         record.forget_attempt()

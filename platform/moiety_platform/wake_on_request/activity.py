@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.wake_on_request.plan import SleepView
 from moiety_wire.engine_load import Load, SleepState
 
-REFUSED_S = 60.0  # pause after an engine could not follow a command
+REFUSED_S, MAX_REFUSED_S = 60.0, 3600.0  # pause after an engine could not follow a command, doubled each time
 STALE_S = 1.5  # after a command, loads can still have the problem of an earlier one
 
 
@@ -27,6 +29,8 @@ class EngineActivity:
     command_s: float | None = None  # when this gateway sent it a command that it has not followed yet
     was_woken: bool = False  # by the last command
     refused_until_s: float = 0.0
+    num_refusals: int = 0  # in a row
+    gave_way_to: str = ""  # model for which it was put to sleep, until that model or the engine is awake
 
 
 class ActivityLog:
@@ -60,33 +64,64 @@ class ActivityLog:
                     0.0 if is_busy else now_s - found.active_s,
                     now_s - found.awake_s,
                     card.generates and found.refused_until_s <= now_s,
+                    found.gave_way_to,
                 )
             )
         known = {state.address for state in states}
         self._engines = {address: one for address, one in self._engines.items() if address in known}
+        awake = {(view.model, view.group) for view in views if view.sleep is SleepState.AWAKE}
+        for number, view in enumerate(views):
+            if view.gave_way_to and (view.gave_way_to, view.group) in awake:
+                self._engines[view.address].gave_way_to = ""
+                views[number] = msgspec.structs.replace(view, gave_way_to="")
         return views
 
-    def sent(self, address: str, now_s: float, *, asleep: bool) -> None:
-        """Record a command, so that it is not sent again before the engine has had time to report."""
+    def sent(self, address: str, now_s: float, *, asleep: bool, gave_way_to: str = "") -> None:
+        """Record a command, so that it is not sent again before the engine has had time to report.
+
+        `gave_way_to` is the model for which the engine is put to sleep, if there is one.
+        """
         found = self._engines[address]
         found.command_s, found.was_woken = now_s, not asleep
+        if asleep:
+            found.gave_way_to = gave_way_to
 
-    def awaits_command(self, address: str, now_s: float, timeout_s: float) -> bool:
-        """Return whether the engine got a command within the timeout, and has not followed it yet."""
-        command_s = self._engines[address].command_s
-        return command_s is not None and now_s - command_s < timeout_s
+    def awaits_command(self, address: str, now_s: float, timeout_s: float, *, asleep: bool) -> bool:
+        """Return whether the engine got the same command within the timeout, and has not followed it yet."""
+        found = self._engines[address]
+        is_recent = found.command_s is not None and now_s - found.command_s < timeout_s
+        return is_recent and found.was_woken is not asleep
 
     def _note(self, found: EngineActivity, state: EngineState, load: Load, model: str, now_s: float) -> None:
         num_open = load.num_running + load.num_waiting + load.num_paused + state.num_inflight
         if num_open or load.requests_total != found.num_requests:
             found.num_requests, found.active_s = load.requests_total, now_s
+        if load.sleep_problem and _has_failed(found, load.sleep, now_s):
+            pause_s = min(REFUSED_S * 2**found.num_refusals, MAX_REFUSED_S)
+            found.command_s, found.refused_until_s = None, now_s + pause_s
+            found.num_refusals += 1
         if load.sleep is SleepState.AWAKE and found.sleep is not SleepState.AWAKE:
             found.awake_s = found.active_s = now_s
-            if found.command_s is not None and found.was_woken:
+            found.gave_way_to = ""
+            if found.command_s is not None and found.was_woken and found.sleep is not SleepState.FALLING_ASLEEP:
                 self._on_awake(model, now_s - found.command_s)
         if load.sleep is not found.sleep:
             found.sleep = load.sleep
             if load.sleep in (SleepState.AWAKE, SleepState.ASLEEP):
+                if found.command_s is not None:
+                    found.num_refusals = 0
                 found.command_s = None
-        if load.sleep_problem and found.command_s is not None and now_s - found.command_s > STALE_S:
-            found.command_s, found.refused_until_s = None, now_s + REFUSED_S
+
+
+def _has_failed(found: EngineActivity, sleep: SleepState, now_s: float) -> bool:
+    """Return whether the problem that an engine reports is that of the last command.
+
+    It is if the engine has returned to the state before the command, or has had time to report.
+    """
+    if found.command_s is None:
+        return False
+    before, under_way = SleepState.AWAKE, SleepState.FALLING_ASLEEP
+    if found.was_woken:
+        before, under_way = SleepState.ASLEEP, SleepState.WAKING
+    has_returned = found.sleep is under_way and sleep is before
+    return has_returned or now_s - found.command_s > STALE_S

@@ -4,7 +4,8 @@ Engines of a device group share the memory of a device, so that only some of the
 model is needed whose engines are asleep and its group is full, another engine gives way: one without requests first,
 the one that is idle longest; then the one that has been awake longest, and only after its minimum awake time, so that
 two busy models take turns instead of displacing each other after each request. A demand that has waited longer than
-one turn of all models of its group is served before the urgent ones, so that no model starves.
+one turn of all models of its group is served before the urgent ones, so that no model starves. An engine that gave way
+in vain, because the requests have left or the other engine cannot wake, is woken again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class SleepView(msgspec.Struct, frozen=True):
     idle_s: float = 0.0
     awake_s: float = 0.0  # since it was woken or started
     can_sleep: bool = True  # False for an engine without sleep mode, or that could not follow a command lately
+    gave_way_to: str = ""  # model for which it sleeps, or is about to, and that has not been awake since
 
     @property
     def is_busy(self) -> bool:
@@ -61,10 +63,16 @@ class WakeTerms(msgspec.Struct, frozen=True):
 
 
 class WakePlan(msgspec.Struct, frozen=True):
-    """Addresses of engines to wake, and of engines to put to sleep."""
+    """Addresses of engines to wake, and of engines to put to sleep.
+
+    `gave_way` has the models for which engines of `sleep` give way. `restore` are engines that gave way in vain, which
+    are woken, or kept awake if they have not fallen asleep yet.
+    """
 
     wake: tuple[str, ...] = ()
     sleep: tuple[str, ...] = ()
+    gave_way: Mapping[str, str] = {}
+    restore: tuple[str, ...] = ()
 
 
 def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms) -> WakePlan:
@@ -74,6 +82,7 @@ def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], ter
     """
     wake: list[str] = []
     sleep: list[str] = []
+    gave_way: dict[str, str] = {}
     used = Counter(one.group for one in engines if one.group and one.sleep is not SleepState.ASLEEP)
     freed = Counter(one.group for one in engines if one.group and one.sleep is SleepState.FALLING_ASLEEP)
     wanted = {demand.model for demand in demands}
@@ -98,8 +107,10 @@ def plan_sleep(engines: Sequence[SleepView], demands: Sequence[ModelDemand], ter
             victim = _victim([one for one in engines if one.group in groups], wanted, sleep, terms)
             if victim is not None:
                 sleep.append(victim.address)
+                gave_way[victim.address] = demand.model
     sleep += _idle(engines, wanted, sleep, terms)
-    return WakePlan(tuple(wake), tuple(sleep))
+    restore = _in_vain(engines, wake, used, freed, terms)
+    return WakePlan(tuple(wake), tuple(sleep), gave_way, tuple(restore))
 
 
 def in_order(engines: Sequence[SleepView], demands: Sequence[ModelDemand], terms: WakeTerms) -> list[ModelDemand]:
@@ -171,6 +182,27 @@ def _victim(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str]
         and not (one.model in wanted and one.awake_s < terms.min_awake_s)
     ]
     return min(able, key=lambda one: (one.is_busy, -one.idle_s, -one.awake_s, one.address), default=None)
+
+
+def _in_vain(
+    engines: Sequence[SleepView], wake: Sequence[str], used: Counter[str], freed: Counter[str], terms: WakeTerms
+) -> list[str]:
+    """Return the engines that gave way for models that do not take their place.
+
+    `used` counts the places of each group after the wakes, and `freed` those of engines that fall asleep and that no
+    demand awaits. The engine that was awake last comes first.
+    """
+    chosen = []
+    for one in sorted(engines, key=lambda one: (one.idle_s, one.address)):
+        if not one.gave_way_to or not one.can_sleep or one.address in wake:
+            continue
+        if one.sleep is SleepState.FALLING_ASLEEP and freed[one.group] > 0 and used[one.group] <= terms.max_awake:
+            freed[one.group] -= 1
+            chosen.append(one.address)
+        elif one.sleep is SleepState.ASLEEP and used[one.group] < terms.max_awake:
+            used[one.group] += 1
+            chosen.append(one.address)
+    return chosen
 
 
 def _idle(engines: Sequence[SleepView], wanted: set[str], sleep: Sequence[str], terms: WakeTerms) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -44,6 +45,7 @@ LEASE_S = 3.0
 DEMAND_S = 5.0  # how long a demand counts after its gateway last wrote it
 ANNOUNCE_S = 1.0  # between two decisions that requests for a model bring about
 NOTE_S = 30.0  # how long a request that does not wait counts as a demand
+MAX_NOTES = 1000  # of a model; the newest count
 COMMAND_S = 5.0  # after which a command that an engine has not followed is sent again
 WAKE_SETTINGS = tuple(WakeSettings.model_fields)
 
@@ -59,7 +61,12 @@ class _Demand(msgspec.Struct):
     num_waiting: int = 0
     slo_s: float = math.inf  # when the first request misses its SLO
     announced_s: float = -math.inf  # when a decision about it was last asked for
-    noted_until_s: float = 0.0  # until when a request that does not wait counts
+    notes: dict[int, float] = {}  # of requests that do not wait, the oldest first: until when each counts
+
+    @property
+    def noted_until_s(self) -> float:
+        """Time until which any request that does not wait counts."""
+        return next(reversed(self.notes.values()), 0.0)
 
 
 class EngineWaker:
@@ -80,6 +87,7 @@ class EngineWaker:
         self.settings = settings
         replicas.stopped_models = settings.stopped_models
         self._demands: dict[str, _Demand] = {}
+        self._note_numbers = count()
         self._all_demands: list[ModelDemand] = []  # of all gateways, as last read
         self._activity = ActivityLog(self._note_awake)
         self._engines: list[SleepView] = []
@@ -87,6 +95,7 @@ class EngineWaker:
         self._measured: list[tuple[str, WakeKind, float]] = []  # times that are not in the database yet
         self._holds_lease = self._has_written = self._is_new = False
         self._decided_s = -math.inf
+        self._failure = ""  # why nothing could be decided lately
         self._decided_for: list[tuple[str, SleepState]] = []  # states of the engines at the last decision
         self._changed = asyncio.Event()  # replaced each time that it is set
         self.num_wakes: dict[str, int] = {}
@@ -143,17 +152,19 @@ class EngineWaker:
     def note_request(self, model: str) -> EnginesAsleep:
         """Wake an engine of a model whose engines sleep, and return the error of the request.
 
-        The request need not wait: it may have a fallback.
+        The request need not wait: it may have a fallback. If it waits, the error's note no longer counts.
         """
-        self._note_demand(model)
+        note = self._note_demand(model)
         retry_after_s = max(1, math.ceil(self.expected_s(model)))
         message = f"all engines for {model!r} sleep, and one is being woken; try again in {retry_after_s} s"
-        return EnginesAsleep(message, model, retry_after_s=retry_after_s)
+        return EnginesAsleep(message, model, retry_after_s=retry_after_s, note=note)
 
-    async def wait_awake(self, model: str, slo_s: float) -> None:
+    async def wait_awake(self, model: str, slo_s: float, note: int | None = None) -> None:
         """Wait until an engine of the model takes requests. `slo_s` is the time until the request misses its SLO.
 
-        Raises Unavailable with the time after which to try again, at once if the predicted wait exceeds the limit.
+        `note` is the request's note, which ends, so that a request that leaves counts no longer. Raises Unavailable
+        with the time after which to try again, at once if the predicted wait exceeds the limit; the request then counts
+        for a while, since clients try again.
         """
         timeout_s = self.settings.wake_timeout_s
         expected_s = self.expected_s(model)
@@ -168,6 +179,8 @@ class EngineWaker:
             )
         now_s = self._clock.monotonic()
         demand = self._demand_of(model)
+        if note is not None:
+            demand.notes.pop(note, None)
         demand.num_waiting += 1
         demand.slo_s = min(demand.slo_s, now_s + slo_s)
         if demand.num_waiting == 1:
@@ -182,8 +195,10 @@ class EngineWaker:
                 left_s = until_s - loop.time()
                 if left_s <= 0:
                     self._count_rejected(model)
+                    self._note_demand(model)
+                    why = self._failure or "try again later"
                     raise EnginesAsleep(
-                        f"no engine for {model!r} was awake within {timeout_s:g} s; try again later",
+                        f"no engine for {model!r} was awake within {timeout_s:g} s; {why}",
                         model,
                         retry_after_s=max(1, math.ceil(self.expected_s(model))),
                     )
@@ -248,7 +263,12 @@ class EngineWaker:
         if not is_due or not (own or self._holds_lease or self._has_written or self._measured or self._may_act(now_s)):
             return
         self._is_new, self._decided_s, self._decided_for = False, now_s, seen
-        await self._decide(own, now_s)
+        try:
+            await self._decide(own, now_s)
+        except Unavailable as error:
+            self._failure = error.message
+            raise
+        self._failure = ""
 
     async def _decide(self, own: list[ModelDemand], now_s: float) -> None:
         measured = list(self._measured)
@@ -272,17 +292,17 @@ class EngineWaker:
             self._is_new = True  # the commands of the last holder may not be in this process's loads yet
             return
         plan = plan_sleep(self._engines, demands, self._terms())
-        for address in plan.wake:
+        for address in (*plan.wake, *plan.restore):
             self._command(address, now_s, asleep=False)
         for address in plan.sleep:
-            self._command(address, now_s, asleep=True)
+            self._command(address, now_s, asleep=True, gave_way_to=plan.gave_way.get(address, ""))
         wanted = {demand.model for demand in demands}
         idle = set(self._pools.idle_models(self._engines, now_s)) - wanted
         self._pools.request_scale({model for model in wanted if not self._states(model)}, idle)
 
-    def _command(self, address: str, now_s: float, *, asleep: bool) -> None:
+    def _command(self, address: str, now_s: float, *, asleep: bool, gave_way_to: str = "") -> None:
         client = self._replicas.find(address)
-        if client is None or self._activity.awaits_command(address, now_s, COMMAND_S):
+        if client is None or self._activity.awaits_command(address, now_s, COMMAND_S, asleep=asleep):
             return
         card = client.state.card
         assert card is not None, "planned by its card"
@@ -290,15 +310,15 @@ class EngineWaker:
             client.set_asleep(asleep=asleep)
         except (Unavailable, Conflict):
             return  # it was lost meanwhile
-        self._activity.sent(address, now_s, asleep=asleep)
+        self._activity.sent(address, now_s, asleep=asleep, gave_way_to=gave_way_to)
         if not asleep:
             self._count_wake(card.model)
         log.info("engine_put_to_sleep" if asleep else "engine_woken", engine=address, model=card.model)
 
     def _may_act(self, now_s: float) -> bool:
-        """Return whether idle engines are to sleep or to be stopped, as far as this process knows."""
+        """Return whether engines are to sleep, to be woken again or to be stopped, as far as this process knows."""
         plan = plan_sleep(self._engines, self._all_demands, self._terms())
-        return bool(plan.sleep) or bool(self._pools.idle_models(self._engines, now_s))
+        return bool(plan.sleep or plan.restore) or bool(self._pools.idle_models(self._engines, now_s))
 
     # ── observations ──
 
@@ -320,11 +340,14 @@ class EngineWaker:
             found.append(ModelDemand(model, demand.num_waiting, min(slack_s, 86_400.0), waited_s))
         return found
 
-    def _note_demand(self, model: str) -> None:
-        """Count a request that does not wait as a demand, for `NOTE_S`."""
-        demand = self._demand_of(model)
-        demand.noted_until_s = self._clock.monotonic() + NOTE_S
+    def _note_demand(self, model: str) -> int:
+        """Count a request that does not wait as a demand, for `NOTE_S`; return the number of the note."""
+        demand, note = self._demand_of(model), next(self._note_numbers)
+        demand.notes[note] = self._clock.monotonic() + NOTE_S
+        if len(demand.notes) > MAX_NOTES:
+            del demand.notes[next(iter(demand.notes))]
         self._announce(demand)
+        return note
 
     def _announce(self, demand: _Demand) -> None:
         """Decide at once about a demand, at most once a second, since each decision is a write transaction."""
