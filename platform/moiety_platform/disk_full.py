@@ -14,6 +14,12 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
+def store_advice(error: BaseException) -> str:
+    """Return what to do about an error of the store, or of a file in its place, whose cause is the driver's error."""
+    full = any(is_database_full(one) for one in (error, error.__cause__) if one is not None)
+    return "free some space on the disk that is full" if full else "restore the connection to the database"
+
+
 def is_database_full(error: BaseException) -> bool:
     """Return whether the error of a database, or of its driver, says that its disk is full."""
     for one in (error, getattr(error, "orig", None)):

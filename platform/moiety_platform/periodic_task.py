@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from moiety_platform.disk_full import store_advice
 from moiety_platform.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -74,7 +75,7 @@ class PeriodicTask:
                         "store_unreachable",
                         task=self._name,
                         reason=str(error),
-                        advice="restore the connection to the database",
+                        advice=store_advice(error),
                     )
                 is_unreachable = True
                 await _wait(self._stopping, self._pause_s)

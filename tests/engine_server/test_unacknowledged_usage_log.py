@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from tests.full_disk import full_disk
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.scripted.script import Script
@@ -158,17 +157,6 @@ async def test_the_file_does_not_grow_with_what_was_settled(tmp_path: Path, monk
     await metered.write()
     assert (tmp_path / "unacknowledged").stat().st_size == 0
     metered.log.close()
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """Let no file become larger than `num_bytes`."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_once_a_full_disk_has_room_again_all_is_written(tmp_path: Path) -> None:

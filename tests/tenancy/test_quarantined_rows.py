@@ -25,7 +25,7 @@ from moiety_platform.quota.store import LeaseStore
 from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
-from moiety_platform.usage.quarantined_rows import DAMAGED, QuarantinedUsage, QuarantinedUsageReport
+from moiety_platform.usage.quarantined_rows import QuarantinedUsage, QuarantinedUsageReport
 
 from .conftest import PEPPER, Admin, Demo
 from .test_recorder import recording, stored_ids
@@ -156,7 +156,7 @@ async def test_quarantined_rows_are_restored_once_however_often_it_is_asked(
     assert await restore_rows(settings) == (0, 1), "which is still refused, and so remains"
     assert QuarantinedUsage(folder).report().rows == 1
     await mend(database)
-    QuarantinedUsage(folder).add_lines(DAMAGED, [b'{"request_id":"torn'])
+    QuarantinedUsage(folder).add_damaged([b'{"request_id":"torn'])
     QuarantinedUsage(folder).add_row(make_row("fine"))
     assert await restore_rows(settings) == (2, 1)
     assert await restore_rows(settings) == (0, 1)
@@ -204,7 +204,7 @@ async def test_the_reconciliation_counts_quarantined_usage_and_does_not_agree_th
         assert found["agrees"]
         assert found["quarantined_usage"] == {"rows": 0, "unreadable_lines": 0, "shown": []}
         await asyncio.to_thread(aside.add_row, make_row("r-aside", started_at=clock.now() - timedelta(days=400)))
-        await asyncio.to_thread(aside.add_lines, DAMAGED, [b"torn"])
+        await asyncio.to_thread(aside.add_damaged, [b"torn"])
         found = await admin.call("GET", "usage/reconciliation", 200)
     assert not found["agrees"]
     assert (found["quarantined_usage"]["rows"], found["quarantined_usage"]["unreadable_lines"]) == (1, 1)

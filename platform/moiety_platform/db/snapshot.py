@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import RETRY_AFTER_S
 from moiety_platform.db.session import Database
+from moiety_platform.disk_full import store_advice
 from moiety_platform.errors import Unavailable
 
 TTL_S = 2.0
@@ -99,9 +100,7 @@ class Snapshot(Generic[T]):
         except (Unavailable, TimeoutError) as error:
             if not self._away:
                 reason = str(error) or "the database does not answer in time"
-                log.warning(
-                    "store_unreachable", task=self.what, reason=reason, advice="restore the connection to the database"
-                )
+                log.warning("store_unreachable", task=self.what, reason=reason, advice=store_advice(error))
             self._away = True
             self._read_again_s = self._fresh_until_s = self.clock.monotonic() + OUTAGE_PAUSE_S
         else:

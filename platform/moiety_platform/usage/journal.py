@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from moiety_platform.usage.quarantined_rows import DAMAGED, QuarantinedUsage
 from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
 COMPACT_BYTES = 1024 * 1024  # size from which the live log is rewritten without stored rows
@@ -52,8 +51,8 @@ class Segment:
                 rows[row.request_id] = row
         return list(rows.values())
 
-    def remove(self) -> None:
-        """Delete the segment after its rows are stored. Unreadable lines are kept in `damaged.txt`."""
+    def remove(self, keep_lines: Callable[[Sequence[bytes]], None]) -> None:
+        """Delete the segment after its rows are stored and `keep_lines` has stored its unreadable lines."""
         if self._damaged:
             _log.error(
                 "usage_journal_damaged",
@@ -61,7 +60,7 @@ class Segment:
                 num_lines=len(self._damaged),
                 advice="keep the damaged lines: their usage is not in the database",
             )
-            QuarantinedUsage(self._path.parent).add_lines(DAMAGED, self._damaged)
+            keep_lines(self._damaged)
         self._path.unlink(missing_ok=True)
         self.release()
 
@@ -99,16 +98,13 @@ class Journal:
             self._close_own()
 
     def append(self, rows: Sequence[UsageRow], *, sync: bool) -> None:
-        """Append rows; with `sync` they are on disk when this returns. Raises OSError."""
+        """Append rows; with `sync` they are on disk when this returns. Raises OSError, and then appends none."""
         if not rows:
             return
         with self._lock:
             if self._own_path is None:
                 self._open_own()
-            data = b"".join(to_line(row) + b"\n" for row in rows)
-            write_all(self._own_descriptor, data)
-            if sync:
-                os.fsync(self._own_descriptor)
+            append_lines(self._own_descriptor, b"".join(to_line(row) + b"\n" for row in rows), sync=sync)
             self._waiting = True
 
     def claim(self) -> Segment | None:
@@ -166,10 +162,22 @@ def _lock_segment(path: Path) -> Segment | None:
     return None
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all data to the descriptor. Raises OSError."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+def append_lines(descriptor: int, data: bytes, *, sync: bool = False) -> None:
+    """Append complete lines to a file that was opened with O_APPEND and that no other process appends to meanwhile.
+
+    With `sync` they are on disk when this returns. Raises OSError; the file is then as it was before, because a part
+    of a line, left by a full disk, would make the next line unreadable.
+    """
+    size = os.fstat(descriptor).st_size
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        if sync:
+            os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
 
 
 class LiveLog:
@@ -180,7 +188,8 @@ class LiveLog:
     request counts, so a running request is written as the row to store if nothing follows. It is created with the first
     row. Not thread-safe.
 
-    No method raises: if the file cannot be written, rows exist only in memory, which is logged once.
+    No method raises: if the file cannot be written, rows exist only in memory, which is logged once, until `trim` has
+    written all of them again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -188,7 +197,7 @@ class LiveLog:
         self._path: Path | None = None
         self._descriptor = -1
         self._size = 0
-        self._failing = False
+        self._lacks_rows = False  # some could not be written
 
     def add(self, rows: Sequence[UsageRow]) -> None:
         """Write rows to the file."""
@@ -197,40 +206,40 @@ class LiveLog:
                 self._path, self._descriptor = create_segment(self._directory)
                 self._size = 0
             lines = b"\n".join(map(to_line, rows)) + b"\n"
-            write_all(self._descriptor, lines)
+            append_lines(self._descriptor, lines)
             self._size += len(lines)
         except OSError as error:
-            if not self._failing:
+            if not self._lacks_rows:
                 _log.error(
                     "usage_live_log_failed",
                     error=str(error),
                     directory=str(self._directory),
                     advice="check the free space and the permissions of the folder",
                 )
-            self._failing = True
-        else:
-            self._failing = False
+            self._lacks_rows = True
 
     def trim(self, live: Sequence[UsageRow]) -> None:
         """Drop all rows but `live`, which are still only in memory.
 
-        This happens at once if `live` is empty, else when the file has grown.
+        This happens at once if `live` is empty, else when the file has grown or lacks rows.
         """
-        if self._path is None or self._size == 0 or (live and self._size < COMPACT_BYTES):
+        if not self._lacks_rows and (self._size == 0 or (live and self._size < COMPACT_BYTES)):
             return
         try:
             if live:
                 self._rewrite(live)
-            else:
+            elif self._size:
                 os.ftruncate(self._descriptor, 0)
                 self._size = 0
+            self._lacks_rows = False
         except OSError as error:  # rows that are left are replayed without effect, since each request counts once
-            _log.warning(
-                "usage_live_log_untrimmed",
-                error=str(error),
-                directory=str(self._directory),
-                advice="check the free space and the permissions of the folder",
-            )
+            if not self._lacks_rows:
+                _log.warning(
+                    "usage_live_log_untrimmed",
+                    error=str(error),
+                    directory=str(self._directory),
+                    advice="check the free space and the permissions of the folder",
+                )
 
     def close(self, *, keep: bool) -> None:
         """Remove the file, or with `keep` leave it to the next start."""
@@ -245,15 +254,16 @@ class LiveLog:
 
         A kill between the two leaves both, which is harmless.
         """
-        assert self._path is not None
         data = b"".join(to_line(row) + b"\n" for row in rows)
         path, descriptor = create_segment(self._directory)
         try:
-            write_all(descriptor, data)
-            self._path.unlink(missing_ok=True)
+            append_lines(descriptor, data)
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
         except OSError:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
-        os.close(self._descriptor)
+        if self._path is not None:
+            os.close(self._descriptor)
         self._path, self._descriptor, self._size = path, descriptor, len(data)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from moiety_platform.usage.journal import append_lines
 from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
 REFUSED = "refused.txt"
@@ -60,13 +61,13 @@ class QuarantinedUsage:
 
     def add_row(self, row: UsageRow) -> None:
         """Keep a row that the database refuses. It is on disk when this returns. Raises OSError."""
-        self.add_lines(REFUSED, [msgspec.json.encode(row)])
+        with self._locked():
+            self._append(REFUSED, [msgspec.json.encode(row)])
 
-    def add_lines(self, name: str, lines: Sequence[bytes]) -> None:
-        """Keep lines in one of the two files. They are on disk when this returns. Raises OSError."""
-        if lines:
-            with self._locked():
-                self._append(name, lines)
+    def add_damaged(self, lines: Sequence[bytes]) -> None:
+        """Keep unreadable lines of the journal. They are on disk when this returns. Raises OSError."""
+        with self._locked():
+            self._append(DAMAGED, lines)
 
     def report(self) -> QuarantinedUsageReport:
         """Count the quarantined rows and lines. Raises OSError if a file cannot be read."""
@@ -136,10 +137,7 @@ class QuarantinedUsage:
             return
         descriptor = os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            data = b"".join(line + b"\n" for line in lines)
-            while data:
-                data = data[os.write(descriptor, data) :]
-            os.fsync(descriptor)
+            append_lines(descriptor, b"".join(line + b"\n" for line in lines), sync=True)
         finally:
             os.close(descriptor)
 

@@ -35,6 +35,7 @@ import msgspec
 import structlog
 
 from moiety_platform.db.session import Database
+from moiety_platform.disk_full import store_advice
 from moiety_platform.errors import Unavailable
 from moiety_platform.usage.journal import Journal, LiveLog, Segment, to_line
 from moiety_platform.usage.quarantined_rows import QuarantinedUsage
@@ -123,8 +124,7 @@ class UsageRecorder:
         """Start writing, first the rows that an earlier process left in the journal. Does not wait for the database."""
         await asyncio.to_thread(self._journal.open)
         if self._journal.waiting:
-            # its rows are older, but by how much is unknown until they are read
-            self._oldest_spilled = datetime.now(UTC)
+            self._oldest_spilled = datetime.now(UTC)  # its rows are older, by an unknown time
         self._work.set()
         self._task = asyncio.create_task(self._run(), name="usage-writer")
 
@@ -144,10 +144,11 @@ class UsageRecorder:
                 journal_dir=str(self._journal.directory),
                 advice="none needed: the next start of the gateway stores the rows",
             )
-        while self._pending:  # only if the journal failed as well
-            self._report_unstored(self._pending.popleft(), "stopped while database and journal were away")
+        for row in self._pending:  # only if the journal failed as well
+            self._report_unstored(row, "stopped while database and journal were away")
         self._write_log()
-        self._live_log.close(keep=bool(self._running))
+        self._live_log.close(keep=bool(self._running or self._pending))
+        self._pending.clear()
         await asyncio.to_thread(self._journal.close)
 
     def opened(self, row: UsageRow) -> None:
@@ -155,8 +156,7 @@ class UsageRecorder:
 
         If the process is killed before the request's `record`, the next start stores `row` (see `KILLED`).
         """
-        row = storable(row)
-        self._running[row.request_id] = row
+        self._running[row.request_id] = row = storable(row)
         self._log(row)
 
     def record(self, row: UsageRow, when_stored: Callable[[], None] | None = None) -> None:
@@ -218,7 +218,7 @@ class UsageRecorder:
                         "usage_store_unreachable",
                         reason=str(error),
                         journaled_rows=self._journaled,
-                        advice="restore the connection to the database; rows wait in the journal",
+                        advice=f"{store_advice(error)}; rows wait in the journal",
                     )
                 backoff_s = min(MAX_BACKOFF_S, max(self._interval_s, backoff_s * 2))
             else:
@@ -287,7 +287,7 @@ class UsageRecorder:
             for start in range(0, len(rows), BATCH_ROWS):
                 remain |= bool(await self._store(rows[start : start + BATCH_ROWS]))
             if not remain:
-                await asyncio.to_thread(segment.remove)
+                await asyncio.to_thread(segment.remove, self.quarantined_usage.add_damaged)
         finally:
             if not remain:
                 segment.release()

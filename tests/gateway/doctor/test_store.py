@@ -25,7 +25,7 @@ from moiety_platform.quota.models import LeaseState, Quota, QuotaLease, QuotaWin
 from moiety_platform.quota.store import LeaseStore
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.days import day_of, unmark
-from moiety_platform.usage.journal import create_segment, to_line, write_all
+from moiety_platform.usage.journal import append_lines, create_segment, to_line
 from moiety_platform.usage.models import UsageDayMark, UsageHour
 from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.recorder import UsageRecorder
@@ -169,7 +169,7 @@ async def usage_of_a_killed_gateway(world: World) -> AsyncIterator[Any]:
     folder = world.patient.settings.data_dir / "usage-journal"
     folder.mkdir()
     _, descriptor = create_segment(folder)
-    write_all(descriptor, to_line(ROW) + b"\n")
+    append_lines(descriptor, to_line(ROW) + b"\n")
     os.close(descriptor)
     yield world.patient
     database = Database.open(world.patient.settings.store_url)
