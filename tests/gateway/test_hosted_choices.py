@@ -81,7 +81,7 @@ async def test_a_choice_that_fails_fails_the_request_and_none_is_sent_twice(
         status, _, answer = await gateway.post(CHAT, BODY | {"n": 2, "stream": stream})
         assert status == (200 if stream else 502) and b"engine_failed" in answer, answer
         (row,) = await gateway.rows.wait_for(1)
-        assert (row.prompt_tokens, row.num_choices, row.error_code) == (PROMPT_TOKENS, 2, "engine_failed")
+        assert (row.num_choices, row.error_code) == (2, "engine_failed")
     assert len(provider.bodies) == 2
 
 
