@@ -248,7 +248,7 @@ def recurs(kernel: ModuleType, _: Any) -> None:
 def decays(kernel: ModuleType, _: Any) -> None:
     heads, log_decay, _ = delta_inputs(32, 128, 1, torch.float32)
     ours = states(4, 32, 128)
-    theirs, gates = ours.clone(), log_decay.squeeze(2)
+    theirs, gates = ours.clone(), 4 * log_decay.squeeze(2)  # near 0, and further
     expected = linear_attention_reference(heads, gates, theirs, sequences())
     assert_close(kernel.linear_attention(heads, gates, ours, sequences()), expected)
     assert_close(ours.nan_to_num(7), theirs.nan_to_num(7))
@@ -336,7 +336,9 @@ MUTANTS = [
     (lightning_indexer, "value == least and equal == 0", "value == least"),
     (lightning_indexer, "load_f32(args.weight_TH, token * heads + h)", "load_f32(args.weight_TH, h)"),
     (lightning_indexer, "else -1 - bits", "else bits"),
-    (linear_attention, "row[column] * decay)", "row[column])"),
+    (linear_attention, "e.fma(former, added, key * values[n])", "key * values[n]"),
+    (linear_attention, "kept=1.0 if is_near_one else 0.0", "kept=1.0"),
+    (linear_attention, "math.expm1(gate) if is_near_one", "math.exp(gate) if is_near_one"),
     (linear_attention, "4 * width * (head // shared.sharing)", "4 * width * (head % shared.sharing)"),
     (linear_attention, "if not has_state:", "if has_state:"),
     (selective_scan, "state[0] * decay)", "state[0])"),

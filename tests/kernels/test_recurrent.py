@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -104,12 +106,28 @@ def test_the_gated_normalisation(gate: Gate, rows: int, width: int) -> None:
 @pytest.mark.parametrize("value_width", [128, 24])
 def test_linear_attention(value_width: int) -> None:
     heads, log_decay, _ = delta_inputs(48, value_width, 1, torch.float32)
-    ours, gates = states(4, 48, value_width), log_decay.squeeze(2)
+    ours, gates = states(4, 48, value_width), 4 * log_decay.squeeze(2)  # near 0, and further
     theirs = ours.clone()
     made = linear_attention(heads, gates, ours, sequences())
     expected = linear_reference.linear_attention(heads, gates, theirs, sequences())
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "operation", [linear_attention, linear_reference.linear_attention], ids=["kernel", "definition"]
+)
+def test_decays_near_one_are_exact_over_thousands_of_tokens(operation: Any) -> None:
+    """The rates of MiniMax-Text-01's last layer; e^g in float32 would be 3e-5 off after so many tokens."""
+    count, log_decay_M = 2500, -torch.tensor([3.75e-6, 9.375e-7, 5.86e-8])
+    q, k, v = torch.nn.functional.silu(torch.randn(3, count, 3, 16)).unbind()
+    exact = torch.zeros(3, 16, 16, dtype=torch.float64)
+    for t in range(count):
+        exact = exact * log_decay_M.double().exp()[:, None, None] + k[t].double()[:, :, None] * v[t].double()[:, None]
+    state = torch.full((1, 3, 16, 16), float("nan"))
+    gates = log_decay_M.expand(count, -1).contiguous()
+    operation(RecurrentHeads(q, k, v), gates, state, one_sequence(count, has_state=False))
+    assert ((state[0] - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max() < 2e-6
 
 
 @pytest.mark.parametrize(("channels", "rows"), [(144, 16), (64, 5), (20, 16)])

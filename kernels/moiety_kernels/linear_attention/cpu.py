@@ -39,6 +39,7 @@ class LinearAttentionArguments(NamedTuple):
 
 
 fits = fits_recurrence
+_NEAR_ONE = -0.5  # gates above it have a decay near 1
 
 
 def linear_attention(
@@ -56,7 +57,8 @@ class DecayingStepArguments(NamedTuple):
 
     state_KV: Floats
     state_stride: Int
-    decay: Float
+    kept: Float  # 1 or 0, times the state
+    added: Float  # what is added to it, times the state
     k_K: Floats
     q_K: Floats
     width: Int  # K
@@ -65,14 +67,18 @@ class DecayingStepArguments(NamedTuple):
 
 
 def _step(e: Emitter, args: DecayingStepArguments, *, vectors: int) -> None:
-    """Emit S ← decay · S + k ⊗ v and out = Sᵀ q for `vectors` vectors of columns."""
-    columns, decay = [LANES * n for n in range(vectors)], e.splat(args.decay)
+    """Emit S ← kept · S + (added · S + k ⊗ v) and out = Sᵀ q for `vectors` vectors of columns.
+
+    `kept` + `added` is the decay.
+    """
+    columns, kept, added = [LANES * n for n in range(vectors)], e.splat(args.kept), e.splat(args.added)
     values, outs = [args.v_V[column] for column in columns], [e.constant(0.0)] * vectors
     for i in e.loop(args.width, 1, outs):
         row = args.state_KV.moved(args.state_stride * i)
         key, query = e.splat(args.k_K.scalar(i)), e.splat(args.q_K.scalar(i))
         for n, column in enumerate(columns):
-            value = e.fma(key, values[n], row[column] * decay)
+            former = row[column]
+            value = e.fma(former, kept, e.fma(former, added, key * values[n]))
             row[column] = value
             outs[n] = e.fma(value, query, outs[n])
     for n, column in enumerate(columns):
@@ -95,10 +101,13 @@ def _task(args: LinearAttentionArguments, task: int, scratch: int) -> None:
         clear_block(shared, state)
     for t in range(begin, end):
         row = t * shared.value_heads + head
+        gate = load_f32(args.log_decay_TM, row)
+        is_near_one = gate > _NEAR_ONE
         decaying_step(
             state_KV=state,
             state_stride=row_bytes,
-            decay=math.exp(load_f32(args.log_decay_TM, row)),
+            kept=1.0 if is_near_one else 0.0,
+            added=math.expm1(gate) if is_near_one else math.exp(gate),
             k_K=shared.k_THK + t * shared.k_stride + group,
             q_K=shared.q_THK + t * shared.q_stride + group,
             width=width,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CHUNK = 64
 MAX_WIDTH = 256
 _COLUMNS = 16  # of the state in one program
+NEAR_ONE = tl.constexpr(-0.03125)  # gates above it have a decay near 1
 _WARPS, _STAGES = 4, 1  # what a chunk's rows leave of registers and shared memory
 
 
@@ -61,6 +62,12 @@ def linear_attention(
 
 
 @triton.jit
+def less_than_one(gate):
+    """Return e^gate - 1, for gates between `NEAR_ONE` and 0, by its series: there are few bits in e^gate."""
+    return gate * (1.0 + gate * (0.5 + gate * (1.0 / 6.0 + gate * (1.0 / 24.0))))
+
+
+@triton.jit
 def decay_one(
     p_q,
     p_k,
@@ -95,7 +102,9 @@ def decay_one(
     q = tl.load(p_q + t * q_stride + i_group * WIDTH + i_key).to(tl.float32)
     k = tl.load(p_k + t * k_stride + i_group * WIDTH + i_key).to(tl.float32)
     v = tl.load(p_v + t * v_stride + i_head * VALUE_WIDTH + i_column).to(tl.float32)
-    state = state * tl.exp(tl.load(p_log_decay + row)) + k[:, None] * v[None, :]
+    gate = tl.load(p_log_decay + row)
+    entry = k[:, None] * v[None, :]
+    state = tl.where(gate > NEAR_ONE, state + (state * less_than_one(gate) + entry), state * tl.exp(gate) + entry)
     out = tl.sum(state * q[:, None], axis=0)
     tl.store(p_out + row * VALUE_WIDTH + i_column, out.to(p_out.dtype.element_ty))
     tl.store(p_own, state)
