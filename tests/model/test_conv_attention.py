@@ -40,7 +40,8 @@ def test_rejected_drafts_leave_no_trace_in_states(make_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "match"),
     [
-        ({"tp": 2}, r"1 groups of heads that share the values .* cannot be divided by --tp 2"),
+        ({"tp": 3}, r"--tp 3 and the model's 2 key-value heads do not match: one must divide the other"),
+        ({"tp": 8}, r"4 query heads cannot be divided by --tp 8"),
         ({"dp": 2, "ffn_ranks": 2}, r"--ffn-ranks is not available for zaya"),
     ],
 )

@@ -26,11 +26,10 @@ from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
 
 REFUSED = {
+    "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
     "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
-    "zaya": "1 groups of heads that share the values of a token and of the token before cannot be divided by --tp 2",
-    "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
 }
 DIVIDED = [name for name in RECENT_VARIANTS if name not in REFUSED]
 PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(90)]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import Batch, Cache, RecurrentRows, RecurrentStateCache
     from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
@@ -49,7 +50,13 @@ class ConvAttention:
         weights: ConvAttentionWeights,
         rotary: RotaryTable,
         arithmetic: Arithmetic,
+        *,
+        group: RankCollectives,
     ) -> None:
+        """Create the layer. `group`: the ranks that divide the query heads they attend with."""
+        per_kv_head, first = spec.num_heads // spec.num_kv_heads, group.rank * spec.num_attending_heads
+        self._attending = slice(first, first + spec.num_attending_heads)
+        self._attended = first // per_kv_head, -(-self._attending.stop // per_kv_head)
         self._spec, self._weights, self._rotary = spec, weights, rotary
         self._linear = partial(linear, invariant=arithmetic.invariant)
         self._head_linear = partial(head_linear, invariant=arithmetic.invariant)
@@ -74,7 +81,8 @@ class ConvAttention:
         pages = cache.pages
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), pages, batch.slots_T)
         q_THd = q_THd * self._key_scale_H1.to(q_THd.dtype)  # of the keys, which scores are linear in
-        out_THd = paged_attention(q_THd, pages, batch.attention, self._parameters)
+        own_THd, own_pages = q_THd[:, self._attending].contiguous(), pages.of_heads(*self._attended)
+        out_THd = paged_attention(own_THd, own_pages, batch.attention, self._parameters)
         return self._linear(out_THd.view(len(x_TD), -1), weights.output_DC)
 
     def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
@@ -92,7 +100,7 @@ class ConvAttention:
         both_TXd = torch.cat([one.view(tokens, -1, spec.head_dim) for one in (former_TC, last_TC)], dim=2)
         convolved_TC = self._head_linear(both_TXd, weights.head_taps_Xdd).view(tokens, -1)
         convolved_TC = convolved_TC + weights.head_bias_C.to(mixed_TC.dtype)
-        query_TC, key_TC = torch.split(mixed_TC, [spec.output_width, spec.num_kv_heads * spec.head_dim], dim=1)
+        query_TC, key_TC = torch.split(mixed_TC, [spec.query_width, spec.num_kv_heads * spec.head_dim], dim=1)
         query_TGHd = query_TC.view(tokens, spec.num_kv_heads, -1, spec.head_dim)
         mean_TGHd = (query_TGHd + key_TC.view(tokens, spec.num_kv_heads, 1, spec.head_dim)) * 0.5
         per_group = mean_TGHd.shape[2]

@@ -16,15 +16,19 @@ class ConvAttentionSpec(PagedStateSpec):
 
     Queries and keys pass through a convolution of each channel and one of each head, both over two tokens, and half of
     all values are those of the token before. Keys and values are in blocks; the last rows before the convolutions, and
-    the last token's half of values, are a state. `num_groups`: number of groups of heads among which the values of a
-    token and those of the token before can be divided.
+    the last token's half of values, are a state. `num_attending_heads`: query heads that a rank attends with.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_attending_heads: int
     window: int | None = None
-    num_groups: int = 1
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries."""
+        return self.num_heads * self.head_dim
 
     @property
     def conv_channels(self) -> int:
@@ -38,8 +42,8 @@ class ConvAttentionSpec(PagedStateSpec):
 
     @property
     def output_width(self) -> int:
-        """Width of the output of all heads."""
-        return self.num_heads * self.head_dim
+        """Width of the output of the heads that a rank attends with."""
+        return self.num_attending_heads * self.head_dim
 
     @property
     def row_widths(self) -> tuple[int, ...]:
@@ -48,8 +52,12 @@ class ConvAttentionSpec(PagedStateSpec):
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
-        """Fields that tensor parallelism divides: none, as the single group has no divisor."""
-        return (("num_groups", "groups of heads that share the values of a token and of the token before"),)
+        """Field that tensor parallelism divides.
+
+        All ranks have all queries, keys and values, and the whole cache: some key-value heads have the values of the
+        token, the others those of the token before, so their ranks would otherwise have layers of different kinds.
+        """
+        return (("num_attending_heads", "query heads"),)
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:

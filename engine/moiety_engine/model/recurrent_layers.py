@@ -61,7 +61,7 @@ def recurrent_layer(
         return CompressedAttention(spec, weights, rotaries[spec.rope], arithmetic)
     if isinstance(spec, ConvAttentionSpec):
         assert isinstance(weights, ConvAttentionWeights)
-        return ConvAttention(spec, weights, rotaries[spec.rope], arithmetic)
+        return ConvAttention(spec, weights, rotaries[spec.rope], arithmetic, group=group)
     if isinstance(spec, MambaSpec):
         assert isinstance(weights, MambaWeights)
         return Mamba(spec, weights, arithmetic, group=group)

@@ -18,6 +18,7 @@ from moiety_engine.distribution.layout import RankPosition, divide
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.attention_options import DividedNormSpec
 from moiety_engine.model.context_parallel import require_shared_cache, require_shared_positions
+from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
 from moiety_engine.model.names import placements
 from moiety_engine.model.names.tensor_mapping import Chosen, Shares, TensorMapping
 from moiety_engine.model.recurrent_specs import RecurrentSpec
@@ -44,6 +45,7 @@ _HALVES = re.compile(
     r"\b(?:experts\.gate_up_proj|experts\.fc1\.weight|(?:block_sparse_moe|mlp)\.input_linear\.weight)$"
 )  # rows of gate, then as many rows of up
 _BIAS_OF_EXPERTS = "mlp.bias"  # that all experts of a layer have
+_BIAS_OF_ROUTERS = "gate.down_proj.bias"  # of a router with hidden layers, which every rank computes whole
 _MAX_PIECES = 64  # largest number of pieces that an error message suggests
 _ADDED_ONCE = (
     "o_proj.bias",
@@ -264,6 +266,8 @@ def _own_layer(layer: LayerSpec, rank_position: RankPosition) -> LayerSpec:
 def _own_attention(
     attention: AttentionSpec | LatentAttentionSpec | RecurrentSpec, tp: int
 ) -> AttentionSpec | LatentAttentionSpec | RecurrentSpec:
+    if isinstance(attention, ConvAttentionSpec):
+        _require_matching_heads(attention.num_kv_heads, tp)
     if not isinstance(attention, AttentionSpec | LatentAttentionSpec):
         heads_of = {name: divide(getattr(attention, name), tp, what, "--tp") for name, what in attention.divided_heads}
         return replace(attention, **heads_of)
@@ -271,10 +275,7 @@ def _own_attention(
     if isinstance(attention, LatentAttentionSpec):
         return replace(attention, num_heads=heads)
     num_kv = attention.num_kv_heads
-    if num_kv % tp and tp % num_kv:
-        raise InvalidConfig(
-            f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
-        )
+    _require_matching_heads(num_kv, tp)
     if isinstance(attention, RoutedAttentionSpec) and num_kv % tp:
         raise InvalidConfig(
             f"--tp {tp} does not divide the model's {num_kv} key-value heads, of which each expert of attention has a "
@@ -282,6 +283,13 @@ def _own_attention(
         )
     divided = DividedNormSpec(max(1, tp // num_kv)) if attention.qk_norm == "full" and tp > 1 else None
     return replace(attention, num_heads=heads, num_kv_heads=max(1, num_kv // tp), divided_norm=divided)
+
+
+def _require_matching_heads(num_kv: int, tp: int) -> None:
+    if num_kv % tp and tp % num_kv:
+        raise InvalidConfig(
+            f"--tp {tp} and the model's {num_kv} key-value heads do not match: one must divide the other"
+        )
 
 
 def _own_dense(dense: DenseSpec, rank_position: RankPosition) -> DenseSpec:
@@ -336,7 +344,7 @@ def _cut(
     whole = of_whole.shape
     of_experts = _EXPERT_TENSOR.search(name) is not None
     index = rank_position.cut_rank if of_experts or name.endswith(_BIAS_OF_EXPERTS) else rank_position.tp_rank
-    if name.endswith(_ADDED_ONCE) and index:
+    if index and name.endswith(_ADDED_ONCE) and not name.endswith(_BIAS_OF_ROUTERS):
         return _taking(place, whole, lambda source: torch.zeros(place.shape))
     stacked = of_experts and _EXPERT.search(name) is None
     if place.shape == whole and not stacked:

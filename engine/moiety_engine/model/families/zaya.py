@@ -50,7 +50,7 @@ def _attention(config: Config, index: int) -> ConvAttentionSpec:
     if kind == _SLIDING and window is None:
         raise ConfigError(f"layer_types has {_SLIDING}, but sliding_window is not set")
     rope = rope_from(config, config["rope_parameters"][kind], config["head_dim"])
-    return ConvAttentionSpec(rope, heads, kv_heads, config["head_dim"], window if kind == _SLIDING else None)
+    return ConvAttentionSpec(rope, heads, kv_heads, config["head_dim"], heads, window if kind == _SLIDING else None)
 
 
 def _mixture(config: Config, index: int) -> MoeSpec:

@@ -24,7 +24,7 @@ def conv_attention_places(spec: RecurrentSpec, weights: ConvAttentionWeights, _p
     assert isinstance(spec, ConvAttentionSpec)
     block, channels, width = "self_attn.qkv_proj.", spec.conv_channels, spec.head_dim
     keys = spec.num_kv_heads * width
-    widths = [spec.output_width, keys, spec.delayed_width, spec.delayed_width]
+    widths = [spec.query_width, keys, spec.delayed_width, spec.delayed_width]
     for name, view in zip(_INPUTS, torch.split(plain(weights.input_CD), widths), strict=True):
         yield f"{block}{name}.weight", whole(view)
     taps_2C, heads_Xdd = weights.channel_taps_2C, weights.head_taps_Xdd
