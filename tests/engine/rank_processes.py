@@ -85,6 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"v_head_dim": 32, "num_key_value_heads": 4, "head_dim": 16, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 256}
     | {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
     "jetmoe": {"num_key_value_heads": 4, "kv_channels": 16, "num_local_experts": 8, "intermediate_size": 64},
+    "minimax": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
     "zaya": {"num_experts": 8, "moe_intermediate_size": 64, "router_hidden_size": 32, "head_dim": 16}
     | {"tie_word_embeddings": False, "pad_token_id": None},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 16}

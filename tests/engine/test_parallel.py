@@ -34,10 +34,11 @@ ALSO_SHOWN = {
     ("longcat_flash", ("tp", 2, "ep", 2)),  # some experts are on no rank
     ("zaya", ("pp", 2)),  # stages pass on the input of their last router
     ("zaya", ("tp", 2, "ep", 2)),  # a rank has all queries, keys and values, and attends with a part of the heads
+    ("minimax", ("tp", 2, "ep", 2)),  # the ranks' heads are normalized together
     ("jetmoe", ("tp", 2, "ep", 2)),  # a rank has a part of the query heads of each expert of attention
 }
 OF_TWO_HEADS = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
-RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba", "zaya")
+RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba", "minimax", "zaya")
 REFUSED: set[tuple[str, tuple[str | int, ...]]] = {(family, ("tp", 4, "ep", 4)) for family in OF_TWO_HEADS}
 CUT = [
     (pytest.param if family == shown_by or (family, cuts) in ALSO_SHOWN else thorough)(

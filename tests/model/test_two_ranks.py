@@ -26,7 +26,6 @@ from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
 
 REFUSED = {
-    "minimax": "1 groups of heads that are normalized together cannot be divided by --tp 2",
     "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
     "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",

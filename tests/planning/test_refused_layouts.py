@@ -24,7 +24,7 @@ FAMILIES = {  # with stages that cannot begin with some layers, or parts that ca
     "falcon_h1": {},
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared"] * 26},
     "longcat_flash": {},
-    "minimax": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
 }
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
@@ -29,9 +30,14 @@ if TYPE_CHECKING:
 class LightningAttention(RecurrentMixer[LightningSpec, LightningWeights]):
     """Linear attention with a constant decay per head."""
 
-    def __init__(self, spec: LightningSpec, weights: LightningWeights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, spec: LightningSpec, weights: LightningWeights, arithmetic: Arithmetic, *, group: RankCollectives
+    ) -> None:
+        """Create the layer. `group`: the ranks that share its heads."""
         super().__init__(spec, weights, arithmetic)
-        self._log_decay_M = -torch.tensor(spec.decays, dtype=torch.float32, device=weights.norm_C.device)
+        self._group = group
+        own = spec.decays[group.rank * spec.num_heads :][: spec.num_heads]
+        self._log_decay_M = -torch.tensor(own, dtype=torch.float32, device=weights.norm_C.device)
 
     def _mix(self, x_TD: Tensor, rows: RecurrentRows, cache: RecurrentStateCache) -> Tensor:
         spec, weights = self._spec, self._weights
@@ -39,14 +45,18 @@ class LightningAttention(RecurrentMixer[LightningSpec, LightningWeights]):
         cache.record(rows, qkv_TC)
         out_TMV = self._advance(qkv_TC, rows, cache)
         gate_TC = self._linear(x_TD, weights.gate_CD)
-        normed_T1C = gated_norm(
-            out_TMV.view(-1, 1, spec.output_width),
-            gate_TC.unsqueeze(1),
-            weights.norm_C.unsqueeze(0),
-            spec.norm_eps,
-            "sigmoid",
-        )
-        return self._linear(normed_T1C.squeeze(1), weights.output_DC)
+        return self._linear(self._gated(out_TMV.view(-1, spec.output_width), gate_TC), weights.output_DC)
+
+    def _gated(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Return the outputs, normalized with those of the heads of all ranks, times the sigmoid of their gates."""
+        norm_C, eps = self._weights.norm_C, self._spec.norm_eps
+        if self._group.size == 1:
+            parts = out_TC.unsqueeze(1), gate_TC.unsqueeze(1), norm_C.unsqueeze(0)
+            return gated_norm(*parts, eps, "sigmoid").squeeze(1)
+        squares_T1 = self._group.sum(out_TC.double().square().sum(dim=1, keepdim=True))
+        factor_T1 = torch.rsqrt(squares_T1 / (self._group.size * out_TC.shape[1]) + eps).float()
+        normed_TC = (out_TC.float() * factor_T1 * norm_C).to(out_TC.dtype)
+        return output_gate(normed_TC.unsqueeze(1), gate_TC, "sigmoid").squeeze(1)
 
     def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
         """Advance states by tokens whose inputs were recorded."""

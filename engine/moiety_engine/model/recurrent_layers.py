@@ -24,7 +24,7 @@ from moiety_engine.model.recurrent_specs import (
     MambaSpec,
     ShortConvSpec,
 )
-from moiety_engine.model.recurrent_weights import MambaWeights
+from moiety_engine.model.recurrent_weights import LightningWeights, MambaWeights
 from moiety_engine.model.short_convolution import ShortConvolution
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
     Mamba2Spec: Mamba2,
     KimiDeltaSpec: KimiDeltaAttention,
-    LightningSpec: LightningAttention,
     ShortConvSpec: ShortConvolution,
 }
 
@@ -62,6 +61,9 @@ def recurrent_layer(
     if isinstance(spec, ConvAttentionSpec):
         assert isinstance(weights, ConvAttentionWeights)
         return ConvAttention(spec, weights, rotaries[spec.rope], arithmetic, group=group)
+    if isinstance(spec, LightningSpec):
+        assert isinstance(weights, LightningWeights)
+        return LightningAttention(spec, weights, arithmetic, group=group)
     if isinstance(spec, MambaSpec):
         assert isinstance(weights, MambaWeights)
         return Mamba(spec, weights, arithmetic, group=group)

@@ -259,23 +259,22 @@ class KimiDeltaSpec(SquareStateSpec):
 class LightningSpec(SquareStateSpec):
     """Lightning attention (Qin et al. 2024, arXiv 2401.04658): linear attention with a constant decay per head.
 
-    Queries, keys and values pass through SiLU. The outputs of all heads are normalized together and multiplied by
-    a gate, so the heads cannot be divided among ranks. `decays`: negative logarithm of each head's decay per token.
+    Queries, keys and values pass through SiLU. The outputs of the heads of all ranks are normalized together and
+    multiplied by a gate. `decays`: negative logarithm of the decay per token of each head of all ranks.
     """
 
     decays: tuple[float, ...]
     norm_eps: float
-    num_groups: int = 1
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
-        """Fields that tensor parallelism divides: none, as the single group of normalized heads has no divisor."""
-        return (("num_groups", "groups of heads that are normalized together"),)
+        """Fields that tensor parallelism divides."""
+        return (("num_heads", "heads of lightning attention"),)
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix of keys by values per head."""
-        return (StatePart(self._matrix_shape),)
+        return (StatePart(self._matrix_shape, sections=(self.num_heads,)),)
 
     @property
     def input_widths(self) -> tuple[int, ...]:
