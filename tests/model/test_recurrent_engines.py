@@ -19,6 +19,7 @@ from moiety_engine.model.loading import load_model
 from .test_parity import TOLERANCE, tokens
 
 VARIANTS = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h", "nemotron_h, latent experts", "zaya"]
+LINEAR_ATTENTION = ["bailing_hybrid", "kimi_linear", "minimax", "qwen3_5_moe", "qwen3_next"]
 KINDS = ["jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"]  # one of each kind of recurrent layer
 FURTHER = ["bailing_hybrid", "falcon_h1", "granitemoehybrid", "nemotron_h, dense"]
 UNSUPPORTED_SIZES = ["falcon_h1", "nemotron_h", "nemotron_h, latent experts"]  # heads too narrow for CPU kernels
@@ -73,7 +74,7 @@ def assert_answers_are_the_oracles(engine: Engine, checkpoint: Any) -> None:
             assert row.max() - row[token] < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *LINEAR_ATTENTION])
 def test_the_next_turn_continues_from_a_snapshot(make_checkpoint: Any, variant: str) -> None:
     checkpoint = make_checkpoint(variant)
     engine = Engine(checkpoint)
@@ -104,7 +105,7 @@ def test_recorded_steps_change_no_answer(make_checkpoint: Any, variant: str) -> 
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *LINEAR_ATTENTION])
 def test_a_preempted_sequence_continues_or_is_computed_anew(make_checkpoint: Any, variant: str, swaps: bool) -> None:
     checkpoint = make_checkpoint(variant)
     engine = run_with_a_preemption(checkpoint, swaps=swaps)
