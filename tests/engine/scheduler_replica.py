@@ -375,9 +375,7 @@ class Replica:
         context = sum(s.kv.num_computed for s in places.decoding)
         assert places.sums_of(list(places.decoding.values())) == (due_s, context)
         if all(s.predicted_output >= s.num_output for s in running):  # the policy predicts
-            excess = places.remaining_output() - sum(s.remaining_output for s in running)
-            resumed = sum(s.num_output for s in running if s not in places.decoding)
-            assert -1e-6 <= excess <= 2 * len(running) + resumed
+            assert places.remaining_output() >= sum(s.remaining_output for s in running) - 1e-6
         full = {
             s
             for s in places.decoding
