@@ -53,6 +53,7 @@ def task_address(task: Callable[[S, int, int], None], arguments: type[S]) -> int
     return _task_address(task, arguments)
 
 
+@functools.cache
 def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
     """Return the address of the machine code of a jitted driver (state, scratch, function, args, num_tasks) → None."""
     return _address(driver.py_func, *[types.int64] * 5)  # type: ignore[attr-defined]
