@@ -9,7 +9,8 @@ import pytest
 from moiety_platform.openai_api.schemas import ChatBody
 
 from .conftest import RunningGateway
-from .test_reasoning import DEEPSEEK, HEADER, Thinking, chat, prompt_of, raw, thinking, writes  # noqa: F401  a fixture
+from .test_reasoning import DEEPSEEK, HEADER, Thinking, chat, raw, thinking, writes  # noqa: F401  a fixture
+from .test_tool_loops import prompt_of
 
 ON: list[dict[str, Any]] = [
     {"thinking": {"type": "enabled"}},
@@ -73,7 +74,7 @@ async def test_reasoning_is_excluded_from_an_answer(thinking: Thinking, stream: 
 def test_a_budget_has_the_name_of_its_field(more: dict[str, Any], told: str) -> None:
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
     (conversation,) = ChatBody.model_validate(asked).generation().prompts
-    assert f"{conversation.reasoning_fields.budget}={conversation.thought_budget}" == told  # type: ignore[union-attr]
+    assert f"{conversation.reasoning_fields.budget}={conversation.thought_budget}" == told
 
 
 async def test_a_switch_that_the_model_does_not_have_is_named(tool_gateway: RunningGateway) -> None:

@@ -37,7 +37,7 @@ from moiety_platform.inference.generation import Conversation, Generation, Promp
 from moiety_platform.inference.reasoning_fields import Effort
 from moiety_platform.inference.tool_fields import TemplateVariables
 from moiety_platform.openai_api.chat_messages import Messages, messages_of
-from moiety_platform.openai_api.provider_reasoning import ProviderReasoningFields
+from moiety_platform.openai_api.provider_reasoning import AskedReasoning, ProviderReasoningFields
 from moiety_platform.openai_api.request_options import CACHE_TTL_S, PromptCacheOptions, StreamOptions
 from moiety_platform.openai_api.response_formats import FORMS as FORMS_OF_FORMS
 from moiety_platform.openai_api.response_formats import StructuredOutputBody, format_beside
@@ -361,10 +361,10 @@ class ChatBody(ProviderReasoningFields, GenerationBody):
         options = self.chat_template_kwargs or {}
         if self.documents is not None:
             options = {"documents": self.documents, **options}
-        thinks, effort, budget, fields = None, self.reasoning_effort, self.thought_budget, _REASONING_FIELDS
+        asked = AskedReasoning(None, self.reasoning_effort, self.thought_budget, _REASONING_FIELDS)
         by_other_names = (self.thinking, self.enable_thinking, self.thinking_budget, self.reasoning)
         if by_other_names != (None, None, None, None) or self.max_thinking_tokens is not None:
-            thinks, effort, budget, fields = self.asked_reasoning(effort, budget)
+            asked = self.asked_reasoning(asked.effort, asked.budget)
         messages, prefill = messages_of(self.messages), ""
         if self.continue_final_message:
             messages, prefill = messages[:-1], messages[-1]["content"]
@@ -372,11 +372,11 @@ class ChatBody(ProviderReasoningFields, GenerationBody):
             messages,
             prefill,
             offer,
-            thinks=thinks,
-            effort=effort,
+            thinks=asked.thinks,
+            effort=asked.effort,
             template_options=options,
-            thought_budget=budget,
-            reasoning_fields=fields,
+            thought_budget=asked.budget,
+            reasoning_fields=asked.fields,
         )
         return self._generation((conversation,), (self.top_logprobs or 0) if self.logprobs else None, grammar)
 
