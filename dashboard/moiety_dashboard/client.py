@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -26,6 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 TIMEOUT_S = 12.0  # exceeds the gateway's longest wait for a queue slot
 MAX_PAGES = 20
 PAGE_LIMIT = 500
+NUM_AT_ONCE = 3  # requests of one page: with SQLite the gateway has as many connections for the admin API
 ADMIN = "/admin/v1"
 
 
@@ -104,6 +106,11 @@ class AdminClient:
             return stored
         self._drawing.stored.put(part, key, answer)
         return answer
+
+    def get_all(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Answer]:
+        """Return the answers of several GETs, paths and their parameters, sent at the same time. Raises ApiError."""
+        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+            return list(pool.map(lambda one: self.get(one[0], **one[1]), requests))
 
     def _get(self, path: str, given: Mapping[str, Any]) -> Answer:
         response = self._send("GET", path, params=dict(given))

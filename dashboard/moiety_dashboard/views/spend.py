@@ -41,9 +41,17 @@ def draw(page: Page) -> None:
     with page.asking() as client:
         names = names_of(client)
         since, until, tenant_id, grouping = choose(client, names)
-        draw_month(client, tenant_id)
-        draw_groups(client, grouping, since, until, tenant_id, names)
-        draw_budgets(client, tenant_id, names)
+        given = {"since": since.isoformat(), "until": until.isoformat(), "tenant_id": tenant_id}
+        forecast, groups, budgets = client.get_all(
+            [
+                ("/spend/forecast", {"tenant_id": tenant_id}),
+                ("/spend", {"group_by": grouping, **given}),
+                ("/spend/budgets", {"tenant_id": tenant_id, "limit": 200}),
+            ]
+        )
+        draw_month(forecast)
+        draw_groups(client, groups, grouping, (since, until), given, names)
+        draw_budgets(budgets, names)
 
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, datetime, str | None, str]:
@@ -100,9 +108,8 @@ def label_of(grouping: str) -> str:
     return GROUPINGS.get(grouping) or f"Tag {grouping.removeprefix(TAG)}"
 
 
-def draw_month(client: AdminClient, tenant_id: str | None) -> None:
+def draw_month(answer: Answer) -> None:
     """Draw the figures of this month, whatever time is chosen."""
-    answer = client.get("/spend/forecast", tenant_id=tenant_id)
     found = answer.data
     rate, since = dollars(found["rate_nanodollars_per_day"]), found["rate_since"]
     how = (
@@ -119,14 +126,14 @@ def draw_month(client: AdminClient, tenant_id: str | None) -> None:
 
 def draw_groups(
     client: AdminClient,
+    answer: Answer,
     grouping: str,
-    since: datetime,
-    until: datetime,
-    tenant_id: str | None,
+    times: tuple[datetime, datetime],
+    given: Mapping[str, Any],
     names: Mapping[str, str],
 ) -> None:
-    given = {"since": since.isoformat(), "until": until.isoformat(), "tenant_id": tenant_id}
-    answer = client.get("/spend", group_by=grouping, **given)
+    """Draw the cost by day and by group of an answer to a request with the `given` time and tenant."""
+    since, until = times
     total = answer.data["total"]
     field = f"{grouping}_id" if grouping in ("tenant", "project", "key") else grouping
     frame = spend_frame(answer.data["data"], field, total["cost_nanodollars"], names)
@@ -161,16 +168,15 @@ def read_days(
         return [answer], days_frame({ALL: answer.data["data"]})
     filter_of = f"{grouping}_id" if grouping in ("tenant", "project", "key") else grouping
     largest = frame[frame["cost"] > 0].head(NUM_DRAWN)
-    found = {
-        str(row["name"]): client.get("/spend", group_by="day", **{**given, filter_of: row["id"]})
-        for _, row in largest.iterrows()
-    }
+    by_day = {"group_by": "day", **given}
+    only = [by_day | {filter_of: row["id"]} for _, row in largest.iterrows()]
+    has_rest = len(frame) > len(largest)
+    answers = client.get_all([("/spend", one) for one in (*only, *([by_day] if has_rest else []))])
+    found = dict(zip(map(str, largest["name"]), answers, strict=False))
     days = days_frame({name: answer.data["data"] for name, answer in found.items()})
-    if len(frame) > len(largest):
-        answer = client.get("/spend", group_by="day", **given)
-        days = with_rest(days, days_frame({REST: answer.data["data"]}))
-        return [*found.values(), answer], days
-    return list(found.values()), days
+    if has_rest:
+        days = with_rest(days, days_frame({REST: answers[-1].data["data"]}))
+    return list(answers), days
 
 
 def with_rest(days: pd.DataFrame, whole: pd.DataFrame) -> pd.DataFrame:
@@ -195,8 +201,7 @@ def columns(grouping: str) -> dict[str, Any]:
     }
 
 
-def draw_budgets(client: AdminClient, tenant_id: str | None, names: Mapping[str, str]) -> None:
-    answer = client.get("/spend/budgets", tenant_id=tenant_id, limit=200)
+def draw_budgets(answer: Answer, names: Mapping[str, str]) -> None:
     budgets = answer.data["data"]
     frame = budgets_frame(budgets, names)
     with panels.panel("Budgets", "limits on money, in their present window", [answer], key="budgets", frame=frame):

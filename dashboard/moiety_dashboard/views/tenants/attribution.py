@@ -71,10 +71,11 @@ def _read(
     given = {"tenant_id": tenant_id, "since": span.since.isoformat(), "until": span.until.isoformat()}
     total = client.get("/usage", group_by=grouping, **given)
     frame = attribution_frame(total.data["data"], grouping)
-    by_hour = {}
-    for name in frame["name"].dropna().head(NUM_DRAWN):
-        only = {END_USER: name} if grouping == END_USER else {"tag": f"{grouping.removeprefix(TAG)}={name}"}
-        by_hour[name] = client.get("/usage", group_by="hour", **only, **given)
+    drawn = list(frame["name"].dropna().head(NUM_DRAWN))
+    tag = grouping.removeprefix(TAG)
+    only = [{END_USER: name} if grouping == END_USER else {"tag": f"{tag}={name}"} for name in drawn]
+    answers = client.get_all([("/usage", {"group_by": "hour", **one, **given}) for one in only])
+    by_hour = dict(zip(drawn, answers, strict=True))
     slots = slots_frame({name: answer.data["data"] for name, answer in by_hour.items()}, span.since, window.step)
     found = total, list(by_hour.values()), frame, slots
     st.session_state[READ] = key, time.monotonic(), found
