@@ -74,7 +74,7 @@ PROFILES = (
         limits=(("tokens_per_day", 20_000_000), ("requests_per_minute", 600)),
     ),
     TrafficProfile("globex", "standard", 1.0, 0.9, 700, 220, 240, (0.45, 0.62), (("tokens_per_day", 7_500_000),)),
-    TrafficProfile("initech", "standard", 1.0, 0.5, 300, 120, 220, limits=(("money_per_month", 10**9),)),
+    TrafficProfile("initech", "standard", 1.0, 0.5, 300, 120, 220, limits=(("money_per_month", 5 * 10**9),)),
     TrafficProfile("hooli", "standard", 0.5, 0.25, 1800, 90, 380, limits=(("concurrent_requests", 24),)),
     TrafficProfile("umbrella", "flex", 1.0, 0.35, 2400, 400, 1400, (0.7, 0.85), (("tokens_per_month", 60_000_000),)),
     TrafficProfile("research", "batch", 0.5, 0.2, 900, 700, 5200),

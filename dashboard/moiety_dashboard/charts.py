@@ -232,7 +232,7 @@ def ranked(frame: pd.DataFrame, name: str, column: str, share: str) -> alt.Chart
         title=None,
         axis=alt.Axis(ticks=False, domain=False, labelLimit=150, labelOverlap=False),
     )
-    base = alt.Chart(frame).encode(y=y, x=alt.X(f"{column}:Q", title=column, axis=alt.Axis(format="~s", tickCount=4)))
+    base = alt.Chart(frame).encode(y=y, x=alt.X(f"{column}:Q", title=column, axis=_prefixed()))
     tooltip = [
         alt.Tooltip(f"{name}:N"),
         alt.Tooltip(f"{column}:Q", format=",d"),
@@ -273,11 +273,15 @@ def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
     if not figure.is_log:
         if is_share(figure) or figure.axis != PREFIXED:
             return alt.Axis(tickCount=4, format="%" if is_share(figure) else figure.axis)
-        return alt.Axis(tickCount=4, format=figure.axis, labelExpr="datum.value == 0 ? '0' : datum.label")
+        return _prefixed()
     first, last = (round(math.log10(end)) for end in decades(frame[figure.column]))
     steps = (1, 3) if last - first <= 2 else (1,)
     ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
     return alt.Axis(values=[tick for tick in ticks if tick <= 10.0**last], format="~s")
+
+
+def _prefixed() -> alt.Axis:
+    return alt.Axis(tickCount=4, format=PREFIXED, labelExpr="datum.value == 0 ? '0' : datum.label")
 
 
 def share_floor(lowest: float) -> float:

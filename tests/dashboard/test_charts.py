@@ -39,5 +39,7 @@ def test_the_zero_of_an_axis_with_prefixes_has_none() -> None:
         return axis
 
     assert axis_of(charts.Figure("tokens", "tokens"))["labelExpr"] == "datum.value == 0 ? '0' : datum.label"
+    ranked = charts.ranked(frame.assign(share=1.0), "class", "tokens", "share").to_dict()
+    assert ranked["layer"][0]["encoding"]["x"]["axis"]["labelExpr"] == "datum.value == 0 ? '0' : datum.label"
     assert "labelExpr" not in axis_of(charts.Figure("tokens", "dollars", axis="$,.3~r"))
     assert "labelExpr" not in axis_of(charts.Figure("tokens", "share", ".1%"))

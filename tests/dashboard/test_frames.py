@@ -258,9 +258,9 @@ def test_changes_are_told_field_by_field() -> None:
     entry: dict[str, Any] = {
              "seq": 1, "at": "2026-01-01T10:00:00Z", "actor": "k1", "actor_role": "owner", "action": "change",
              "object_kind": "quotas", "object_id": "q", "erased_at": None,
-             "before": {"cap": 5, "kind": "x"}, "after": {"cap": 7, "kind": "x"}}  # fmt: skip
+             "before": {"cap": 5, "kind": "x"}, "after": {"cap": 7000, "kind": "x"}}  # fmt: skip
     row = changes.audit_frame([entry], {"k1": "ops …abcd"}).iloc[0]
-    assert (row["change"], row["actor"]) == ("cap: 5 → 7", "ops …abcd")
+    assert (row["change"], row["actor"]) == ("cap: 5 → 7,000", "ops …abcd")
     made = entry | {"before": None, "after": {"level": "tenant", "kind": "tokens_per_day", "cap": 5}}
     assert changes.in_words(made) == "tenant tokens_per_day 5"
     assert row["kind"] == "quotas"

@@ -56,8 +56,8 @@ def _show(name: str, row: Mapping[str, Any]) -> str:
     value = row.get(name)
     if value is None:
         return "none"
-    if name == "cap" and str(row.get("kind")).startswith("money"):
-        return dollars(value)
+    if name == "cap":
+        return dollars(value) if str(row.get("kind")).startswith("money") else f"{value:,d}"
     if name.endswith("_at") and isinstance(value, str):
         return f"{moment(value):%Y-%m-%d %H:%M:%S} UTC"
     return str(value)
