@@ -15,6 +15,7 @@ from moiety_platform.wake_on_request.plan import SleepView
 from moiety_wire.engine_load import Load, SleepState
 
 REFUSED_S, MAX_REFUSED_S = 60.0, 3600.0  # pause after an engine could not follow a command, doubled each time
+MAX_DOUBLINGS = 6  # which reach the longest pause
 STALE_S = 1.5  # after a command, loads can still have the problem of an earlier one
 
 
@@ -97,9 +98,8 @@ class ActivityLog:
         if num_open or load.requests_total != found.num_requests:
             found.num_requests, found.active_s = load.requests_total, now_s
         if load.sleep_problem and _has_failed(found, load.sleep, now_s):
-            pause_s = min(REFUSED_S * 2**found.num_refusals, MAX_REFUSED_S)
-            found.command_s, found.refused_until_s = None, now_s + pause_s
             found.num_refusals += 1
+            found.command_s, found.refused_until_s = None, now_s + _pause_s(found.num_refusals)
         if load.sleep is SleepState.AWAKE and found.sleep is not SleepState.AWAKE:
             found.awake_s = found.active_s = now_s
             found.gave_way_to = ""
@@ -111,6 +111,12 @@ class ActivityLog:
                 if found.command_s is not None:
                     found.num_refusals = 0
                 found.command_s = None
+
+
+def _pause_s(num_refusals: int) -> float:
+    """Return how long an engine gets no command after this many failures in a row."""
+    doublings = min(num_refusals - 1, MAX_DOUBLINGS)
+    return min(REFUSED_S * 2.0**doublings, MAX_REFUSED_S)
 
 
 def _has_failed(found: EngineActivity, sleep: SleepState, now_s: float) -> bool:
