@@ -33,7 +33,7 @@ async def test_chains_of_receipts_and_their_signatures_continue_after_a_restore(
     report = await restored(folder, target)
     assert (report.problems, report.receipts, report.receipt_key) == ([], 3, receipts.signer.key_id)
     (notice,) = report.notices
-    assert "1 tenants continue after their newest receipt in the backup" in notice
+    assert "chains of receipts (1, one for each tenant) continue" in notice
     assert report.created_at.isoformat(timespec="seconds") in notice
     copy = deployment.at(target)
     async with copy.database() as database:

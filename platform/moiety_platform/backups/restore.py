@@ -263,9 +263,10 @@ def _notices_of_receipts(created_at: datetime, receipts: StoredChains, receipt_k
     if not receipts.num_receipts:
         return []
     notices = [
-        f"the chains of receipts of {receipts.num_chains} tenants continue after their newest receipt in the backup. "
-        f"Receipts that were issued after {created_at.isoformat(timespec='seconds')} are not in it, and their numbers "
-        "are given again: tell the tenants to verify the receipts that they have from then apart from later ones"
+        f"the chains of receipts ({receipts.num_chains}, one for each tenant) continue after the newest receipt of "
+        f"each in the backup. Receipts that were issued after {created_at.isoformat(timespec='seconds')} are not in "
+        "it, and their numbers are given again: tell the tenants to verify the receipts that they have from then apart "
+        "from later ones"
     ]
     if receipt_key is None:
         notices.append(
