@@ -249,7 +249,7 @@ def main() -> None:
         stores[name] = {"all_equal": not any(map(differs, checks.values())), "checks": checks}
     report = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python", *sys.argv[:1], "--stores", options.stores]),
+        "command": f"python benchmarks/dashboard_figures.py --stores {options.stores}",
         "environment": describe_environment(),
         "stores": stores,
     }

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dashboard_deployment import (
     AUDIENCE,
@@ -36,6 +37,9 @@ from dashboard_deployment import (
     use_all,
 )
 from dashboard_hour import Admin, change_something, make_tenants, past_requests, sending, served, store
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ViewportSize
 
 ROLES = ("owner", "tenant-admin", "developer", "viewer")
 WIDTHS = (1440, 900)
@@ -189,18 +193,20 @@ def photograph(deployment: Deployment, kind: str, options: argparse.Namespace) -
             folder.mkdir(parents=True, exist_ok=True)
             for width in options.widths:
                 for theme in options.themes:
-                    size = {"width": width, "height": HEIGHT}
+                    size: ViewportSize = {"width": width, "height": HEIGHT}
                     page = browser.new_page(viewport=size, color_scheme=theme)
                     page.set_default_timeout(60_000)
-                    camera = Photographer(
-                        page, width, lambda name, f=folder, w=width, t=theme: f / f"{name}-{w}-{t}.png"
-                    )
+                    camera = Photographer(page, width, partial(_file_of, folder, width, theme))
                     camera.sign_in(deployment.dashboard, deployment.credentials[role])
                     for number, path in enumerate(camera.paths()):
                         if not options.pages or path in options.pages:
                             camera.visit(number, path, deployment.key)
                     page.close()
         browser.close()
+
+
+def _file_of(folder: Path, width: int, theme: str, name: str) -> Path:
+    return folder / f"{name}-{width}-{theme}.png"
 
 
 def main() -> None:

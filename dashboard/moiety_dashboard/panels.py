@@ -224,7 +224,7 @@ def configured(frame: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, Any
 def _configured(given: Any, is_integer: bool, width: int | None) -> Any:
     if isinstance(given, str) and not is_integer:
         return given if width is None else st.column_config.TextColumn(given, width=width)
-    column = st.column_config.NumberColumn(given) if isinstance(given, str) else given
+    column: Any = st.column_config.NumberColumn(given) if isinstance(given, str) else given
     kind = column["type_config"]
     if is_integer and kind["type"] == "number" and kind["format"] is None:
         column = {**column, "type_config": {**kind, "format": "localized"}}

@@ -14,7 +14,6 @@ from moiety_dashboard.frames.quotes import quotes_frame
 from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
-from moiety_dashboard.views.audit import KINDS
 from moiety_dashboard.views.quotas import quarantined_usage
 from moiety_dashboard.views.windows import LIVE
 from moiety_platform.db.base import Base
@@ -40,8 +39,8 @@ TERMS: dict[str, Any] = {
 
 def test_the_filter_of_the_audit_log_names_only_kinds_that_the_gateway_logs() -> None:
     load_tables()
-    assert set(KINDS) - set(Base.metadata.tables) == {"engines"}
-    assert {"tenants", "adapters", "routes", "guardrails", "jwt_issuers", "declarations"} <= set(KINDS)
+    assert set(changes.KINDS) - set(Base.metadata.tables) == {"engines"}
+    assert {"tenants", "adapters", "routes", "guardrails", "jwt_issuers", "declarations"} <= set(changes.KINDS)
 
 
 def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing() -> None:

@@ -53,7 +53,7 @@ def search() -> None:
 
     found = StoredSearch("log", "/requests", "request_id", 200)
     given = {"outcome": st.session_state.get("outcome"), "since": st.session_state.get("asked")}
-    st.text(found.ask(Client(), given).data["data"][0])  # type: ignore[arg-type]
+    st.text(found.ask(Client(), given).data["data"][0])
 
 
 def test_results_stay_while_a_row_is_picked_and_the_filters_are_the_same() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import tzinfo
 from decimal import Decimal
 from typing import Any
@@ -50,7 +50,7 @@ def fields_frame(found: Mapping[str, Any], names: Mapping[str, str], zone: tzinf
 
     `names` maps ids of tenants, projects and keys. Fields that this release does not know come last, as they are.
     """
-    known = {
+    known: dict[str, tuple[str, Callable[[Any], str | None]]] = {
         "request_id": ("Request", str),
         "started_at": ("Started", lambda text: _time(text, zone)),
         "tenant_id": ("Tenant", lambda one: _named(one, names)),

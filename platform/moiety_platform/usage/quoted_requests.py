@@ -61,7 +61,7 @@ async def report_quotes(session: AsyncSession, usage_filter: UsageFilter) -> Quo
     return QuoteReport(usage_filter.since, usage_filter.until, data, truncated=len(found) > MAX_READ)
 
 
-def quoted_requests(usage_filter: UsageFilter, dialect: str) -> Select[Any]:
+def quoted_requests(usage_filter: UsageFilter, dialect: str) -> Select[*tuple[Any, ...]]:
     """Return the statement that reads the newest requests with a quote, one more than a report counts."""
     row = UsageRecord
     return (
