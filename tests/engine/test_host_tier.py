@@ -212,18 +212,3 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_memory_is_refused(wante
         num_host_blocks(
             device=torch.device("cpu"), wanted_bytes=wanted, kv_bytes=GIB, block_bytes=1 << 20, host_bytes=2 * GIB
         )
-
-
-def test_a_host_tier_that_is_too_small_keeps_the_blocks_that_were_used_last() -> None:
-    device, host = BlockPool(3), HostTier(3)
-    device.on_evict = host.keep
-    used = host.pool.allocate(1)  # by a sequence that is swapped out
-    blocks = device.allocate(3)
-    for block, block_hash in zip(blocks, (b"first", b"second", b"third"), strict=True):
-        device.seal(block, block_hash)
-    device.free(blocks)
-    device.allocate(3)  # evicts all three at once
-    kept = {block_hash: host.pool.find(block_hash) for block_hash in (b"first", b"second", b"third")}
-    assert kept[b"first"] is None
-    assert host.take_copies().outs == [(blocks[1], kept[b"second"]), (blocks[2], kept[b"third"])]
-    assert not {kept[b"second"], kept[b"third"]} & {*used, None}

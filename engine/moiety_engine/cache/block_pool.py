@@ -11,7 +11,7 @@ The pool knows only ids and hashes. The runner maps blocks to tensor rows, `pref
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 
 from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_wire.block_hashes import MARK_BYTES
@@ -28,8 +28,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        # Called with cached blocks and their hashes before they are evicted.
-        self.on_evict: Callable[[Sequence[tuple[int, bytes]]], None] | None = None
+        self.on_evict: Callable[[int, bytes], None] | None = None  # called before a cached block is evicted
         self.changes: PrefixChangeLog | None = None  # told of stored and removed contents
         self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
@@ -68,25 +67,24 @@ class BlockPool:
             references[block] = 1
         return taken
 
-    def cache_new(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Give free blocks contents with these hashes, which no block may have, and return the blocks, which stay free.
+    def cache_new(self, block_hash: bytes) -> int:
+        """Give a free block contents with this hash, which no block may have, and return the block, which stays free.
 
-        The same as allocating, sealing and freeing them. Raises NoFreeBlocks.
+        The same as allocating, sealing and freeing it. Raises NoFreeBlocks.
         """
-        blocks = self.allocate(len(block_hashes))
-        references, hashes, block_of, entries = self._references, self._hash_of, self._block_of, self._entries
-        for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert block_hash not in block_of, "a hash is cached twice"
-            hashes[block], block_of[block_hash] = block_hash, block
-            references[block] = 0
-            entries[block] += 1
+        if not self.num_free:
+            raise NoFreeBlocks(f"a block requested, but none of {self.num_blocks} is free")
+        assert block_hash not in self._block_of, "a hash is cached twice"
+        (block,) = (self._blank.pop(),) if self._blank else self._evict(1)
+        self._hash_of[block], self._block_of[block_hash] = block_hash, block
         if self.changes is not None:
-            self.changes.store(block_hashes)
-        self.num_cached += len(blocks)
-        self._cached.extend(blocks)
+            self.changes.store(block_hash)
+        self.num_cached += 1
+        self._entries[block] += 1
+        self._cached.append(block)
         if len(self._cached) > 2 * self.num_blocks:
             self._drop_invalid()
-        return blocks
+        return block
 
     def share(self, block: int) -> None:
         """Add one reference to a used or cached block."""
@@ -138,7 +136,7 @@ class BlockPool:
             return False
         del self._block_of[block_hash]
         if self.changes is not None:
-            self.changes.remove((block_hash,))
+            self.changes.remove(block_hash)
         self._hash_of[block] = None  # its entries are void
         self._skipped.pop(block, None)
         self.num_cached -= 1
@@ -163,7 +161,7 @@ class BlockPool:
             if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
                 if self.changes is not None:
-                    self.changes.remove((block_hash,))
+                    self.changes.remove(block_hash)
                 self._hash_of[block] = None
                 self._skipped.pop(block, None)
 
@@ -184,7 +182,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
             if self.changes is not None:
-                self.changes.store((block_hash,))
+                self.changes.store(block_hash)
 
     def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
@@ -199,7 +197,8 @@ class BlockPool:
         """Drop all contents. No block may be used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
         if self.changes is not None:
-            self.changes.remove(self._block_of)
+            for block_hash in self._block_of:
+                self.changes.remove(block_hash)
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
         self._blank = list(reversed(range(self.num_blocks)))
@@ -211,9 +210,9 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
-        hashes, block_of = self._hash_of, self._block_of
+        hashes, block_of, on_evict, changes = self._hash_of, self._block_of, self.on_evict, self.changes
         kept = self.kept or ()  # most pools retain nothing
-        evicted: list[tuple[int, bytes]] = []
+        evicted: list[int] = []
         while len(evicted) < count:
             is_kept = not cached
             if is_kept:
@@ -221,24 +220,22 @@ class BlockPool:
             else:
                 block = cached.popleft()
                 entries[block] -= 1
-            if skipped:
-                skipped.pop(block, None)
+            skipped.pop(block, None)
             block_hash = hashes[block]
             if entries[block] or references[block] or block_hash is None:
                 continue
             if not is_kept and block_hash in kept:
                 skipped[block] = None
                 continue
-            evicted.append((block, block_hash))
-        if self.on_evict is not None:
-            self.on_evict(evicted)
-        for block, block_hash in evicted:
+            if on_evict is not None:
+                on_evict(block, block_hash)
             del block_of[block_hash]
+            if changes is not None:
+                changes.remove(block_hash)
             hashes[block] = None
-        if self.changes is not None:
-            self.changes.remove([block_hash for _, block_hash in evicted])
+            evicted.append(block)
         self.num_cached -= count
-        return [block for block, _ in evicted]
+        return evicted
 
     def _drop_invalid(self) -> None:
         """Keep only the last entry of each cached block, in order."""

@@ -68,18 +68,11 @@ class HostTier:
         self._out_to[host_block] = device_block
         return host_block
 
-    def keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Keep the contents of device blocks that the pool evicts, given with their hashes, in free host blocks.
-
-        If not all fit, those that would have been evicted last are kept.
-        """
-        find, in_to = self.pool.find, self._in_to
-        new = [(block, block_hash) for block, block_hash in evicted if find(block_hash) is None]
-        new = new[max(0, len(new) - self.pool.num_free) :]
-        for block, _ in new:
-            assert block not in in_to, f"device block {block} has no contents yet"
-        host_blocks = self.pool.cache_new([block_hash for _, block_hash in new])
-        self._out_to.update(zip(host_blocks, [block for block, _ in new], strict=True))
+    def keep(self, device_block: int, block_hash: bytes) -> None:
+        """Keep the contents of a prefix block that the pool evicts, if a host block is free."""
+        if self.pool.find(block_hash) is None and self.pool.num_free > 0:
+            assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
+            self._out_to[self.pool.cache_new(block_hash)] = device_block
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""
