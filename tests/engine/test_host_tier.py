@@ -212,3 +212,33 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_memory_is_refused(wante
         num_host_blocks(
             device=torch.device("cpu"), wanted_bytes=wanted, kv_bytes=GIB, block_bytes=1 << 20, host_bytes=2 * GIB
         )
+
+
+def evict_all(host: HostTier, hashes: tuple[bytes, ...]) -> None:
+    """Evict blocks with these contents from a device pool, in this order, in one allocation."""
+    device = BlockPool(len(hashes))
+    device.on_evict = host.keep
+    blocks = device.allocate(len(hashes))
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        device.seal(block, block_hash)
+    device.free(blocks)
+    device.allocate(len(hashes))
+
+
+def on_host(host: HostTier, *hashes: bytes) -> set[bytes]:
+    return {block_hash for block_hash in hashes if host.pool.find(block_hash) is not None}
+
+
+def test_a_large_allocation_leaves_retained_blocks_on_the_host() -> None:
+    host = HostTier(4)
+    evict_all(host, (b"r1", b"r2", b"r3"))
+    host.pool.kept = {b"r1", b"r2", b"r3"}
+    evict_all(host, (b"p1", b"p2", b"p3"))
+    assert on_host(host, b"r1", b"r2", b"r3", b"p1", b"p2", b"p3") == {b"r1", b"r2", b"r3", b"p3"}
+
+
+def test_a_block_that_leaves_host_and_device_in_one_allocation_is_kept_again() -> None:
+    host = HostTier(2)
+    evict_all(host, (b"a", b"x"))
+    evict_all(host, (b"b", b"a"))  # a place for b is that of a
+    assert on_host(host, b"a", b"b", b"x") == {b"a", b"b"}
