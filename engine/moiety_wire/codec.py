@@ -25,19 +25,21 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the
 
 
 def encode(*messages: ToEngine | ToGateway) -> bytes:
-    """Return one frame with the messages, as msgpack bytes."""
+    """Return one frame with the messages, as msgpack bytes.
+
+    Raises OverflowError for integers of more than 64 bits, and UnicodeEncodeError for text that is not Unicode.
+    """
     return _encoder.encode(messages[0] if len(messages) == 1 else messages)
 
 
-def encode_in_frames(messages: Iterable[ToEngine | ToGateway], max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the messages, in order, as frames with their numbers of messages.
+def join_in_frames(encoded: Iterable[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield messages that are encoded one by one, in order, as frames with their numbers of messages.
 
     A frame is not much larger than `max_bytes`, except if a single message is.
     """
     parts: list[bytes] = []
     num_bytes = 0
-    for message in messages:
-        part = _encoder.encode(message)
+    for part in encoded:
         if parts and num_bytes + len(part) > max_bytes:
             yield _joined(parts), len(parts)
             parts, num_bytes = [], 0

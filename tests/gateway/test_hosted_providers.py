@@ -354,10 +354,14 @@ async def test_a_switch_of_a_chat_template_is_translated_to_an_effort(
             for more in ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": {"type": "disabled"}}):
                 await answered(gateway, CHAT, model=model, **more)
             await answered(gateway, CHAT, model=model, chat_template_kwargs={"thinking": True})
+            for effort, switch in (("high", False), ("none", True)):  # the switch overrides the effort
+                more = {"reasoning_effort": effort, "chat_template_kwargs": {"enable_thinking": switch}}
+                await answered(gateway, CHAT, model=model, **more)
         body = BODIES[CHAT] | {"chat_template_kwargs": {"a": 1, "enable_thinking": False, "é": 1}}
         _, headers, _ = await gateway.post(CHAT, body)
-    assert [one.get("reasoning_effort") for one in openai_one.bodies] == ["none", "none", None, "none"]
-    assert ["thinking" in one for one in anthropic_one.bodies] == [False, False, True]
+    efforts = ["none", "none", None, "none", None, "none"]
+    assert [one.get("reasoning_effort") for one in openai_one.bodies] == efforts
+    assert ["thinking" in one for one in anthropic_one.bodies] == [False, False, True, False, True]
     assert headers["x-moiety-adjusted-fields"] == "chat_template_kwargs.a=unread"
 
 

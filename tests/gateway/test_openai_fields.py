@@ -340,15 +340,20 @@ async def test_reasoning_can_be_left_out_of_an_answer(
     assert deltas(chunks, "reasoning") == deltas(chunks, "reasoning_content")
 
 
-async def test_a_named_schema_without_a_schema_is_any_json_object(gateway: RunningGateway) -> None:
-    chosen: Any = {"type": "json_schema", "json_schema": {"name": "any"}}
-    for response_format in (chosen, {"type": "json_object"}):
-        await gateway.post(
-            "/v1/chat/completions",
-            {"model": "tiny", "messages": HELLO, "max_tokens": 1, "response_format": response_format},
-        )
-    first, second = gateway.engine.submits
-    assert first.grammar == second.grammar and first.grammar is not None
+async def test_a_schema_beside_a_name_is_followed(gateway: RunningGateway) -> None:
+    """Clients that know both forms send a name in one and the schema in the other; no schema is any JSON object."""
+    for response_format in (
+        {"type": "json_schema", "json_schema": {"name": "any", "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "any"}, "schema": SCHEMA},
+        {"type": "json_object", "json_schema": {"name": "any", "schema": SCHEMA}},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "any"}},
+    ):
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 1, "response_format": response_format}
+        await gateway.post("/v1/chat/completions", body)
+    named, beside, *without = [submit.grammar for submit in gateway.engine.submits]
+    assert named == beside != without[0] is not None
+    assert without == [without[0]] * 3
 
 
 @pytest.mark.parametrize("path", BODIES)

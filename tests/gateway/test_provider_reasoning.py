@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moiety_platform.inference.body_fields import INT32_MAX
 from moiety_platform.openai_api.schemas import ChatBody
 
 from .conftest import RunningGateway
@@ -75,6 +76,20 @@ def test_a_budget_has_the_name_of_its_field(more: dict[str, Any], told: str) -> 
     asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
     (conversation,) = ChatBody.model_validate(asked).generation().prompts
     assert f"{conversation.reasoning_fields.budget}={conversation.thought_budget}" == told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 10**30}},
+        {"thinking_budget": 10**30},
+        {"reasoning": {"max_tokens": 10**30}},
+    ],
+)
+def test_a_budget_is_at_most_what_an_engine_can_take(more: dict[str, Any]) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], **more}
+    (conversation,) = ChatBody.model_validate(asked).generation().prompts
+    assert conversation.thought_budget == INT32_MAX
 
 
 async def test_a_switch_that_the_model_does_not_have_is_named(tool_gateway: RunningGateway) -> None:

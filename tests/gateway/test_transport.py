@@ -396,3 +396,20 @@ async def test_requests_that_are_submitted_at_once_make_no_frame_for_which_an_en
             assert [message async for message in last.messages()][-1].reason is FinishReason.LENGTH
         assert not first.ended
         assert client.state.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    "changed", [{"stopping": Stopping(max_tokens=5, thought_budget=10**30)}, {"traceparent": "\ud800"}]
+)
+async def test_a_request_that_cannot_be_encoded_fails_alone(
+    context: zmq.Context[Any], connected: Connected, changed: dict[str, Any]
+) -> None:
+    async with running_front(context) as front, connected(front.address) as client:
+        async with client.open(submit("before")) as before:
+            with pytest.raises(BadRequest, match="a value that no engine can take"):
+                async with client.open(msgspec.structs.replace(submit("bad"), **changed)):
+                    pass
+            async with client.open(submit("after")) as after:  # all three in one turn of the loop
+                for stream in (before, after):
+                    assert [message async for message in stream.messages()][-1].reason is FinishReason.LENGTH
+        assert client.state.num_inflight == 0

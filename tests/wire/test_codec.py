@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_wire.classes import PRIORITY, STANDARD, OverloadAction
-from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode, encode_in_frames
+from moiety_wire.codec import decode_to_engine, decode_to_gateway, encode, join_in_frames
 from moiety_wire.engine_load import ClassLoad, Load
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.messages import (
@@ -147,7 +147,7 @@ def test_deep_nesting_is_undecodable_or_skipped_but_never_an_accident() -> None:
 def test_messages_in_frames_arrive_whole_and_in_order_and_only_one_alone_is_larger_than_the_bound(
     messages: Any, max_bytes: Any
 ) -> None:
-    frames = list(encode_in_frames(messages, max_bytes))
+    frames = list(join_in_frames(map(encode, messages), max_bytes))
     arrived = [decode_to_engine(frame) for frame, _ in frames]
     assert [message for some in arrived for message in some] == messages
     assert [len(some) for some in arrived] == [num_messages for _, num_messages in frames]

@@ -85,7 +85,7 @@ class ThinkingOption(StrictBody):
         Literal["enabled", "adaptive", "between_tools", "disabled"],
         mapped("All values except `disabled` enable reasoning, if the model supports it."),
     ]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     display: Annotated[
         Literal["summarized", "omitted", "updates"] | None,
         mapped("`omitted` removes the reasoning from the answer. The other values return all of it."),

@@ -24,7 +24,7 @@ from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
-from moiety_wire.codec import decode_to_gateway, encode, encode_in_frames
+from moiety_wire.codec import decode_to_gateway, encode, join_in_frames
 from moiety_wire.engine_load import Load
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad
@@ -96,7 +96,7 @@ class Session:
         self._heard_at_s = clock.monotonic()
         self._num_heartbeats = 0
         self._drain_is_due = False
-        self._unsent: list[ToEngine] = []
+        self._unsent: list[tuple[ToEngine, bytes]] = []
         self._id = f"gateway-{uuid.uuid4().hex}"
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
@@ -134,12 +134,15 @@ class Session:
                 return f"silent for {silent_s:.1f} s"
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. All messages of one turn of the event loop are sent together."""
+        """Queue a message. All messages of one turn of the event loop are sent together.
+
+        Raises OverflowError or UnicodeEncodeError for a message that cannot be encoded, and then queues nothing.
+        """
         if isinstance(message, Submit) and message.images:
             message = self.image_sync.with_references(message)
         elif isinstance(message, Forget):
             self.image_sync.forget_tenants(message.tenant_ids)
-        self._unsent.append(message)
+        self._unsent.append((message, encode(message)))
         if len(self._unsent) == 1:
             self._loop.call_soon(self._flush)
 
@@ -147,11 +150,11 @@ class Session:
         """Write the queued messages to the socket. If it cannot take them, the session is lost."""
         messages, self._unsent = self._unsent, []
         num_sent = 0
-        for frame, num_messages in encode_in_frames(messages, FRAME_BYTES):
+        for frame, num_messages in join_in_frames([encoded for _, encoded in messages], FRAME_BYTES):
             if not self._try_send(frame):
                 break
             num_sent += num_messages
-        for message in messages[num_sent:]:
+        for message, _ in messages[num_sent:]:
             stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
             if stream is not None:
                 stream.fail(Unavailable("the engine is no longer available; try again shortly", retry_after_s=1))

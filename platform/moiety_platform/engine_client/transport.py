@@ -262,11 +262,14 @@ class StreamContext:
             session.unreported[submit.request_id] = session.clock.monotonic()
         else:
             session.num_speculative += 1
-        if not submit.adapter or self._adapters is None:
-            session.send(submit)
-            return stream
         try:
-            await session.adapter_sync.submit(submit, stream, self._adapters)
+            if not submit.adapter or self._adapters is None:
+                session.send(submit)
+            else:
+                await session.adapter_sync.submit(submit, stream, self._adapters)
+        except (OverflowError, UnicodeEncodeError) as exc:  # nothing was sent
+            self._forget(session)
+            raise BadRequest(f"the request has a value that no engine can take: {exc}") from exc
         except BaseException:
             await self._leave(session)
             raise

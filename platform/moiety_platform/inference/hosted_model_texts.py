@@ -158,8 +158,11 @@ class HostedModelText(ExternalModelText):
 def _by_effort(prompt: Conversation) -> Conversation:
     """Return the conversation with the switches of chat templates as an effort, without other template options."""
     switches = [prompt.template_options.get(name) for name in SWITCHES]
-    effort = NO_EFFORT if prompt.effort is None and False in switches else prompt.effort
-    thinks = True if prompt.thinks is None and True in switches else prompt.thinks
+    effort, thinks = prompt.effort, prompt.thinks
+    if False in switches:  # options by name override an effort, as for templates
+        effort, thinks = NO_EFFORT, None
+    elif True in switches:
+        effort, thinks = None if effort == NO_EFFORT else effort, True
     return msgspec.structs.replace(prompt, effort=effort, thinks=thinks, template_options={})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, get_args
 
+from moiety_platform.inference.body_fields import INT32_MAX
 from moiety_platform.inference.field_support import mapped
 from moiety_platform.inference.generation import ReasoningFields
 from moiety_platform.inference.reasoning_fields import Effort
@@ -58,7 +59,7 @@ class ProviderReasoningFields(VllmChatFields):
                 "thinking_budget": self.thinking_budget,
                 "reasoning": options.get("max_tokens"),
             }
-            told = {name: value for name, value in budgets.items() if type(value) is int and value >= 0}
+            told = {name: min(value, INT32_MAX) for name, value in budgets.items() if type(value) is int and value >= 0}
             budget_field, budget = next(iter(told.items()), (budget_field, None))
         elif budget != self.thinking_token_budget:
             budget_field = "max_thinking_tokens"

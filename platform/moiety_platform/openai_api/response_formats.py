@@ -89,7 +89,9 @@ class ResponseFormat(StrictBody):
         return self
 
     def grammar(self) -> GrammarSpec | None:
-        return _json_grammar(self.type, self.bare_schema if self.json_schema is None else self.json_schema.json_schema)
+        with_name = self.json_schema if self.type == "json_schema" else None
+        named = None if with_name is None else with_name.json_schema
+        return _json_grammar(self.type, self.bare_schema if named is None else named)
 
 
 class TextFormat(StrictBody):

@@ -47,7 +47,10 @@ def _complaint(record: ReceiptRecord, number_before: int, hash_before: str) -> s
         return f"receipt {number_before + 1} is missing"
     if record.content is None:
         return None
-    content = decoded(record)
+    try:
+        content = decoded(record)
+    except msgspec.DecodeError:
+        return f"receipt {record.sequence} was changed"
     if hash_of(content) != record.hash:
         return f"receipt {record.sequence} was changed"
     if content["previous"] != hash_before:
