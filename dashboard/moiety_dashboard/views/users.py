@@ -170,7 +170,7 @@ def ask_change(client: AdminClient, users: list[dict[str, Any]], names: Mapping[
 
 def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
     """Draw the policies of tenants for keys of their developers, and a form for one of them."""
-    policies = client.list("/key-policies")
+    policies, priced = client.list("/key-policies"), priced_models(client)
     by_tenant = {policy["tenant_id"]: policy for policy in policies.data}
     with panels.panel(
         "Key policy", "which keys the developers of a tenant make for themselves", [policies], key="policies"
@@ -195,7 +195,7 @@ def draw_policy(client: AdminClient, tenants: Mapping[str, str]) -> None:
             allowed = known.get("allowed_models") or []
             models = third.multiselect(
                 "Models",
-                sorted({*priced_models(client), *allowed}),
+                sorted({*priced, *allowed}),
                 allowed,
                 accept_new_options=True,
                 placeholder="All",
