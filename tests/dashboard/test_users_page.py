@@ -95,6 +95,8 @@ def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
         page.get_by_role("combobox", name="Tenant of the policy").click()
         page.get_by_role("option", name="people-inc").click()
         form = page.get_by_test_id("stForm").filter(has_text="people-inc has no policy yet")  # not the one before it
+        form.get_by_text("people-inc has no policy yet").wait_for()
+        owner.look()  # until the fields of the form before it are gone
         form.get_by_text("Developers make keys").click()
         form.get_by_label("Longest lifetime, days").fill("30")
         form.get_by_role("button", name="Save policy").click()
