@@ -355,8 +355,8 @@ async def test_a_switch_of_a_chat_template_is_translated_to_an_effort(
                 await answered(gateway, CHAT, model=model, **more)
             await answered(gateway, CHAT, model=model, chat_template_kwargs={"thinking": True})
             for effort, switch in (("high", False), ("none", True)):  # the switch overrides the effort
-                more = {"reasoning_effort": effort, "chat_template_kwargs": {"enable_thinking": switch}}
-                await answered(gateway, CHAT, model=model, **more)
+                both: Any = {"reasoning_effort": effort, "chat_template_kwargs": {"enable_thinking": switch}}
+                await answered(gateway, CHAT, model=model, **both)
         body = BODIES[CHAT] | {"chat_template_kwargs": {"a": 1, "enable_thinking": False, "é": 1}}
         _, headers, _ = await gateway.post(CHAT, body)
     efforts = ["none", "none", None, "none", None, "none"]
