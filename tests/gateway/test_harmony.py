@@ -222,7 +222,7 @@ async def test_an_engine_that_keeps_no_budget_is_named_in_the_header(harmony: St
         answer = await gateway.client.chat.completions.with_raw_response.create(
             model="harmony", messages=ASKED, extra_body={"max_thinking_tokens": 300}
         )
-        assert answer.headers[HEADER] == "thinking_token_budget=unlimited"
+        assert answer.headers[HEADER] == "max_thinking_tokens=unlimited"
         assert last(gateway)[0].stopping.thought_budget is None
 
 

@@ -96,7 +96,8 @@ class Session:
         self._heard_at_s = clock.monotonic()
         self._num_heartbeats = 0
         self._drain_is_due = False
-        self._unsent: list[tuple[ToEngine, bytes]] = []
+        self._unsent: list[ToEngine] = []
+        self._encoded: list[bytes] = []  # of each unsent message
         self._id = f"gateway-{uuid.uuid4().hex}"
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._id.encode())
@@ -142,19 +143,21 @@ class Session:
             message = self.image_sync.with_references(message)
         elif isinstance(message, Forget):
             self.image_sync.forget_tenants(message.tenant_ids)
-        self._unsent.append((message, encode(message)))
+        self._encoded.append(encode(message))
+        self._unsent.append(message)
         if len(self._unsent) == 1:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Write the queued messages to the socket. If it cannot take them, the session is lost."""
         messages, self._unsent = self._unsent, []
+        encoded, self._encoded = self._encoded, []
         num_sent = 0
-        for frame, num_messages in join_in_frames([encoded for _, encoded in messages], FRAME_BYTES):
+        for frame, num_messages in join_in_frames(encoded, FRAME_BYTES):
             if not self._try_send(frame):
                 break
             num_sent += num_messages
-        for message, _ in messages[num_sent:]:
+        for message in messages[num_sent:]:
             stream = self.streams.get(message.request_id) if isinstance(message, Submit) else None
             if stream is not None:
                 stream.fail(Unavailable("the engine is no longer available; try again shortly", retry_after_s=1))

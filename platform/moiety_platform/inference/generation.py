@@ -73,6 +73,7 @@ class Conversation(msgspec.Struct, frozen=True):
     reasoning_fields: ReasoningFields = ReasoningFields()
     images: tuple[PromptImage, ...] = ()
     documents: tuple[PromptDocument, ...] = ()
+    has_reasoning_options: bool = False  # whether the template's variables depend on the request; is computed
 
     def __post_init__(self) -> None:
         images: list[PromptImage] = []
@@ -83,12 +84,9 @@ class Conversation(msgspec.Struct, frozen=True):
                 documents += [part["document"] for part in content if part["type"] == "document"]
         msgspec.structs.force_setattr(self, "images", tuple(images))
         msgspec.structs.force_setattr(self, "documents", tuple(documents))
-
-    @property
-    def has_reasoning_options(self) -> bool:
-        """True if the template's variables depend on the request."""
         chosen = (self.thinks, self.effort, self.thought_budget)
-        return bool(self.template_options) or chosen != (None, None, None)
+        depends = bool(self.template_options) or chosen != (None, None, None)
+        msgspec.structs.force_setattr(self, "has_reasoning_options", depends)
 
 
 class TextPair(msgspec.Struct, frozen=True):
