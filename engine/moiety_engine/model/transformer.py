@@ -193,6 +193,7 @@ class Transformer(OffloadableModel):
         """Store the batch's tokens in the cache and return logits_LV, float32, of the wanted rows."""
         return self.logits(self.hidden(batch, kv))
 
+    @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD, after the final norm, of the wanted rows.
 
@@ -200,11 +201,11 @@ class Transformer(OffloadableModel):
         """
         return self.end_pass(self.begin_pass(batch, kv, on_stored))
 
+    @torch.inference_mode()
     def own_hidden(self, batch: Batch, kv: KvCache, *, before_TD: Tensor | None = None) -> Tensor:
         """Store the batch's tokens in the cache and return hidden_LD of this rank's group; see `begin_pass`."""
         return self._end_own_pass(self.begin_pass(batch, kv, before_TD=before_TD))
 
-    @torch.inference_mode()
     def begin_pass(
         self,
         batch: Batch,
@@ -218,7 +219,7 @@ class Transformer(OffloadableModel):
         Does not wait for later pipeline stages. `end_pass` must be called in the same order as this. The result has no
         meaning on pipeline stages other than the first and the last. `on_stored` is called with the
         index of each layer that has stored the tokens. `before_TD`: for an MTP layer, the served model's hidden states
-        of the tokens before these.
+        of the tokens before these. Must be called in inference mode, like `end_pass`.
         """
         pipeline = self.ranks.pipeline
         if pipeline.is_first:
@@ -257,18 +258,15 @@ class Transformer(OffloadableModel):
         scale = self._weights.input_scale
         return x_TD if scale is None else scale_term(x_TD, scale)
 
-    @torch.inference_mode()
     def end_pass(self, pending: PendingPass) -> Tensor:
         """Wait for the last stage, and return hidden_LD; the first group of ranks gets the rows of all groups."""
         return self.gather_groups(self._end_own_pass(pending), pending.batch)
 
-    @torch.inference_mode()
     def _end_own_pass(self, pending: PendingPass) -> Tensor:
         hidden_LD = pending.hidden.wait()
         pending.count_experts()
         return hidden_LD
 
-    @torch.inference_mode()
     def gather_groups(self, hidden_LD: Tensor, batch: Batch) -> Tensor:
         """Return the rows of all groups, in the order of the step, on the first group's ranks; see `own_hidden`."""
         spread = batch.spread

@@ -5,12 +5,16 @@ Converting long lists to arrays in each step would take more of a step's time th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from moiety_engine.model.batch import GroupTable
 from moiety_engine.sequence import Sequence
 
 _first_blocks = attrgetter("kv.blocks")
@@ -28,6 +32,15 @@ class _TableRow:
     blocks: list[int]
     num_read: int
     values: np.ndarray
+
+
+@dataclass(slots=True)
+class _DecodeTables:
+    """Stacked tables of the newest step of decodes: the lists that were read, their lengths, and the values."""
+
+    lists: list[list[int]]
+    lengths: list[int]
+    values_SB: np.ndarray  # wider than the longest list
 
 
 class HostTable(NamedTuple):
@@ -51,6 +64,7 @@ class BlockTables:
     def __init__(self, table: int = 0) -> None:
         self._table = table
         self._rows: dict[Sequence, _TableRow] = {}
+        self._decodes: _DecodeTables | None = None
 
     def blocks(self, sequence: Sequence) -> list[int]:
         """Return the sequence's block table in this group."""
@@ -84,12 +98,36 @@ class BlockTables:
 
     def of_decodes(self, sequences: list[Sequence], positions: list[int], block_size: int) -> HostTable:
         """Return the table of a step that decodes one token of each sequence, at these positions."""
-        tables = map(_first_blocks, sequences) if not self._table else map(self.blocks, sequences)
+        tables = list(map(self.blocks, sequences) if self._table else map(_first_blocks, sequences))
         slots = [
             table[position // block_size] * block_size + position % block_size
             for table, position in zip(tables, positions, strict=True)
         ]
-        return HostTable(np.array(slots, dtype=np.int64), self.stacked(sequences))
+        return HostTable(np.array(slots, dtype=np.int64), self._stacked_again(sequences, tables))
+
+    def _stacked_again(self, sequences: list[Sequence], lists: list[list[int]]) -> np.ndarray:
+        """Return the same as `stacked`, from the tables of the step before if it had the same sequences.
+
+        Only the rows that grew or shrank are read again, which are few. `lists` are the sequences' tables.
+        """
+        lengths, before = list(map(len, lists)), self._decodes
+        width = max(lengths)
+        if (
+            before is None
+            or len(before.lists) != len(lists)
+            or not all(map(is_, before.lists, lists))
+            or width > before.values_SB.shape[1]
+        ):
+            values_SB = np.zeros((len(lists), width + _SMALLEST), dtype=np.int32)
+            values_SB[:, :width] = self.stacked(sequences)
+        else:
+            values_SB = before.values_SB
+            for s, (length, was) in enumerate(zip(lengths, before.lengths, strict=True)):
+                if length != was:
+                    values_SB[s, length:was] = 0
+                    values_SB[s, :length] = self.of(sequences[s])
+        self._decodes = _DecodeTables(lists, lengths, values_SB)
+        return values_SB[:, :width].copy()  # a device may still read it when the next step is built
 
     def of_rows(
         self, sequences: list[Sequence], sequence_T: np.ndarray, positions_T: np.ndarray, block_size: int
@@ -102,3 +140,19 @@ class BlockTables:
         """Drop the rows of all other sequences if there are many."""
         if len(self._rows) > max(_MIN_KEPT_ROWS, 2 * len(sequences)):
             self._rows = {s: self._rows[s] for s in sequences if s in self._rows}
+
+
+def upload_tables(
+    upload: Callable[[np.ndarray], Tensor],
+    further_tables: tuple[HostTable, ...],
+    rank_slots: SequenceOf[SequenceOf[np.ndarray]],
+) -> tuple[tuple[Tensor, ...], tuple[GroupTable, ...]]:
+    """Return the slots of all ranks in the first cache group, and the tables of the further groups, on the device."""
+    slots_of_groups = [tuple(map(upload, slots)) for slots in rank_slots]
+    tables = further_tables or (HostTable.empty(),) * (len(slots_of_groups) - 1)
+    first, *others = slots_of_groups or [()] * (1 + len(tables))
+    further = (
+        GroupTable(upload(table.slots_T), upload(table.block_table_SB), slots)
+        for table, slots in zip(tables, others, strict=True)
+    )
+    return first, tuple(further)

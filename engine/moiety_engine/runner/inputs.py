@@ -20,7 +20,7 @@ from moiety_engine.images.feature_cache import FeatureCache
 from moiety_engine.model.adapter_stacks import AdaptedRows
 from moiety_engine.model.batch import Batch, GroupTable, ImageRows, Spread
 from moiety_engine.moe.tenants import TenantSlots
-from moiety_engine.runner.block_tables import BlockTables, HostTable
+from moiety_engine.runner.block_tables import BlockTables, HostTable, upload_tables
 from moiety_engine.runner.image_rows import HostImages, decode_positions, image_rows
 from moiety_engine.runner.state_rows import HostStates
 from moiety_engine.runner.token_owners import DecodeOwners, owners_of_parts
@@ -274,9 +274,10 @@ class BatchBuilder:
         for each cache group.
         """
         upload, states = self._staging.upload, host.states
-        slots_of_groups = [tuple(map(upload, slots)) for slots in rank_slots]
-        tables = host.further_tables or (HostTable.empty(),) * (len(slots_of_groups) - 1)
-        slots_of_groups = slots_of_groups or [()] * (1 + len(tables))
+        slots: tuple[Tensor, ...] = ()
+        further: tuple[GroupTable, ...] = ()
+        if rank_slots or host.further_tables:  # most models have one cache group, and one copy of it
+            slots, further = upload_tables(upload, host.further_tables, rank_slots)
         token_ids_T = upload(host.token_ids_T)
         put_pending(token_ids_T, host, sampled_L, self._staging)
         return Batch(
@@ -295,11 +296,8 @@ class BatchBuilder:
             adapted=None if host.adapter_T is None else AdaptedRows(upload(host.adapter_T)),
             images=None if host.images is None else self._upload_images(host.images),
             micro_batches=tuple(map(self.upload, parts)),
-            further_tables=tuple(
-                GroupTable(upload(table.slots_T), upload(table.block_table_SB), slots)
-                for table, slots in zip(tables, slots_of_groups[1:], strict=True)
-            ),
-            rank_slots=slots_of_groups[0],
+            further_tables=further,
+            rank_slots=slots,
             states=None if states is None else states.upload(upload),
         )
 
