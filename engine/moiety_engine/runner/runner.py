@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +37,7 @@ from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
 from moiety_engine.runner.token_division import divide_tokens, rank_slots_of
 from moiety_engine.runner.token_owners import bytes_of_chunks
-from moiety_engine.sampling import Best, Drawn, Sampler, is_plain, rows_of
+from moiety_engine.sampling import Best, Drawn, Sampler, is_greedy, is_plain, rows_of
 from moiety_engine.sampling.rows import Row
 from moiety_engine.sampling.token_masks import TokenMasks
 from moiety_engine.scheduling.plan import Plan
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 _IN_ORDER = np.zeros(0, dtype=np.int64)  # order with a single rank group
 _NO_KEYS: frozenset[int] = frozenset()
-_is_greedy = attrgetter("request.is_greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ class Runner:
         Most steps on a CPU are of this kind. A torch call takes 50 µs or more when the step's weights have just passed
         through the CPU caches. Returns None for other steps, without having computed anything.
         """
-        if self._kv_sender is not None or not (all(map(_is_greedy, rows)) or all(map(is_plain, rows))):
+        if self._kv_sender is not None or not (all(map(is_greedy, rows)) or all(map(is_plain, rows))):
             return None
         made = self._decode(hosts, with_logits=True)
         return None if made is None or made.logits is None else Best.of(made.logits)
@@ -263,7 +261,8 @@ class Runner:
         drawn = self._sampler.sample(logits_LV, rows, before_L, None if masks is None else masks.wait())
         self._sampled = drawn
         self._controls.send_tokens(drawn.token_L)
-        unit_ED, scores = self._results(hidden_LD, len(rows), sum(host.num_scored for host in hosts), scored(plan))
+        num_scored = sum([host.num_scored for host in hosts])
+        unit_ED, scores = self._results(hidden_LD, len(rows), num_scored, scored(plan) if num_scored else [])
         invalid_rows = [] if masks is None else masks.problems
         results = drawn.download(self.staging), unit_ED, scores
         experts = self._experts_of(plan, hosts)
@@ -277,10 +276,12 @@ class Runner:
         self._controls.step(hosts, order_L, len(rows), 1, sends)
         leaving = None if self._kv_sender is None else self._kv_sender.own.sends(sends, self._kv)
         begun = self._model.begin_pass(self._upload(hosts, order_L, None, 1), self._kv, leaving)
-        num_scored = sum(host.num_scored for host in hosts)
+        num_scored = sum([host.num_scored for host in hosts])
         allowed, problems = (None, []) if masks is None else (masks.wait(), masks.problems)
         rows, moved_P = rows_of(plan, as_launched=True), self._moved_by(plan, hosts)
-        return PipelinedStep(plan, rows, begun, num_scored, scored(plan), allowed, problems, moved_P)
+        return PipelinedStep(
+            plan, rows, begun, num_scored, scored(plan) if num_scored else [], allowed, problems, moved_P
+        )
 
     @torch.inference_mode()
     def _end(self, step: PipelinedStep) -> InFlightStep:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from moiety_kernels.sample import sample as draw_on_device
 from moiety_wire.messages import Sampling
 
 _NO_ROWS: frozenset[int] = frozenset()
+is_greedy = attrgetter("request.is_greedy")  # of a row
 _PRESELECT = 1024  # top-p seldom needs more tokens than this; if it does, the whole row is sorted
 _ALIGNED = 4  # values of float32 that fill 16 bytes
 _MAX_TOP_K = np.iinfo(np.int32).max
@@ -130,6 +132,9 @@ class Sampler:
         samples. `allowed`: token masks of the rows with a grammar.
         """
         finite_L = finite_rows_on_device(logits_LV)  # before any token is banned with -inf
+        if all(map(is_greedy, rows)):  # most steps
+            token_L = _best(logits_LV) if self._on_cpu else logits_LV.argmax(dim=-1)
+            return Drawn(token_L, finite_L, None, [None] * len(rows))
         counts = [row.request.submit.sampling.num_logprobs for row in rows]
         wanting = [i for i, count in enumerate(counts) if count is not None]
         raw_LV = self._pick(logits_LV, wanting).clone() if wanting else None
