@@ -56,8 +56,7 @@ def test_requests_aborted_in_flight_change_no_other_answer_and_hold_no_blocks(
     of_whole = {key: tokens for key, tokens in expected["token_ids"].items() if key in whole}
     assert_same(expected | {"token_ids": of_whole}, ours | {"token_ids": whole})
     assert all(0 < len(ours["token_ids"][str(key)]) < 10 for key in aborted)
-    assert ours["num_used_blocks"] == 0
-    assert ours["num_swapped"] > 0
+    assert ours["num_used_blocks"] == 0  # how many were swapped depends on when the requests are aborted
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
