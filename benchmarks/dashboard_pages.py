@@ -135,10 +135,12 @@ def draw_all(visitor: Visitor, rounds: int, cpu_s: Callable[[], float]) -> dict[
             for name, view in all_views().items():
                 before_s = cpu_s()
                 try:
-                    pages[name].append(visitor.look(view))
-                    on_cpu[name].append(cpu_s() - before_s)
+                    drawn_s = visitor.look(view)
                 except RuntimeError as problem:
                     failed.append(f"{name}: {problem}")
+                else:
+                    pages[name].append(drawn_s)
+                    on_cpu[name].append(cpu_s() - before_s)
     listed = {"pages": pages, "pages_on_processor": on_cpu, "reads": reads}
     figures = {what: {name: spread(values) for name, values in sorted(of.items())} for what, of in listed.items()}
     return {"load_average": round(os.getloadavg()[0], 1), "failed": failed, **figures}

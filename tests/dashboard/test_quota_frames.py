@@ -32,6 +32,13 @@ def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
     slow = limits.quotas_frame([quota()], {}, {"t": limits.UsageRate(3600, tokens=10)}, NOON)
     assert slow["lasts"][0] == "after its reset"
     assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "exhausted"
+    endless = quota(cap=10**18)  # it lasts for more years than a date has
+    assert (
+        limits.quotas_frame([endless], {}, {"t": limits.UsageRate(3600, tokens=1)}, NOON)["lasts"][0]
+        == "after its reset"
+    )
+    told = limits.preview("tokens_per_day", 10**18, endless, limits.UsageRate(3600, tokens=1), NOON)
+    assert told[-1].endswith("lasts until its reset.")
 
 
 def test_a_quota_is_exhausted_where_a_usual_request_does_not_fit_and_not_only_at_its_last_token() -> None:

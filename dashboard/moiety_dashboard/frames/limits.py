@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import pandas as pd
@@ -166,7 +166,7 @@ def _lasts(kind: str, seconds: float | None, resets: datetime | None, now: datet
         return ""
     if seconds == 0:
         return "exhausted"
-    if seconds is None or (resets is not None and now + timedelta(seconds=seconds) > resets):
+    if seconds is None or (resets is not None and seconds > (resets - now).total_seconds()):
         return "after its reset"
     return time_left(seconds)
 
@@ -223,7 +223,7 @@ def _preview_stock(
         return [*effects, "No usage in the last one to two hours, so the quota is not exhausted."]
     left_s = (cap - used) / speed
     rate = f"At the usage rate of the last one to two hours ({amount(kind, speed * 3600)} per hour)"
-    if resets is not None and now + timedelta(seconds=left_s) > resets:
+    if resets is not None and left_s > (resets - now).total_seconds():
         return [*effects, f"{rate} the quota lasts until its reset."]
     return [*effects, f"{rate} the quota is **exhausted in {time_left(left_s)}**."]
 
