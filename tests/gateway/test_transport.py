@@ -28,6 +28,7 @@ from moiety_platform.errors import BadRequest, EngineFailed, Overloaded, Unavail
 from moiety_wire.classes import BATCH, FLEX
 from moiety_wire.codec import decode_to_engine, encode
 from moiety_wire.engine_load import Load
+from moiety_wire.images import ImageInput
 from moiety_wire.messages import (
     SILENCE_LIMIT_S,
     Finished,
@@ -407,8 +408,11 @@ async def test_a_request_that_cannot_be_encoded_fails_alone(
     async with running_front(context) as front, connected(front.address) as client:
         async with client.open(submit("before")) as before:
             with pytest.raises(BadRequest, match="a value that no engine can take"):
-                async with client.open(msgspec.structs.replace(submit("bad"), **changed)):
+                async with client.open(
+                    msgspec.structs.replace(submit("bad", images=[ImageInput(0, b"image")]), **changed)
+                ):
                     pass
+            assert client._session is not None and not client._session.image_sync.submits, "its images are not kept"
             async with client.open(submit("after")) as after:  # all three in one turn of the loop
                 for stream in (before, after):
                     assert [message async for message in stream.messages()][-1].reason is FinishReason.LENGTH

@@ -148,6 +148,11 @@ class Session:
         if len(self._unsent) == 1:
             self._loop.call_soon(self._flush)
 
+    def drop_unsent(self, request_id: str) -> None:
+        """Drop the copies of a request that could not be encoded, which are kept to send it again."""
+        self.image_sync.submits.pop(request_id, None)
+        self.adapter_sync.submits.pop(request_id, None)
+
     def _flush(self) -> None:
         """Write the queued messages to the socket. If it cannot take them, the session is lost."""
         messages, self._unsent = self._unsent, []

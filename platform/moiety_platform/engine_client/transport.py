@@ -268,6 +268,7 @@ class StreamContext:
             else:
                 await session.adapter_sync.submit(submit, stream, self._adapters)
         except (OverflowError, UnicodeEncodeError) as exc:  # nothing was sent
+            session.drop_unsent(submit.request_id)
             self._forget(session)
             raise BadRequest(f"the request has a value that no engine can take: {exc}") from exc
         except BaseException:
