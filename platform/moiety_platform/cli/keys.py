@@ -97,7 +97,7 @@ def create_key(
         ),
     ] = None,
     expires_in_days: Annotated[
-        float | None, typer.Option(min=0.0001, help="Lifetime of the key, in days. If not given, unlimited.")
+        float | None, typer.Option(min=0.0001, max=36500, help="Lifetime of the key, in days. If not given, unlimited.")
     ] = None,
     limit: KeyLimits = None,
 ) -> None:
