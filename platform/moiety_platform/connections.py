@@ -7,7 +7,7 @@ the connection is held: a request is served once its head is complete, and every
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, cast
@@ -129,6 +129,8 @@ class ClientConnection(HttpToolsProtocol):
         self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
         self._reads_framing_head = False  # the parser reads that generated head, which is not a request
+        self._given_headers: Sequence[tuple[bytes, bytes]] = ()  # default headers of responses, and their lines
+        self._given = b""
 
     # ── asyncio ──
 
@@ -219,11 +221,16 @@ class ClientConnection(HttpToolsProtocol):
         self._header_bytes = self._line_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is not _Phase.BODY:  # a trailer field is dropped (RFC 9110, 6.5.1)
+        # no calls in the common case, since one for every header would show
+        headers, limits, name = self.headers, self._limits, name.lower()
+        if self._phase is _Phase.BODY:
+            pass  # a trailer field is dropped (RFC 9110, 6.5.1)
+        elif name == b"expect":
             super().on_header(name, value)
+        else:
+            headers.append((name, value))
         self._header_bytes += len(name) + len(value) + 4
-        limits = self._limits  # inlined, since a call for every header would show
-        if self._header_bytes + len(self.url) > limits.max_header_bytes or len(self.headers) > limits.max_headers:
+        if self._header_bytes + len(self.url) > limits.max_header_bytes or len(headers) > limits.max_headers:
             raise self._head_too_large()  # stops the parser
 
     def on_headers_complete(self) -> None:
@@ -271,10 +278,12 @@ class ClientConnection(HttpToolsProtocol):
             return False
         if not cycle.keep_alive or cycle.flow.write_paused or not "".join(headers.values()).isprintable():
             return False
-        given = [b"%b: %b\r\n" % field for field in cycle.default_headers]
+        if cycle.default_headers is not self._given_headers:  # a new list each second
+            self._given_headers = cycle.default_headers
+            self._given = b"".join([b"%b: %b\r\n" % field for field in cycle.default_headers])
         own = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()]).encode()
         length = b"content-length: %d\r\n\r\n" % len(body)
-        self._gathering.write_now(b"".join([STATUS_LINE[status], *given, own, length, body]))
+        self._gathering.write_now(b"".join([STATUS_LINE[status], self._given, own, length, body]))
         cycle.waiting_for_100_continue = False
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()

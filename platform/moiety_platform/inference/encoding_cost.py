@@ -11,6 +11,7 @@ from moiety_text.tools.offer import ToolOffer
 
 MESSAGE_COST = 64  # of rendering one more message
 ID_COST = 4  # of checking one token id
+PLAIN_FIELDS = 2  # of a message with a role and a text
 
 
 def is_short(prompts: Sequence[Prompt], inline_bytes: int, encoder: ConversationEncoder | None) -> bool:
@@ -47,12 +48,22 @@ def _after_conversation(prompt: Conversation, left: int, encoder: ConversationEn
     left -= MESSAGE_COST * (len(prompt.messages) - 1 + len(tools))
     if left < 0:
         return left
-    texts, room = [], left
-    for text in texts_of((prompt.messages, tools, prompt.prefill, prompt.template_options)):
+    texts, room = [prompt.prefill] if prompt.prefill else [], left - len(prompt.prefill)
+    others: list[Any] = [tools, prompt.template_options] if tools or prompt.template_options else []
+    for message in prompt.messages:
+        content = message.get("content")
+        if len(message) > PLAIN_FIELDS or not isinstance(content, str):
+            others.append(message)
+        else:
+            room -= len(content)
+            texts.append(content)
+    for text in texts_of(others) if others and room >= 0 else ():
         room -= len(text)
         if room < 0:  # stop early: the rest may be megabytes
             return room
         texts.append(text)
+    if room < 0:
+        return room
     text = "".join(texts)
     left -= len(text) if text.isascii() else _num_bytes(text, left)
     return -1 if encoder is not None and encoder.is_control_token_in(texts) else left

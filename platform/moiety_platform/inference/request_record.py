@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+
+import msgspec
 
 from moiety_platform.agent_runs.request_of_run import RequestOfRun
 from moiety_platform.auth.principal import Principal
@@ -69,8 +71,7 @@ def settle(sequences: Sequence[tuple[EngineClient, str]]) -> None:
         client.acknowledge_usage(sequence_id)
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, eq=False):
     """Record of one request. Owned by the controller that opened it and filled in by the pipeline."""
 
     request_id: str
@@ -99,12 +100,12 @@ class RequestRecord:
     served_model: str = UNKNOWN_MODEL  # the clients' name of it
     base_model: str = UNKNOWN_MODEL  # without its adapter
     route: str | None = None  # the name that the client sent, where it is a route
-    route_fallbacks: list[RouteFallback] = field(default_factory=list)
+    route_fallbacks: list[RouteFallback] = []
     was_downgraded_by_budget: bool = False  # to the route's model for quotas that are nearly used up
-    guardrails: dict[str, str] = field(default_factory=dict)  # outcome of each guardrail, the last that is not `passed`
+    guardrails: dict[str, str] = {}  # outcome of each guardrail, the last that is not `passed`
     passed_input_guardrails: bool = False
     content: CapturedContent | None = None  # of a tenant whose contents are logged
-    sequences: list[tuple[EngineClient, str]] = field(default_factory=list)  # submitted, with their ids
+    sequences: list[tuple[EngineClient, str]] = []  # submitted, with their ids
     reached_engine: bool = False
     was_begun: bool = False  # an engine has begun at least one sequence
     prompt_tokens: int = 0
@@ -113,28 +114,28 @@ class RequestRecord:
     queue_ms: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
-    progress: list[SloProgress] = field(default_factory=list)  # of each sequence
+    progress: list[SloProgress] = []  # of each sequence
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_speculative_tokens: int = 0  # prompt tokens computed by speculative prefill
     expert_read_bytes: int = 0  # bytes of experts of all sequences, at all engines that were not lost
     expert_moved_bytes: int = 0
-    failovers: list[Failover] = field(default_factory=list)
-    attempts: list[EngineAttempt] = field(default_factory=list)  # sequences at engines
-    finish_reasons: list[str] = field(default_factory=list)
+    failovers: list[Failover] = []
+    attempts: list[EngineAttempt] = []  # sequences at engines
+    finish_reasons: list[str] = []
     was_cut_by_limit: bool = False  # a sequence ended because a quota was exhausted
     answered_status: int | None = None  # status already sent to the client, with the beginning of the answer
     was_kept_alive: bool = False  # a keep-alive event was sent, maybe before the answer: with status 200
-    ignored_fields: list[str] = field(default_factory=list)  # of the body, by path
-    adjusted_fields: dict[str, str] = field(default_factory=dict)  # values used instead of those in the body
+    ignored_fields: list[str] = []  # of the body, by path
+    adjusted_fields: dict[str, str] = {}  # values used instead of those in the body
     applied_edits: tuple[AppliedEdit, ...] = ()  # of the conversation
     attribution: Attribution = UNATTRIBUTED
     quote: AcceptedQuote | None = None  # that the request sent
     estimated_prompt_tokens: int | None = None  # reserved at a hosted provider, which alone can count them
     agent_run: RequestOfRun | None = None  # the run that the request named
     prompt_ids: Sequence[Sequence[int]] = ()  # of each prompt, once the request has ended at its engines
-    output_ids: list[list[int]] = field(default_factory=list)  # of each sequence
-    fields: Mapping[bytes, bytes] = field(default_factory=dict)  # of the HTTP head; none for the line of a batch
+    output_ids: list[list[int]] = []  # of each sequence
+    fields: Mapping[bytes, bytes] = {}  # of the HTTP head; none for the line of a batch
     spot_price: SpotPrice | None = None  # agreed at the admission to a spot class …
     spot_model: str = ""  # … for this model
     was_paused: bool = False  # a sequence used up its credit: a client that reads slowly, or a rate limit

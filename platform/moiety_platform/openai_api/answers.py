@@ -184,7 +184,8 @@ async def answer_of(
     if isinstance(body, ChatBody):
         parts = await parts_of(run, choices)
         options = AnswerOptions.of(body, run, with_logprobs=bool(body.logprobs))
-        options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices))
+        if body.prompt_logprobs is not None:
+            options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices, body.prompt_logprobs))
         return chat_answer(head, choices, parts, run.usage(), body.message_form(), options)
     assert isinstance(body, CompletionBody)
     if body.max_tokens == 0:
@@ -192,7 +193,8 @@ async def answer_of(
     echoes = await echoes_of(body, run)
     echoed = _echoed_logprobs(body, run, choices, echoes)
     options = AnswerOptions.of(body, run, with_logprobs=body.logprobs is not None)
-    options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices))
+    if body.prompt_logprobs is not None:
+        options = replace(options, prompt_logprobs=_prompt_logprobs(body, choices, body.prompt_logprobs))
     return completion_answer(head, choices, run.usage(), echoes=echoes, echoed=echoed, options=options)
 
 
@@ -227,16 +229,16 @@ def _echoed_logprobs(
     return found
 
 
-def _prompt_logprobs(body: GenerationBody, choices: Sequence[AnswerChoice]) -> list[PromptLogprobs]:
-    """Return the prompt log probabilities of each choice in vLLM's format; an empty list where not requested.
+def _prompt_logprobs(body: GenerationBody, choices: Sequence[AnswerChoice], num_best: int) -> list[PromptLogprobs]:
+    """Return the prompt log probabilities of each choice in vLLM's format, with `num_best` alternatives of each token.
 
     Raises EngineFailed if an engine was lost together with the scores.
     """
-    asked, num_choices = body.prompt_logprobs, body.n or 1
-    if asked is None:
-        return []
+    num_choices = body.n or 1
     return [
-        told for choice in choices[::num_choices] for told in [prompt_logprobs(_scores_of(choice), asked)] * num_choices
+        told
+        for choice in choices[::num_choices]
+        for told in [prompt_logprobs(_scores_of(choice), num_best)] * num_choices
     ]
 
 

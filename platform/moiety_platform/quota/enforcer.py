@@ -114,12 +114,14 @@ class QuotaEnforcer:
             if accounts is None:
                 accounts = await self.accounts_of(scopes)
             hold = Hold([account.lease for account in accounts if account.lease.unit in amounts])
+        if self.extend_now(hold, amounts):
+            return hold  # the common case
         smallest = amounts if least is None else least
         for lease in hold.leases:
             limit, needed = self._accounts[lease.window].limit, smallest.get(lease.unit, 0)
             if needed > limit.cap:
                 raise never_fits(limit, needed)
-        refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
+        refusal = await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self.clock.now())
             error.headers = headers(self.limit_statuses(hold))
@@ -157,17 +159,17 @@ class QuotaEnforcer:
     def limit_statuses(self, hold: Hold) -> list[LimitStatus]:
         """Return the state of the limits of a request, as far as this process knows it."""
         unix_s, now_s, found = self.clock.unix_ns() / 1e9, self.clock.monotonic(), []
+        accounts, stock, rate = self._accounts, Meter.STOCK, Meter.RATE
         for lease in hold.leases:
-            account = self._accounts.get(lease.window)
-            left = account.available(now_s) if account is not None else None
-            if account is None or left is None:
+            account = accounts.get(lease.window)
+            if account is None or (left := account.available(now_s)) is None:
                 continue
-            cap, whole_in_s = account.limit.cap, None
-            if lease.meter is Meter.STOCK:
+            limit, meter, whole_in_s = account.limit, lease.meter, None
+            if meter is stock:
                 whole_in_s = account.ends_unix_s - unix_s
-            elif lease.meter is Meter.RATE:
-                whole_in_s = (cap - left) * 60 / cap if cap else 60.0
-            found.append(LimitStatus(account.limit.kind, cap, left, whole_in_s))
+            elif meter is rate:
+                whole_in_s = (limit.cap - left) * 60 / limit.cap if limit.cap else 60.0
+            found.append(LimitStatus(limit.kind, limit.cap, left, whole_in_s))
         return found
 
     def extend_now(self, hold: Hold, amounts: Mapping[Unit, int]) -> bool:

@@ -61,10 +61,11 @@ _NO_UNITS: dict[Unit, int] = dict.fromkeys(Unit, 0)
 class Hold:
     """Reservation of one request. It starts empty; call `reserve` for more, then `settle` once."""
 
-    __slots__ = ("_has_begun", "_reserved", "is_over", "leases")
+    __slots__ = ("_has_begun", "_reserved", "is_over", "leases", "stocks")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
+        self.stocks = tuple([lease for lease in self.leases if lease.meter is Meter.STOCK])
         self._reserved = _NO_UNITS.copy()
         self._has_begun = False
         self.is_over = False
@@ -92,18 +93,19 @@ class Hold:
         """
         assert not self.is_over, "a hold that was settled takes no more"
         reserved = self._reserved
-        more = dict.fromkeys(reserved, 0)
-        for unit, wanted in amounts.items():
-            more[unit] = max(0, wanted - reserved[unit])
-        for lease in self.leases:
-            if 0 < more[lease.unit] > lease.granted - lease.settled - lease.held:
+        more = {unit: wanted - reserved[unit] for unit, wanted in amounts.items() if wanted > reserved[unit]}
+        raised = [(lease, more[lease.unit]) for lease in self.leases if lease.unit in more]
+        for lease, add in raised:
+            if add > lease.granted - lease.settled - lease.held:
                 return False
-        num_holds, self._has_begun = not self._has_begun, True
-        for lease in self.leases:
-            lease.held += more[lease.unit]
-            lease.num_holds += num_holds
-        for unit, add in more.items():
-            reserved[unit] += add
+        for lease, add in raised:
+            lease.held += add
+        if not self._has_begun:
+            self._has_begun = True
+            for lease in self.leases:
+                lease.num_holds += 1
+        for unit in more:
+            reserved[unit] = amounts[unit]
         return True
 
     def drop(self, window: WindowId) -> None:
@@ -113,15 +115,14 @@ class Hold:
                 lease.held -= self._reserved[lease.unit]
                 lease.num_holds -= self._has_begun
         self.leases = tuple(lease for lease in self.leases if lease.window != window)
+        self.stocks = tuple(lease for lease in self.stocks if lease.window != window)
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """Return the charges for `used`: to stocks only, since rates refill and slots are freed at the end."""
-        if not self.leases:
-            return ()
         charges = [
             Charge(lease.window, lease.replica_id, amount)
-            for lease in self.leases
-            if lease.meter is Meter.STOCK and (amount := used.get(lease.unit, 0)) > 0
+            for lease in self.stocks
+            if (amount := used.get(lease.unit, 0)) > 0
         ]
         return tuple(charges)
 
@@ -133,13 +134,15 @@ class Hold:
         if self.is_over:
             raise ValueError("this hold was settled already")
         reserved = self._reserved
-        for lease in self.leases:
-            if used.get(lease.unit, 0) > reserved[lease.unit]:
+        for unit, amount in used.items():
+            if amount > reserved[unit]:
                 raise ValueError(f"used {used} of {reserved} reserved: usage exceeds the hold")
         self.is_over = True
+        has_begun, slots = self._has_begun, Unit.SLOTS
         for lease in self.leases:
-            lease.held -= reserved[lease.unit]
-            lease.num_holds -= self._has_begun
-            if lease.meter is not Meter.SLOTS:
-                lease.settled += used.get(lease.unit, 0)
+            unit = lease.unit
+            lease.held -= reserved[unit]
+            lease.num_holds -= has_begun
+            if unit is not slots and unit in used:
+                lease.settled += used[unit]
         return self.charges(used)
