@@ -282,6 +282,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
         self._special_tokens = dict(special_tokens)
+        self.literals = "\n".join([source, *map(str, special_tokens.values())])  # contains what the template spells out
         self.own_variables = _OWN_VARIABLES | self._special_tokens.keys()
         try:
             tree = environment.parse(source)

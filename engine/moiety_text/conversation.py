@@ -25,6 +25,7 @@ import tokenizers
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TextNotEncodable
+from moiety_text.segment_cache import SegmentCache, SegmentEncoder, boundaries_in
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import Opening
 
@@ -67,11 +68,13 @@ class ConversationEncoder:
         template: ChatTemplate,
         call_markers: Sequence[str] = (),
         reasoning: tuple[str, str] | None = None,
+        cache: SegmentCache | None = None,
     ) -> None:
         """Create the encoder.
 
-        `call_markers` mark tool calls in the model's format, and are control tokens. `reasoning` are the markers before
-        and after reasoning, which is closed before the opening of a call and before the beginning of an answer.
+        `cache` keeps the token ids of texts that were encoded with a salt. `call_markers` mark tool calls in the
+        model's format, and are control tokens. `reasoning` are the markers before and after reasoning, which is closed
+        before the opening of a call and before the beginning of an answer.
         """
         self._reasoning = reasoning
         self._tokenizer = tokenizer
@@ -92,6 +95,8 @@ class ConversationEncoder:
         self._control = re.compile("|".join(map(re.escape, names))) if names else _MATCHES_NOTHING
         self._guarded: _GuardedTokenizer | None = None
         self._building = threading.Lock()
+        boundaries = boundaries_in(tokenizer, template.literals, names)
+        self._segments = SegmentEncoder(tokenizer, boundaries, cache) if boundaries and cache is not None else None
 
     def spells_control_token(
         self,
@@ -124,13 +129,14 @@ class ConversationEncoder:
         extra: Structure = _NO_EXTRA_VARIABLES,
         max_tokens: int | None = None,
         is_plain: bool = False,
+        salt: bytes = b"",
     ) -> list[int]:
         """Return the ids of a prompt for an answer to `messages` that may call `tools`.
 
         The message texts are the client's; the roles are ours. With `prefill`, which is also the client's, or an
         `opening`, the answer continues from it. `extra` are further variables of the template, with texts of the
-        client. `is_plain`: no text spells a control token, where that is already known. Raises TemplateRefused,
-        TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does.
+        client. `is_plain`: no text spells a control token, where that is already known. With a `salt` the encoder's
+        cache is used. Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does.
         """
         if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill, extra=extra):
             return self.encode_guarded(
@@ -138,6 +144,8 @@ class ConversationEncoder:
             )
         rendered = self._template.render(messages, tools=tools or None, extra=extra)
         rendered += self._closing(rendered, opening, prefill) + opening.text + prefill
+        if salt and self._segments is not None and self._segments.is_enabled:
+            return self._segments.encode(rendered, salt, max_tokens=max_tokens)
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(

@@ -36,6 +36,7 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.limits import AnswerStorageLimits
+from moiety_platform.inference.encoding_cache_metrics import EncodingCacheCollector
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import RequestPipeline
@@ -83,6 +84,7 @@ from moiety_platform.traces.tracing import Tracing
 BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
 PIPELINE_SETTINGS = (
     "inline_tokenize_bytes",
+    "encoding_cache_bytes",
     "max_inflight_per_tenant",
     "max_streams_per_key",
     "credit_window_tokens",
@@ -149,7 +151,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         classes=services.classes,
         rules=services.rules,
         replicas=services.replicas,
-        texts=ModelTexts(settings.inline_tokenize_bytes),
+        texts=ModelTexts(settings.inline_tokenize_bytes, settings.encoding_cache_bytes),
         metrics=services.metrics,
         clock=services.clock,
         images=services.images,
@@ -163,12 +165,13 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         waker=services.waker,
         quotes=services.quotes,
     )
+    services.metrics.registry.register(EncodingCacheCollector(parts.texts.cache))
     parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)
     pipeline = RequestPipeline(parts, _limits_of(settings))
 
     def use(settings: GatewaySettings) -> None:
         pipeline.limits, parts.bodies.limits = _limits_of(settings), BodyLimits.of(settings)
-        parts.texts.use(settings.inline_tokenize_bytes)
+        parts.texts.use(settings.inline_tokenize_bytes, settings.encoding_cache_bytes)
         parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)
         parts.gate.limit, parts.streams.limit = settings.max_inflight_per_tenant, settings.max_streams_per_key
 

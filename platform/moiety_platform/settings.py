@@ -172,6 +172,12 @@ class GatewaySettings(
     inline_tokenize_bytes: int = live(
         8192, "Prompt size up to which the event loop tokenizes, in bytes. A thread tokenizes longer prompts.", ge=0
     )
+    encoding_cache_bytes: int = live(
+        67_108_864,
+        "Size of the cache of the token ids of conversations' messages, in bytes. Tenants do not share entries. 0 "
+        "disables it.",
+        ge=0,
+    )
     send_timeout_s: float = live(
         60, "Time after which a client that reads nothing of its response is disconnected, in seconds.", gt=0
     )

@@ -122,6 +122,14 @@ class RunningGateway:
         assert status == expect, answer
         return json.loads(answer)
 
+    async def new_tenant_key(self) -> str:
+        """Return a key of a new tenant."""
+        made: dict[str, Any] = {}
+        for path, parent in (("tenants", None), ("projects", "tenant_id"), ("keys", "project_id")):
+            fields = {"name": path} if parent is None else {"name": path, parent: made["id"]}
+            made = await self.admin("POST", f"/{path}", fields, expect=201)
+        return str(made["secret"])
+
     async def run_batch(self, lines: bytes) -> Batch:
         """Upload lines of chats as a batch of OpenAI's API, and wait until it is completed."""
         file = await self.client.files.create(file=("lines.jsonl", lines), purpose="batch")

@@ -141,6 +141,17 @@ async def is_tokenized_in_a_thread(gateway: RunningGateway) -> bool:
     return counting.num_tasks > 0
 
 
+async def num_cached_tokens(gateway: RunningGateway) -> int:
+    async def hits() -> int:
+        _, _, text = await gateway.request("GET", "/metrics")
+        return int(float(text.decode().partition('moiety_encoding_cache_tokens_total{result="hit"} ')[2].split()[0]))
+
+    await gateway.post(CHAT, HELLO)
+    before = await hits()
+    await gateway.post(CHAT, HELLO)
+    return await hits() - before
+
+
 async def survives_its_engine(gateway: RunningGateway) -> Any:
     """Return whether a stream continues if its engine returns later than these tests let a gateway wait. If the gateway
     does not wait, no engine returns before the stream has ended."""
@@ -329,6 +340,7 @@ ROWS = [  # setting, its new value, what is looked at, what it is before and aft
     ("max_inflight_per_tenant", 1, beside_a_stream(asks()), OK, (429, "overloaded")),
     ("credit_window_tokens", 7, first_credit, 100, 7),
     ("inline_tokenize_bytes", 0, is_tokenized_in_a_thread, False, True),
+    ("encoding_cache_bytes", 0, num_cached_tokens, 27, 0),
     ("failover_wait_s", 60, survives_its_engine, False, True),
     ("quote_ttl_s", 120, seconds_of_a_quote, 30, 120),
     ("quote_margin", 3.0, margin_of_a_quote, 1.5, 4.0),

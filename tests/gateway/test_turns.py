@@ -68,18 +68,6 @@ async def test_a_client_that_left_takes_no_turn() -> None:
         await begin(num_all)  # nobody is before it
 
 
-async def _other_tenants_key(gateway: RunningGateway) -> str:
-    """Return a key of another tenant than that of `gateway.key`."""
-    made: dict[str, Any] = {}
-    for path, parent in (("tenants", None), ("projects", "tenant_id"), ("keys", "project_id")):
-        fields = {"name": path} if parent is None else {"name": path, parent: made["id"]}
-        body = json.dumps(fields).encode()
-        status, _, answer = await gateway.request("POST", f"/admin/v1/{path}", body, gateway.admin_key)
-        assert status == 201, answer
-        made = json.loads(answer)
-    return made["secret"]
-
-
 CHAT = {"messages": [{"role": "user", "content": "a word, " * 8}], "max_tokens": 2}
 
 
@@ -95,7 +83,7 @@ CHAT = {"messages": [{"role": "user", "content": "a word, " * 8}], "max_tokens":
 async def test_a_single_request_of_a_tenant_starts_before_another_tenants_backlog(
     gateway: RunningGateway, path: str, body: Any
 ) -> None:
-    key, num_many = await _other_tenants_key(gateway), 100
+    key, num_many = await gateway.new_tenant_key(), 100
     for known in (gateway.key, key):
         status, _, answer = await gateway.post(path, {"model": "tiny", **body}, known)
         assert status == 200, answer

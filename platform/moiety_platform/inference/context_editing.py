@@ -23,14 +23,14 @@ class EditedConversation(msgspec.Struct, frozen=True):
 
 
 async def edit_conversation(
-    text: ModelText, conversation: Conversation, edits: Sequence[ContextEdit], card: ModelCard
+    text: ModelText, conversation: Conversation, edits: Sequence[ContextEdit], card: ModelCard, salt: bytes
 ) -> EditedConversation:
     """Return the conversation after `edits`, which are made in their order.
 
     The conversation is encoded once, and once more for each edit that changes it. Raises the errors of
     `ModelText.encode_whole`.
     """
-    token_ids, applied = await text.encode_whole(conversation), list[AppliedEdit]()
+    token_ids, applied = await text.encode_whole(conversation, salt), list[AppliedEdit]()
     num_original_tokens = len(token_ids)
     for edit in edits:
         if not edit.is_triggered(conversation.messages, len(token_ids), card.max_context_tokens):
@@ -39,7 +39,7 @@ async def edit_conversation(
         if not num_cleared:
             continue
         edited = msgspec.structs.replace(conversation, messages=messages)
-        edited_ids = await text.encode_whole(edited)
+        edited_ids = await text.encode_whole(edited, salt)
         num_tokens = max(0, len(token_ids) - len(edited_ids))
         if edit.clears_enough(num_tokens):
             conversation, token_ids = edited, edited_ids
@@ -56,6 +56,7 @@ async def encode_edited(
     """
     (conversation,) = generation.prompts
     assert isinstance(conversation, Conversation), "only conversations have context edits"
-    edited = await edit_conversation(text, conversation, generation.context_edits, card)
+    salt = record.principal.cache_salt
+    edited = await edit_conversation(text, conversation, generation.context_edits, card, salt)
     record.applied_edits = edited.applied
     return msgspec.structs.replace(generation, prompts=(edited.conversation,)), [edited.token_ids]

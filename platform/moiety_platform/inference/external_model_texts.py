@@ -28,6 +28,7 @@ from moiety_platform.inference.system_messages import as_user_messages
 from moiety_text.marker_guards import GuardedReader
 from moiety_text.reasoning import AnswerReader, ThoughtReader
 from moiety_text.reasoning_formats import THINK
+from moiety_text.segment_cache import SegmentCache
 from moiety_text.tools.families.hermes import HermesReader
 from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard, Submit
@@ -39,8 +40,10 @@ _PADDING_ID = 0  # stands for a token of an image, which only the engine knows
 class ExternalModelText(ModelText):
     """Text of one model of an external engine that takes images. Thread-safe."""
 
-    def __init__(self, card: ModelCard, allowance: ImageAllowance, inline_bytes: int) -> None:
-        super().__init__(card, inline_bytes)
+    def __init__(
+        self, card: ModelCard, allowance: ImageAllowance, inline_bytes: int, cache: SegmentCache | None = None
+    ) -> None:
+        super().__init__(card, inline_bytes, cache)
         self._allowance = allowance
 
     def new_readers(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> list[AnswerReader] | None:
@@ -80,18 +83,20 @@ class ExternalModelText(ModelText):
         """Return whether the engine gets the conversation itself."""
         return isinstance(prompt, Conversation) and bool(prompt.images)
 
-    def _encode_conversation(self, conversation: Conversation, is_plain: bool, max_tokens: int | None) -> list[int]:
+    def _encode_conversation(
+        self, conversation: Conversation, is_plain: bool, max_tokens: int | None, salt: bytes
+    ) -> list[int]:
         """Return the ids of the text, and as many as the allowance has for the images. Raises BadRequest."""
         images, allowance = conversation.images, self._allowance
         if not images:
-            return super()._encode_conversation(conversation, is_plain, max_tokens)
+            return super()._encode_conversation(conversation, is_plain, max_tokens, salt)
         check_together(images, allowance)
         for number, image in enumerate(images):
             try:
                 check_file(image.data, allowance)
             except ValueError as exc:
                 raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
-        token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens)
+        token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens, salt)
         return [*token_ids, *[_PADDING_ID] * (allowance.image_tokens * len(images))]
 
 

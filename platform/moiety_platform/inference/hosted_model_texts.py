@@ -44,7 +44,7 @@ class HostedModelText(ExternalModelText):
         self.estimate = self.most_prompt_tokens
 
     async def encode(
-        self, prompts: Sequence[Prompt], field: str = "prompt", *, adds_special_tokens: bool = True
+        self, prompts: Sequence[Prompt], field: str = "prompt", *, adds_special_tokens: bool = True, salt: bytes = b""
     ) -> list[list[int]]:
         """Refuse: only the provider can count the tokens. Raises BadRequest."""
         raise BadRequest(
@@ -54,11 +54,11 @@ class HostedModelText(ExternalModelText):
             param="model",
         )
 
-    async def encode_whole(self, conversation: Conversation) -> list[int]:
+    async def encode_whole(self, conversation: Conversation, salt: bytes = b"") -> list[int]:
         """Return as many placeholders as the conversation is likely to have tokens. Raises BadRequest."""
         return [0] * self._likely_tokens(conversation)
 
-    async def encode_prompts(self, generation: Generation) -> list[list[int]]:
+    async def encode_prompts(self, generation: Generation, salt: bytes = b"") -> list[list[int]]:
         """Return placeholders for the likely tokens of each prompt. Raises BadRequest for prompts without messages."""
         return [[0] * self._likely_tokens(self._conversation_of(prompt)) for prompt in generation.prompts]
 

@@ -8,6 +8,7 @@ from moiety_platform.engine_addresses import HOSTED_FAMILIES
 from moiety_platform.inference.external_model_texts import ExternalModelText
 from moiety_platform.inference.hosted_model_texts import HostedModelText
 from moiety_platform.inference.model_texts import ModelText
+from moiety_text.segment_cache import SegmentCache
 from moiety_wire.messages import ModelCard
 
 MAX_CACHED_MODELS = 16
@@ -16,14 +17,17 @@ MAX_CACHED_MODELS = 16
 class ModelTexts:
     """The `ModelText` of each connected model, built once, in a thread."""
 
-    def __init__(self, inline_bytes: int) -> None:
+    def __init__(self, inline_bytes: int, encoding_cache_bytes: int) -> None:
+        """Create the texts, whose encoders share a cache of token ids of `encoding_cache_bytes` bytes."""
         self._inline_bytes = inline_bytes
+        self.cache = SegmentCache(encoding_cache_bytes)
         self._built: dict[tuple[object, ...], ModelText] = {}
         self._building = asyncio.Lock()
 
-    def use(self, inline_bytes: int) -> None:
-        """Set the inline limit for later prompts."""
+    def use(self, inline_bytes: int, encoding_cache_bytes: int) -> None:
+        """Set the inline limit for later prompts, and the size of the encoding cache."""
         self._inline_bytes = inline_bytes
+        self.cache.resize(encoding_cache_bytes)
         for text in self._built.values():
             text.inline_bytes = inline_bytes
 
@@ -39,15 +43,16 @@ class ModelTexts:
             return text
         async with self._building:
             if key not in self._built:
-                built = await asyncio.to_thread(_built, card, self._inline_bytes)
+                built = await asyncio.to_thread(_built, card, self._inline_bytes, self.cache)
                 while len(self._built) >= MAX_CACHED_MODELS:
                     self._built.pop(next(iter(self._built)))
                 self._built[key] = built
             return self._built[key]
 
 
-def _built(card: ModelCard, inline_bytes: int) -> ModelText:
+def _built(card: ModelCard, inline_bytes: int, cache: SegmentCache) -> ModelText:
     if card.family in HOSTED_FAMILIES:
         return HostedModelText(card, inline_bytes)
-    allowance = card.image_allowance
-    return ModelText(card, inline_bytes) if allowance is None else ExternalModelText(card, allowance, inline_bytes)
+    if card.image_allowance is not None:
+        return ExternalModelText(card, card.image_allowance, inline_bytes, cache)
+    return ModelText(card, inline_bytes, cache)

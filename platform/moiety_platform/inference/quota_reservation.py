@@ -243,7 +243,9 @@ class QuotaReservation:
     @property
     def stocks(self) -> list[tuple[WindowId, Unit]]:
         """Quota windows that are charged for usage, each with its unit."""
-        return [] if self._hold is None else [(lease.window, lease.unit) for lease in self._hold.stocks]
+        if self._hold is None or not self._hold.stocks:
+            return []
+        return [(lease.window, lease.unit) for lease in self._hold.stocks]
 
     def headers(self) -> dict[str, str]:
         """Return the rate limit headers."""

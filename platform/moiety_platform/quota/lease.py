@@ -65,7 +65,7 @@ class Hold:
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
-        self.stocks = tuple([lease for lease in self.leases if lease.meter is Meter.STOCK])
+        self.stocks = tuple([lease for lease in self.leases if lease.meter is Meter.STOCK]) if leases else ()
         self._reserved = _NO_UNITS.copy()
         self._has_begun = False
         self.is_over = False
@@ -93,7 +93,16 @@ class Hold:
         """
         assert not self.is_over, "a hold that was settled takes no more"
         reserved = self._reserved
-        more = {unit: wanted - reserved[unit] for unit, wanted in amounts.items() if wanted > reserved[unit]}
+        if self.leases and not self._take(
+            {unit: wanted - reserved[unit] for unit, wanted in amounts.items() if wanted > reserved[unit]}
+        ):
+            return False
+        for unit, wanted in amounts.items():
+            reserved[unit] = max(reserved[unit], wanted)
+        return True
+
+    def _take(self, more: Mapping[Unit, int]) -> bool:
+        """Hold more of every lease; return False, and take nothing, if a lease does not have enough free."""
         raised = [(lease, more[lease.unit]) for lease in self.leases if lease.unit in more]
         for lease, add in raised:
             if add > lease.granted - lease.settled - lease.held:
@@ -104,8 +113,6 @@ class Hold:
             self._has_begun = True
             for lease in self.leases:
                 lease.num_holds += 1
-        for unit in more:
-            reserved[unit] = amounts[unit]
         return True
 
     def drop(self, window: WindowId) -> None:
@@ -119,6 +126,8 @@ class Hold:
 
     def charges(self, used: Mapping[Unit, int]) -> tuple[Charge, ...]:
         """Return the charges for `used`: to stocks only, since rates refill and slots are freed at the end."""
+        if not self.stocks:
+            return ()
         charges = [
             Charge(lease.window, lease.replica_id, amount)
             for lease in self.stocks

@@ -23,6 +23,7 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
 from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.model_texts import encoding_salt
 from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
@@ -124,7 +125,9 @@ class NextTurnPrefill:
         asked_ids, output_ids = run.prompts[0], turn.output_ids
         assert record.generation is not None and record.chosen is not None, "it was answered"
         answer = await run.text.read_answer(record.generation, run.prompts, output_ids)
-        first, second = await run.text.encode(next_turns(conversation, answer))
+        first, second = await run.text.encode(
+            next_turns(conversation, answer), salt=encoding_salt(record.principal.cache_salt, record.generation)
+        )
         prompt_ids = first[: num_shared(first, second)]
         before = [*asked_ids, *output_ids]
         shared = num_shared(prompt_ids, before)
