@@ -16,8 +16,6 @@ MARKS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 
 MESSAGES = [
     {"role": "user", "content": "one"},
