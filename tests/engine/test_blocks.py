@@ -9,6 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.conftest import examples
 
 from moiety_engine.cache.block_pool import BlockPool, NoFreeBlocks
+from moiety_engine.cache.host import HostTier
+from moiety_engine.cache.prefix_change_log import PrefixChangeLog
+from moiety_wire.block_hashes import block_hash, root_hash
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -121,12 +124,87 @@ def test_new_contents_of_a_free_block_equal_allocating_sealing_and_freeing_it(op
             if pools[0].find(block_hash) is not None:
                 continue
             if not pools[0].num_free:
-                with pytest.raises(NoFreeBlocks):
-                    pools[0].cache_new(block_hash)
+                assert pools[0].cache_new([block_hash]) == [None]
                 continue
             (block,) = pools[1].allocate(1)
             pools[1].seal(block, block_hash)
             pools[1].free([block])
-            assert pools[0].cache_new(block_hash) == block
+            assert pools[0].cache_new([block_hash]) == [block]
         assert [pool.num_free for pool in pools] == [6 - len(held)] * 2
         assert pools[0].num_cached == pools[1].num_cached
+
+
+HASHES = [block_hash(root_hash("t", b"s"), [number]) for number in range(12)]
+
+
+class Tiers:
+    """A device pool above a host tier, whose changes are recorded."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.device, self.host, self.log = BlockPool(num_blocks), HostTier(num_host_blocks), PrefixChangeLog()
+        self.device.on_evict = self.host.keep
+        self.device.changes = self.host.pool.changes = self.log
+        self.held_on_host: list[int] = []
+
+    def retain(self, kept: frozenset[bytes]) -> None:
+        ended = set(self.device.kept or ()) - kept  # type: ignore[call-overload]
+        self.device.kept = self.host.pool.kept = kept
+        for one in sorted(ended):
+            self.device.end_retention(one)
+            self.host.pool.end_retention(one)
+
+    def allocate(self, counts: list[int]) -> list[int]:
+        return [block for count in counts for block in self.device.allocate(count)]
+
+    def cache(self, blocks: list[int], names: list[int]) -> None:
+        for block, name in zip(blocks, names, strict=False):
+            self.device.seal(block, HASHES[name])
+        self.device.free(reversed(blocks))
+
+    def state(self) -> list[object]:
+        pools = self.device, self.host.pool
+        return [
+            *([pool.find(one) for one in HASHES] for pool in pools),
+            *([pool.num_free, pool.num_cached] for pool in pools),
+        ]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 5)),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("cache"), st.lists(st.integers(0, 11), min_size=1, max_size=7, unique=True)),
+            st.tuples(st.just("retain"), st.lists(st.integers(0, 11), max_size=4, unique=True)),
+            st.tuples(st.just("swap"), st.lists(st.integers(0, 11), max_size=1)),
+            st.tuples(st.just("read"), st.just([0])),
+        ),
+        max_size=25,
+    ),
+)
+def test_blocks_that_are_evicted_together_go_where_they_go_one_at_a_time(
+    sizes: tuple[int, int], steps: list[tuple[str, list[int]]]
+) -> None:
+    together, each, now_ns = Tiers(*sizes), Tiers(*sizes), 0
+    for step, names in [*steps, ("read", [0])]:
+        if step == "retain":
+            for tiers in (together, each):
+                tiers.retain(frozenset(HASHES[name] for name in names))
+        elif step == "swap":  # a sequence takes a host block, or gives it back
+            for tiers in (together, each):
+                if tiers.held_on_host and not names:
+                    tiers.host.free([tiers.held_on_host.pop()])
+                elif names and tiers.host.pool.num_free:
+                    tiers.held_on_host.append(tiers.host.pool.allocate(1)[0])
+        elif step == "read":
+            now_ns += 10**9
+            reports = [tiers.log.take(now_ns) or ([], []) for tiers in (together, each)]
+            assert [set(names) for names in reports[0]] == [set(names) for names in reports[1]]
+            assert together.host.take_copies() == each.host.take_copies()
+        else:
+            count = min(len(names), together.device.num_free)
+            blocks = together.allocate([count])
+            assert each.allocate([1] * count) == blocks
+            for tiers in (together, each):
+                tiers.cache(blocks, names)
+        assert together.state() == each.state()

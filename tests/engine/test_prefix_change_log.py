@@ -46,9 +46,8 @@ def test_the_changes_add_up_to_the_contents_of_device_and_host(actions: list[tup
 def test_changes_are_limited_in_number_and_rate() -> None:
     log = PrefixChangeLog()
     root = root_hash("t", b"s")
-    for number in range(MAX_BLOCKS_PER_MESSAGE + 5):
-        log.store(block_hash(root, [number]))
-    log.store(HASHES[0] + b"further group")
+    log.store(block_hash(root, [number]) for number in range(MAX_BLOCKS_PER_MESSAGE + 5))
+    log.store([HASHES[0] + b"further group"])
     assert len((log.take(0) or ([], []))[0]) == MAX_BLOCKS_PER_MESSAGE
     assert log.take(REPORT_INTERVAL_NS - 1) is None
     assert len((log.take(REPORT_INTERVAL_NS) or ([], []))[0]) == 5

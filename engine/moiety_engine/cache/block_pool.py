@@ -11,7 +11,8 @@ The pool knows only ids and hashes. The runner maps blocks to tensor rows, `pref
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import islice
 
 from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_wire.block_hashes import MARK_BYTES
@@ -28,7 +29,8 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self.on_evict: Callable[[int, bytes], None] | None = None  # called before a cached block is evicted
+        # Called with the cached blocks that an allocation evicts, in order, and with their hashes.
+        self.on_evict: Callable[[Sequence[int], Sequence[bytes]], None] | None = None
         self.changes: PrefixChangeLog | None = None  # told of stored and removed contents
         self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
@@ -67,24 +69,41 @@ class BlockPool:
             references[block] = 1
         return taken
 
-    def cache_new(self, block_hash: bytes) -> int:
-        """Give a free block contents with this hash, which no block may have, and return the block, which stays free.
+    def cache_new(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+        """Give a free block to each hash that no block has, one after the other, and return the blocks: they stay free.
 
-        The same as allocating, sealing and freeing it. Raises NoFreeBlocks.
+        The same as allocating, sealing and freeing a block for each: a later hash can take the block of an earlier one.
+        None stands for a hash that a block has at its turn, and for all of them if no block is free.
         """
         if not self.num_free:
-            raise NoFreeBlocks(f"a block requested, but none of {self.num_blocks} is free")
-        assert block_hash not in self._block_of, "a hash is cached twice"
-        (block,) = (self._blank.pop(),) if self._blank else self._evict(1)
-        self._hash_of[block], self._block_of[block_hash] = block_hash, block
+            return [None] * len(block_hashes)
+        blank, hashes, block_of = self._blank, self._hash_of, self._block_of
+        cached, entries, evictions = self._cached, self._entries, self._evictions()
+        blocks: list[int | None] = []
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        for block_hash in block_hashes:
+            if block_hash in block_of:
+                blocks.append(None)
+                continue
+            if blank:
+                block = blank.pop()
+                self.num_cached += 1
+            else:
+                block, evicted = next(evictions)
+                del block_of[evicted]
+                removed.append(evicted)
+            hashes[block], block_of[block_hash] = block_hash, block
+            entries[block] += 1
+            cached.append(block)
+            stored.append(block_hash)
+            blocks.append(block)
         if self.changes is not None:
-            self.changes.store(block_hash)
-        self.num_cached += 1
-        self._entries[block] += 1
-        self._cached.append(block)
-        if len(self._cached) > 2 * self.num_blocks:
+            self.changes.store(stored)
+            self.changes.remove(removed)
+        if len(cached) > 2 * self.num_blocks:
             self._drop_invalid()
-        return block
+        return blocks
 
     def share(self, block: int) -> None:
         """Add one reference to a used or cached block."""
@@ -136,7 +155,7 @@ class BlockPool:
             return False
         del self._block_of[block_hash]
         if self.changes is not None:
-            self.changes.remove(block_hash)
+            self.changes.remove((block_hash,))
         self._hash_of[block] = None  # its entries are void
         self._skipped.pop(block, None)
         self.num_cached -= 1
@@ -161,7 +180,7 @@ class BlockPool:
             if not self.blank(block_hash) and block_hash in self._block_of:
                 block = self._block_of.pop(block_hash)
                 if self.changes is not None:
-                    self.changes.remove(block_hash)
+                    self.changes.remove((block_hash,))
                 self._hash_of[block] = None
                 self._skipped.pop(block, None)
 
@@ -182,7 +201,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
             if self.changes is not None:
-                self.changes.store(block_hash)
+                self.changes.store((block_hash,))
 
     def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
@@ -197,8 +216,7 @@ class BlockPool:
         """Drop all contents. No block may be used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
         if self.changes is not None:
-            for block_hash in self._block_of:
-                self.changes.remove(block_hash)
+            self.changes.remove(self._block_of)
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
         self._blank = list(reversed(range(self.num_blocks)))
@@ -209,33 +227,44 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
+        evicted = list(islice(self._evictions(), count))
+        blocks, block_hashes = [block for block, _ in evicted], [block_hash for _, block_hash in evicted]
+        if self.on_evict is not None:
+            self.on_evict(blocks, block_hashes)
+        hashes, block_of = self._hash_of, self._block_of
+        for block, block_hash in evicted:
+            del block_of[block_hash]
+            hashes[block] = None
+        if self.changes is not None:
+            self.changes.remove(block_hashes)
+        self.num_cached -= count
+        return blocks
+
+    def _evictions(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the cached blocks in the order of eviction, with their hashes.
+
+        The caller evicts each one, or gives it other contents, before the pool is used otherwise. It takes no more than
+        there are.
+        """
         cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
-        hashes, block_of, on_evict, changes = self._hash_of, self._block_of, self.on_evict, self.changes
+        hashes = self._hash_of
         kept = self.kept or ()  # most pools retain nothing
-        evicted: list[int] = []
-        while len(evicted) < count:
+        while True:
             is_kept = not cached
             if is_kept:
                 block = next(iter(skipped))
             else:
                 block = cached.popleft()
                 entries[block] -= 1
-            skipped.pop(block, None)
+            if skipped:
+                skipped.pop(block, None)
             block_hash = hashes[block]
             if entries[block] or references[block] or block_hash is None:
                 continue
-            if not is_kept and block_hash in kept:
+            if kept and not is_kept and block_hash in kept:
                 skipped[block] = None
                 continue
-            if on_evict is not None:
-                on_evict(block, block_hash)
-            del block_of[block_hash]
-            if changes is not None:
-                changes.remove(block_hash)
-            hashes[block] = None
-            evicted.append(block)
-        self.num_cached -= count
-        return evicted
+            yield block, block_hash
 
     def _drop_invalid(self) -> None:
         """Keep only the last entry of each cached block, in order."""

@@ -68,11 +68,13 @@ class HostTier:
         self._out_to[host_block] = device_block
         return host_block
 
-    def keep(self, device_block: int, block_hash: bytes) -> None:
-        """Keep the contents of a prefix block that the pool evicts, if a host block is free."""
-        if self.pool.find(block_hash) is None and self.pool.num_free > 0:
-            assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
-            self._out_to[self.pool.cache_new(block_hash)] = device_block
+    def keep(self, device_blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Keep the contents of prefix blocks that the pool evicts, given with their hashes, if a host block is free."""
+        out_to, in_to = self._out_to, self._in_to
+        for device_block, host_block in zip(device_blocks, self.pool.cache_new(block_hashes), strict=True):
+            if host_block is not None:
+                assert device_block not in in_to, f"device block {device_block} has no contents yet"
+                out_to[host_block] = device_block
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""

@@ -5,6 +5,7 @@ A block that several tiers or rank groups hold counts as stored until the last o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from moiety_wire.block_hashes import HASH_BYTES, MARK_BYTES
@@ -22,25 +23,27 @@ class PrefixChangeLog:
         self._changed: dict[bytes, bool] = {}  # block hash → whether the last reading had it stored
         self._read_ns = -REPORT_INTERVAL_NS
 
-    def store(self, block_hash: bytes) -> None:
-        """Count a copy of the block. Keys of further cache groups are longer than a hash, and are not counted."""
-        if len(block_hash) != _KEY_BYTES:
-            return
-        num_copies = self._num_copies.get(block_hash, 0)
-        self._num_copies[block_hash] = num_copies + 1
-        if not num_copies:
-            self._changed.setdefault(block_hash, False)
+    def store(self, block_hashes: Iterable[bytes]) -> None:
+        """Count a copy of each block. Keys of further cache groups are longer than a hash, and are not counted."""
+        copies, changed = self._num_copies, self._changed
+        for block_hash in block_hashes:
+            if len(block_hash) == _KEY_BYTES:
+                num_copies = copies.get(block_hash, 0)
+                copies[block_hash] = num_copies + 1
+                if not num_copies:
+                    changed.setdefault(block_hash, False)
 
-    def remove(self, block_hash: bytes) -> None:
-        """Count a copy of the block no more."""
-        if len(block_hash) != _KEY_BYTES:
-            return
-        num_copies = self._num_copies[block_hash] - 1
-        if num_copies:
-            self._num_copies[block_hash] = num_copies
-        else:
-            del self._num_copies[block_hash]
-            self._changed.setdefault(block_hash, True)
+    def remove(self, block_hashes: Iterable[bytes]) -> None:
+        """Count a copy of each block no more."""
+        copies, changed = self._num_copies, self._changed
+        for block_hash in block_hashes:
+            if len(block_hash) == _KEY_BYTES:
+                num_copies = copies[block_hash] - 1
+                if num_copies:
+                    copies[block_hash] = num_copies
+                else:
+                    del copies[block_hash]
+                    changed.setdefault(block_hash, True)
 
     def take(self, now_ns: int) -> tuple[list[int], list[int]] | None:
         """Return the names of the blocks stored and of those evicted since the last call, the first changed first.

@@ -9,7 +9,7 @@ the step's forward pass, also when the step is empty. KV from other engines is l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
@@ -376,10 +376,12 @@ class KvLedger(StateLedger):
         if self.on_release is not None:
             self.on_release(sequence)
 
-    def _evicted(self, _block: int, key: bytes) -> None:
-        self.retention.drop(key)
+    def _evicted(self, _blocks: Collection[int], keys: Collection[bytes]) -> None:
+        if self.retention:
+            for key in keys:
+                self.retention.drop(key)
         if self.states is not None:
-            self.states.pool.invalidate([key])
+            self.states.pool.invalidate(keys)
 
     def _end_retention(self, block_hash: bytes) -> None:
         self.pool.end_retention(block_hash)
