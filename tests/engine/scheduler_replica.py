@@ -350,21 +350,21 @@ class Replica:
         assert self.scheduler.policy.num_queued == len(queued)
         for s in sequences:
             decoding = s.state is SequenceState.RUNNING and (s.decoding or s.padded_row.is_finished)
-            assert bool(s.entry & 1) == (s.has_credit and not decoding and s.state is not SequenceState.FINISHING), (
-                s.state
-            )
+            is_queued = s.has_credit and not decoding and s.state is not SequenceState.FINISHING
+            assert bool(s.entry & 1) == is_queued, s.state
             assert s.state is not SequenceState.FINISHING or self.overlap
             assert not s.pending or self.overlap
         places = self.scheduler.queues
         running = [s for s in sequences if s.state is SequenceState.RUNNING]
-        assert set(places.decoding) == {s for s in running if s.decoding or s.padded_row.is_finished} - set(
-            places.verifying
-        )
-        assert set(places.prefilling) == set(running) - set(places.decoding) - set(places.verifying)
+        verifying, decoding = set(places.verifying), {s for s in running if s.decoding or s.padded_row.is_finished}
+        assert set(places.decoding) == decoding - verifying
+        assert set(places.prefilling) == set(running) - set(places.decoding) - verifying
         assert set(places.verifying) <= {s for s in running if s.pending}
-        assert places.worst_rank_running == max((s.service.rank for s in running), default=-1)
+        assert places.counts.worst_rank == max((s.service.rank for s in running), default=-1)
         for rank in {s.service.rank for s in sequences}:
-            assert places.num_running_of(rank) == Counter(s.request.tenant for s in running if s.service.rank == rank)
+            held = Counter(s.request.tenant for s in running if s.service.rank == rank)
+            assert (places.counts.by_tenant(rank), places.counts.num_of_rank(rank)) == (held, held.total())
+            assert places.counts.several_by_tenant(rank) == {one: num for one, num in held.items() if num > 1}
         self._check_sums(running)
         self._check_tally(sequences)
 

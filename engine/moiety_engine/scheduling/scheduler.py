@@ -94,7 +94,7 @@ class Scheduler:
                 num_blocks=kv.pool.num_blocks,
                 layout=kv.layout,
                 cached_tokens=groups.num_cached,
-                num_running_of=self.queues.num_running_of,
+                running=self.queues.counts,
                 batches_experts=limits.batches_experts,
             ),
         )
@@ -357,7 +357,7 @@ class Scheduler:
         slack_s = due_s - self._step_timing.free_s(now_ns)
         if self.policy.num_queued and planner.rows_left > 0:
             queues, pool = self.queues, self.kv.pool
-            running = queues.running, queues.worst_rank_running
+            running = queues.running, queues.counts.worst_rank
             blocks = pool.num_free, pool.num_blocks
             view = BatchView(planner.shape, slack_s, decoding, *running, *blocks, queues.remaining_output)
             self._fill(planner, view, now_ns)

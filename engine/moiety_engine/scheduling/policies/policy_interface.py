@@ -8,7 +8,7 @@ an output in advance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moiety_engine.cache.table_layout import TableLayout
@@ -17,6 +17,7 @@ from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
 from moiety_engine.scheduling.outputs.output_predictor import OutputPredictor
 from moiety_engine.scheduling.plan import Chunk
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
+from moiety_engine.scheduling.queues.running_counts import RunningCounts
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
 from moiety_engine.sequence import Sequence
 from moiety_wire.classes import ServiceClass
@@ -122,7 +123,7 @@ class PolicyContext:
     num_blocks: int  # of each rank group
     layout: TableLayout  # block tables of a sequence
     cached_tokens: Callable[[Sequence], int]  # returns how many of its tokens the prefix cache holds now
-    num_running_of: Callable[[int], Mapping[str, int]]  # returns the running sequences of a rank by tenant
+    running: RunningCounts
     batches_experts: bool = (
         False  # decodes whose order is open are chosen by the experts that they are predicted to use
     )

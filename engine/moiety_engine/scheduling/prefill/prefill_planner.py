@@ -239,7 +239,7 @@ class PrefillPlanner:
             num_new = kv.num_blocks_to_start(hits, num_tokens)
         view.select_group(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
         view.shape = planner.shape
-        view.worst_rank = self._queues.worst_rank_running
+        view.worst_rank = self._queues.counts.worst_rank
         reason = self._policy.delays(sequence, view, num_new, now_s)
         if reason is not None:
             return reason

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
 from itertools import islice
 from operator import attrgetter
 
 from moiety_engine.scheduling.plan import Chunk
+from moiety_engine.scheduling.queues.running_counts import RunningCounts
 from moiety_engine.sequence import Sequence, SequenceState
 
 by_arrival = attrgetter("request.order")
@@ -36,8 +36,7 @@ class RequestQueues:
         self.verifying: dict[Sequence, None] = {}  # running sequences that wait for the result of a running step
         self.prefilling: dict[Sequence, None] = {}  # all other running sequences
         self.filled: dict[Sequence, None] = {}  # includes all decodes that need another block
-        self._ranks: Counter[int] = Counter()  # of the running sequences
-        self._running_of: dict[int, dict[str, int]] = {}  # their numbers, by rank and tenant
+        self.counts = RunningCounts()
         self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
         self._remaining_output: float | None = None
         self.paused: list[Sequence] = []
@@ -69,15 +68,6 @@ class RequestQueues:
             came_s = sequence.request.queued_unix_ns / 1e9
             oldest[sequence.service.name] = min(came_s, oldest.get(sequence.service.name, came_s))
         return oldest
-
-    @property
-    def worst_rank_running(self) -> int:
-        """Worst rank of the running sequences; -1 if none runs."""
-        return max(self._ranks, default=-1)
-
-    def num_running_of(self, rank: int) -> Mapping[str, int]:
-        """Return the number of running sequences of this rank by tenant, without tenants that have none."""
-        return self._running_of.get(rank, {})
 
     def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
         """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
@@ -116,10 +106,7 @@ class RequestQueues:
         insort(self.running, sequence, key=by_arrival)
         sequence.state = SequenceState.RUNNING
         self._remaining_output = None
-        rank, tenant = sequence.service.rank, sequence.request.tenant
-        self._ranks[rank] += 1
-        of_rank = self._running_of.setdefault(rank, {})
-        of_rank[tenant] = of_rank.get(tenant, 0) + 1
+        self.counts.add(sequence)
         self.prefilling[sequence] = None
         self.computed(sequence)
 
@@ -224,14 +211,7 @@ class RequestQueues:
         self.decoding.pop(sequence, None)
         self.verifying.pop(sequence, None)
         self.prefilling.pop(sequence, None)
-        rank = sequence.service.rank
-        self._ranks[rank] -= 1
-        if not self._ranks[rank]:
-            del self._ranks[rank]
-        of_rank, tenant = self._running_of[rank], sequence.request.tenant
-        of_rank[tenant] -= 1
-        if not of_rank[tenant]:
-            del of_rank[tenant]
+        self.counts.remove(sequence)
 
     def _remove_waiting(self, sequence: Sequence) -> None:
         del self.waiting[sequence.key]

@@ -78,22 +78,25 @@ class PreemptionVictims:
         sequences that were preempted as often as allowed may pause as well, after all others. Sequences of spot classes
         are victims for every better rank.
         """
-        if beneficiary is None:
-            batch = list(running)
-        else:
-            rank = beneficiary.service.rank
-            outranks = self._records[beneficiary].bucket == AT_RISK or (
-                not takes_blocks and beneficiary.service.ttft_s is not None
-            )
-            batch = [s for s in running if s.service.rank > rank and (outranks or s.service.spot)]
-            if takes_blocks:
-                batch += self._over_their_share(running, beneficiary)
+        batch = list(running) if beneficiary is None else self._of_worse_ranks(running, beneficiary, takes_blocks)
+        if beneficiary is not None and takes_blocks:
+            batch += self._over_their_share(running, beneficiary)
         protects, is_guaranteed = self._reservations.protects, self._reservations.is_guaranteed
         batch.sort(key=self._victim_key, reverse=True)
         victims = [s for s in batch if not protects(s)]
         if beneficiary is None or takes_blocks:
             return victims
         return victims + [s for s in batch if is_guaranteed(s)] + self._over_their_slots(running, beneficiary)
+
+    def _of_worse_ranks(self, running: Iterable[Sequence], beneficiary: Sequence, takes_blocks: bool) -> list[Sequence]:
+        """Return the sequences of worse ranks that give way to the beneficiary."""
+        rank = beneficiary.service.rank
+        if self._context.running.worst_rank <= rank:
+            return []
+        outranks = self._records[beneficiary].bucket == AT_RISK or (
+            not takes_blocks and beneficiary.service.ttft_s is not None
+        )
+        return [s for s in running if s.service.rank > rank and (outranks or s.service.spot)]
 
     def _over_their_slots(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Return sequences of the beneficiary's rank whose tenants hold at least their share of slots without them.
@@ -119,11 +122,11 @@ class PreemptionVictims:
         """
         slots = self._slots.get(rank)
         if slots is None:
-            held, accounts = self._context.num_running_of(rank), self._accounts[rank]
-            of_weight = sum(held.values()) / max(1e-9, accounts.total_weight)
-            several = [(accounts.get(tenant), count) for tenant, count in held.items() if count > 1]
+            running, accounts = self._context.running, self._accounts[rank]
+            of_weight = running.num_of_rank(rank) / max(1e-9, accounts.total_weight)
+            several = [(accounts.get(tenant), count) for tenant, count in running.several_by_tenant(rank).items()]
             over = {one for one, count in several if one is not None and count - 1 >= of_weight * one.weight}
-            slots = self._slots[rank] = _BatchSlots(held, of_weight, over)
+            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, over)
         return slots
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
