@@ -124,12 +124,12 @@ def test_new_contents_of_a_free_block_equal_allocating_sealing_and_freeing_it(op
             if pools[0].find(block_hash) is not None:
                 continue
             if not pools[0].num_free:
-                assert pools[0].cache_new([block_hash]) == [None]
+                assert pools[0].cache_moved([block_hash]) == [None]
                 continue
             (block,) = pools[1].allocate(1)
             pools[1].seal(block, block_hash)
             pools[1].free([block])
-            assert pools[0].cache_new([block_hash]) == [block]
+            assert pools[0].cache_moved([block_hash]) == [block]
         assert [pool.num_free for pool in pools] == [6 - len(held)] * 2
         assert pools[0].num_cached == pools[1].num_cached
 

@@ -29,8 +29,9 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        # Called with the cached blocks that an allocation evicts, in order, and with their hashes.
-        self.on_evict: Callable[[Sequence[int], Sequence[bytes]], None] | None = None
+        # Called with the cached blocks that an allocation evicts, in order, and with their hashes. Returns the hashes
+        # whose contents it has not moved to another pool (see `cache_moved`).
+        self.on_evict: Callable[[Sequence[int], Sequence[bytes]], Sequence[bytes]] | None = None
         self.changes: PrefixChangeLog | None = None  # told of stored and removed contents
         self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
@@ -69,18 +70,18 @@ class BlockPool:
             references[block] = 1
         return taken
 
-    def cache_new(self, block_hashes: Sequence[bytes]) -> list[int | None]:
-        """Give a free block to each hash that no block has, one after the other, and return the blocks: they stay free.
+    def cache_moved(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+        """Give free blocks the contents that another pool evicts, one after the other, and return the blocks.
 
         The same as allocating, sealing and freeing a block for each: a later hash can take the block of an earlier one.
-        None stands for a hash that a block has at its turn, and for all of them if no block is free.
+        None stands for a hash that a block has at its turn, and for all of them if no block is free. A moved copy is
+        recorded as neither stored nor removed: `changes` has it from the other pool, which must not remove it there.
         """
         if not self.num_free:
             return [None] * len(block_hashes)
         blank, hashes, block_of = self._blank, self._hash_of, self._block_of
         cached, entries, evictions = self._cached, self._entries, self._evictions()
         blocks: list[int | None] = []
-        stored: list[bytes] = []
         removed: list[bytes] = []
         for block_hash in block_hashes:
             if block_hash in block_of:
@@ -96,10 +97,8 @@ class BlockPool:
             hashes[block], block_of[block_hash] = block_hash, block
             entries[block] += 1
             cached.append(block)
-            stored.append(block_hash)
             blocks.append(block)
-        if self.changes is not None:
-            self.changes.store(stored)
+        if self.changes is not None and removed:
             self.changes.remove(removed)
         if len(cached) > 2 * self.num_blocks:
             self._drop_invalid()
@@ -229,14 +228,13 @@ class BlockPool:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         evicted = list(islice(self._evictions(), count))
         blocks, block_hashes = [block for block, _ in evicted], [block_hash for _, block_hash in evicted]
-        if self.on_evict is not None:
-            self.on_evict(blocks, block_hashes)
+        removed = block_hashes if self.on_evict is None else self.on_evict(blocks, block_hashes)
         hashes, block_of = self._hash_of, self._block_of
         for block, block_hash in evicted:
             del block_of[block_hash]
             hashes[block] = None
-        if self.changes is not None:
-            self.changes.remove(block_hashes)
+        if self.changes is not None and removed:
+            self.changes.remove(removed)
         self.num_cached -= count
         return blocks
 

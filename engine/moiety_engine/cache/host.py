@@ -68,13 +68,20 @@ class HostTier:
         self._out_to[host_block] = device_block
         return host_block
 
-    def keep(self, device_blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Keep the contents of prefix blocks that the pool evicts, given with their hashes, if a host block is free."""
+    def keep(self, device_blocks: Sequence[int], block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Keep the contents of prefix blocks that the pool evicts, given with their hashes, if a host block is free.
+
+        Return the hashes of which there is no new copy: those that the host already had, or had no block for.
+        """
         out_to, in_to = self._out_to, self._in_to
-        for device_block, host_block in zip(device_blocks, self.pool.cache_new(block_hashes), strict=True):
+        host_blocks = self.pool.cache_moved(block_hashes)
+        for device_block, host_block in zip(device_blocks, host_blocks, strict=True):
             if host_block is not None:
                 assert device_block not in in_to, f"device block {device_block} has no contents yet"
                 out_to[host_block] = device_block
+        if None not in host_blocks:
+            return ()
+        return [one for one, host_block in zip(block_hashes, host_blocks, strict=True) if host_block is None]
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""
@@ -92,8 +99,8 @@ class HostTier:
     def take_copies(self) -> Copies:
         """Return the queued copies and clear the queue. They must run, in order, before those of the next call."""
         copies = Copies(
-            [(device, host) for host, device in self._out_to.items()],
-            [(host, device) for device, host in self._in_to.items()],
+            list(zip(self._out_to.values(), self._out_to, strict=True)),
+            list(zip(self._in_to.values(), self._in_to, strict=True)),
         )
         self.pool.free(self._in_to.values())
         self._out_to, self._in_to = {}, {}

@@ -10,6 +10,7 @@ the step's forward pass, also when the step is empty. KV from other engines is l
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as ListOf
 
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import Copies, HostTier
@@ -376,12 +377,13 @@ class KvLedger(StateLedger):
         if self.on_release is not None:
             self.on_release(sequence)
 
-    def _evicted(self, _blocks: Collection[int], keys: Collection[bytes]) -> None:
+    def _evicted(self, _blocks: Collection[int], keys: ListOf[bytes]) -> ListOf[bytes]:
         if self.retention:
             for key in keys:
                 self.retention.drop(key)
         if self.states is not None:
             self.states.pool.invalidate(keys)
+        return keys
 
     def _end_retention(self, block_hash: bytes) -> None:
         self.pool.end_retention(block_hash)

@@ -37,7 +37,7 @@ class RequestQueues:
         self.prefilling: dict[Sequence, None] = {}  # all other running sequences
         self.filled: dict[Sequence, None] = {}  # includes all decodes that need another block
         self.counts = RunningCounts()
-        self._decode_sums: tuple[float, int] | None = None  # result of `sums_of` for all decodes; None: outdated
+        self._decode_sums: tuple[float, int, int] | None = None  # result of `_sums_of_all`; None: outdated
         self._remaining_output: float | None = None
         self.paused: list[Sequence] = []
         self.returning: list[Sequence] = []
@@ -72,7 +72,7 @@ class RequestQueues:
     def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
         """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
         if len(decoding) == len(self.decoding):
-            return self._sums_of_all()
+            return self._sums_of_all()[:2]
         due_s = min([chunk.sequence.deadlines.next_due_s for chunk in decoding], default=math.inf)
         return due_s, sum([chunk.sequence.kv.num_computed for chunk in decoding])
 
@@ -83,7 +83,7 @@ class RequestQueues:
         the others.
         """
         if self._remaining_output is None:
-            generated = self._sums_of_all()[1] - sum(map(_num_prompt, self.decoding))
+            generated = self._sums_of_all()[2]
             self._remaining_output = sum(map(_predicted_output, self.running)) - generated + len(self.running)
         return self._remaining_output
 
@@ -199,10 +199,12 @@ class RequestQueues:
             held[sequence.request.tenant] += sequence.kv.num_held
         return {tenant: count for tenant, count in held.most_common(most) if count}
 
-    def _sums_of_all(self) -> tuple[float, int]:
+    def _sums_of_all(self) -> tuple[float, int, int]:
+        """Return the sums of all decodes, and how many tokens they have generated, less up to one for each."""
         if self._decode_sums is None:
             due_s = min(map(_next_due_s, self.decoding), default=math.inf)
-            self._decode_sums = due_s, sum(map(_num_computed, self.decoding))
+            context = sum(map(_num_computed, self.decoding))
+            self._decode_sums = due_s, context, context - sum(map(_num_prompt, self.decoding))
         return self._decode_sums
 
     def _remove_running(self, sequence: Sequence) -> None:

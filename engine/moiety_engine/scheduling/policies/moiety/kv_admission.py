@@ -106,12 +106,16 @@ class KvAdmission:
         held = (view.blocks_total - view.blocks_free) * size + slots_for(len(candidate.tokens))
         if held + (view.remaining_output() + candidate.remaining_output) * each <= total:
             return True  # even if all ended together
-        peers = view.peers if candidate.service.spot else [s for s in view.peers if not s.service.spot]
-        batch = [(s.remaining_output, len(s.tokens)) for s in (*peers, candidate)]
+        with_spot, is_plain, held = candidate.service.spot, layout.is_plain, 0
+        batch = [  # (`remaining_output`, tokens): written out, since it is computed for the whole batch
+            (left if (left := s.predicted_output - len(s.tokens) + s.request.num_prompt) > 1.0 else 1.0, len(s.tokens))
+            for s in view.peers
+            if with_spot or not s.service.spot
+        ]
+        batch.append((candidate.remaining_output, len(candidate.tokens)))
         batch.sort(reverse=True)
-        held = 0
         for position, (left, num_tokens) in enumerate(batch, start=1):
-            held += slots_for(num_tokens)
+            held += num_tokens if is_plain else slots_for(num_tokens)
             if held + left * position * each > total:
                 self._held_back = True
                 return position == 1
