@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.team import team
 from moiety_kernels.kv_store import kv_store
 from moiety_kernels.kv_store.caches import LayerCache
@@ -21,7 +21,13 @@ from moiety_kernels.paged_attention.inputs import AttentionMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-PACKED = {"packed": (16, 8, 4), "packed eights": (8,), "vectors": ()}  # bits of the weights that are
+# the paths that a machine has
+ARITHMETICS = {
+    "tiles": (paths.TILES, paths.FLOATS),
+    "packed": (paths.PAIRS, paths.WORDS, paths.FLOATS),
+    "packed eights": (paths.WORDS, paths.FLOATS),
+    "vectors": (paths.FLOATS,),
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +41,14 @@ def several_threads() -> Iterator[None]:
     team.cache_clear()
 
 
-@pytest.fixture(params=["tiles", *PACKED])
+@pytest.fixture(params=ARITHMETICS)
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On matrix tiles; by packed rows as where there are no tiles, or only in eight bits as where bfloat16 is not
     multiplied in pairs; and by floats as where there is nothing of these."""
     way = str(request.param)
-    if way == "tiles":
-        if not tiles.usable():
-            pytest.skip("this processor has no matrix tiles: test_emulated.py runs this with them emulated")
-        return way
-    if not all(map(dots.usable, PACKED[way])):
+    if not all(map(paths.is_usable, ARITHMETICS[way])):
         pytest.skip("this processor does not multiply so: test_emulated.py runs this with its instructions emulated")
-    monkeypatch.setattr(tiles, "usable", lambda: False)
-    monkeypatch.setattr(dots, "usable", lambda bits: bits in PACKED[way])
+    monkeypatch.setattr(paths, "is_usable", lambda path: path in ARITHMETICS[way])
     return way
 
 

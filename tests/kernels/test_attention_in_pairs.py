@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_kernels.paged_attention import cpu_pairs, paged_attention
 from moiety_kernels.paged_attention.inputs import AttentionMetadata, AttentionParameters
@@ -21,9 +21,9 @@ SUMMING = 1e-4  # what float32 sums and powers may add to it
 
 @pytest.fixture(autouse=True)
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not dots.usable(16):
+    if not paths.is_usable(paths.PAIRS):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
-    monkeypatch.setattr(tiles, "usable", lambda: False)
+    monkeypatch.setattr(paths, "is_usable", lambda path: path is not paths.TILES)
     torch.manual_seed(0)
 
 
@@ -72,7 +72,7 @@ def test_rounding_is_not_done_unasked_nor_beside_tiles(paged: Any, monkeypatch: 
     inputs = paged([40], [290], 4, 2, 64, 16)
     exact = attend(inputs, 0.125, rounds=False)
     assert (exact - reference(*inputs, AttentionParameters(0.125))).abs().max() < 2e-5
-    monkeypatch.setattr(tiles, "usable", lambda: True)
+    monkeypatch.setattr(paths, "is_usable", lambda path: True)
     assert torch.equal(attend(inputs, 0.125), exact)
 
 

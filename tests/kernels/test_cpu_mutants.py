@@ -18,7 +18,7 @@ from moiety_kernels.causal_conv import CausalConvWeights
 from moiety_kernels.causal_conv import cpu as causal_conv
 from moiety_kernels.causal_conv.reference import causal_conv as causal_conv_reference
 from moiety_kernels.compressed_attention import cpu as compressed_attention
-from moiety_kernels.cpu import compiling, dots
+from moiety_kernels.cpu import compiling, paths
 from moiety_kernels.embedding import cpu as embedding
 from moiety_kernels.embedding.reference import embedding as embedding_reference
 from moiety_kernels.expert_count import ExpertSums, owner_code
@@ -409,7 +409,7 @@ def named(module: ModuleType) -> str:
 
 @pytest.mark.parametrize("module", CHECKS, ids=named)
 def test_a_kernel_agrees_with_its_reference(module: ModuleType, paged: Any) -> None:
-    if module is cpu_pairs and not dots.usable(16):
+    if module is cpu_pairs and not paths.is_usable(paths.PAIRS):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
     CHECKS[module](module, paged)
 
@@ -420,7 +420,7 @@ def test_a_kernel_agrees_with_its_reference(module: ModuleType, paged: Any) -> N
 def test_a_mutant_is_found(
     module: ModuleType, old: str, new: str, mutated: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if module is cpu_pairs and not dots.usable(16):
+    if module is cpu_pairs and not paths.is_usable(paths.PAIRS):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
     monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # nothing is cached of a source that no longer exists
     mutant = mutated(module, old, new)

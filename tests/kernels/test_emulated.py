@@ -17,13 +17,17 @@ import pytest
 import torch
 from llvmlite import ir
 
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import dots, paths
 from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, TILES_FEATURE, VARIABLE, WIDE, WORDS_FEATURE
 from moiety_kernels.cpu.values import I16, LANES, VI32, Bytes, Vector
 
-THERE = {TILES_FEATURE: tiles.usable(), PAIRS_FEATURE: dots.usable(16), WORDS_FEATURE: dots.usable(8)}
+THERE = {
+    TILES_FEATURE: paths.is_usable(paths.TILES),
+    PAIRS_FEATURE: paths.is_usable(paths.PAIRS),
+    WORDS_FEATURE: paths.is_usable(paths.WORDS),
+}
 MISSING = [feature for feature, is_there in THERE.items() if not is_there]
 FILES = ("test_against_reference.py", "test_quantization.py", "test_attention_in_pairs.py", "test_cpu_mutants.py")
 # those of the tests that need no instruction that others do not, too

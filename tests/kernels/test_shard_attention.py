@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.latent_input.reference import store_rows
 from moiety_kernels.mla_attention.reference import mla_attention
@@ -100,9 +100,9 @@ def test_pieces_of_keys_and_queries_are_added_up(paged: Paged) -> None:
 def test_pairs_of_bfloat16_lose_nothing_but_by_rounding(
     paged: Paged, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not dots.usable(16):
+    if not paths.is_usable(paths.PAIRS):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
-    monkeypatch.setattr(tiles, "usable", lambda: False)
+    monkeypatch.setattr(paths, "is_usable", lambda path: path is not paths.TILES)
     q, cache, metadata = paged(QUERIES, CONTEXTS, 8, 2, 64, 8)
     parameters = AttentionParameters(0.125, rounds=True)
     parts = [shard_attention(q, part, some, parameters) for part, some in shards_of(cache, metadata, num_shards)]

@@ -19,7 +19,7 @@ from moiety_engine.model.loading import load_model, load_share
 from moiety_engine.offline import run_all
 from moiety_engine.quantize.writing import write_quantized
 from moiety_engine.startup import load_loop
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.team import Program, Team
 from moiety_kernels.quantization import FORMATS, INT8, QuantizedWeight, dequantize, quantize
 from moiety_wire.classes import STANDARD
@@ -29,7 +29,7 @@ from moiety_wire.messages import Sampling
 PROMPT = list(range(3, 60))
 HEADS = ["qwen3, tied", "mixtral, sliding window"]  # the embedding itself, and a weight of its own
 AS_IT_LIES = pytest.mark.skipif(
-    tiles.usable() or not dots.usable(8), reason="this processor does not multiply eight bits as they lie"
+    paths.serving_path("8 bits") is not paths.WORDS, reason="this processor does not multiply eight bits as they lie"
 )
 
 
@@ -91,7 +91,7 @@ def test_eight_bit_heads_are_limited_to_supported_formats_and_processors(
         return load_model(folder, device="cpu", dtype="bfloat16", quantization=quantization)._weights.head_VD
 
     assert all(isinstance(head(one), torch.Tensor) for one in ("auto", "none", "fp8"))
-    monkeypatch.setattr(dots, "usable", lambda _: False)
+    monkeypatch.setattr(paths, "is_usable", lambda path: path is paths.FLOATS)
     assert isinstance(head("int8"), torch.Tensor)
 
 

@@ -21,15 +21,10 @@ from typing import Any, NamedTuple
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
-from moiety_kernels.cpu.instructions import (
-    EMULATED,
-    FEATURES,
-    PAIRS_FEATURE,
-    WIDE,
-    WORDS_FEATURE,
-)
+from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, WORDS_FEATURE
 from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Pairs, Vector
 from moiety_kernels.quantization.reference import MAGNITUDES
 
@@ -41,9 +36,7 @@ BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
 SHARE_BITS = 8
 
-PAIRS_AVAILABLE = WIDE and PAIRS_FEATURE in FEATURES
-WHOLE_AVAILABLE = WIDE and WORDS_FEATURE in FEATURES
-FOURS_AVAILABLE = PAIRS_AVAILABLE and WHOLE_AVAILABLE
+PAIRS_AVAILABLE, WHOLE_AVAILABLE = paths.is_usable(paths.PAIRS), paths.is_usable(paths.WORDS)
 if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
     llvm.initialize_native_asmparser()  # for instructions without a portable intrinsic
 
@@ -52,11 +45,6 @@ _BYTES, _WORDS = ir.VectorType(I8, _PAIR_LANES), ir.VectorType(I16, _PAIR_LANES)
 _HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 _INT4 = [float(number) for number in range(-8, 8)]
 _E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
-
-
-def usable(bits: int) -> bool:
-    """Return whether the CPU can multiply a weight in place, in bfloat16 or in so many bits."""
-    return {16: PAIRS_AVAILABLE, 8: WHOLE_AVAILABLE, 4: FOURS_AVAILABLE}[bits]
 
 
 def narrowed(e: Emitter, low: Vector, high: Vector) -> Vector:
@@ -365,16 +353,16 @@ def _function_of(kind: DotsKind) -> Any:
 
 
 unpack_fours_row, unpack_half_fours_row = (
-    function(f"moiety_pack_out_{name}", partial(_unpack_fours, halves=halves), is_there=FOURS_AVAILABLE)
+    function(f"moiety_pack_out_{name}", partial(_unpack_fours, halves=halves), is_there=PAIRS_AVAILABLE)
     for name, halves in (("fours", False), ("half_fours", True))
 )
 
 _MAX_ROWS = 16  # more than any kind takes at once
 PAIRS = DotsKind("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
-FOURS = DotsKind("fours", FOURS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW)  # in four bits
+FOURS = DotsKind("fours", PAIRS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW)  # in four bits
 EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  # in eight bits with a scale per row
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
-HALF_FOURS = DotsKind("half_fours", FOURS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
+HALF_FOURS = DotsKind("half_fours", PAIRS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
 
 # In compiled code: products of packed rows with a kind of weight.
 pairs, fours, half_fours = map(_function_of, (PAIRS, FOURS, HALF_FOURS))

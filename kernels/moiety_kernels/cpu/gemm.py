@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths, tiles
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
@@ -37,6 +37,7 @@ from moiety_kernels.cpu.tiles import (
     unpack,
 )
 from moiety_kernels.cpu.unpacking import E4M3, PLAIN, UNPACKED_BYTES, WeightArguments, is_unpackable, unpack_rows
+from moiety_kernels.cpu.values import LANES
 from moiety_kernels.cpu.vectors import TILE_COLS, TILE_ROWS, dot_tile, dot_tiles
 from moiety_kernels.quantization.weight import QuantizedWeight
 
@@ -56,6 +57,7 @@ MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be rea
 
 # how a weight is multiplied
 FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED = range(4)  # PACKED: in place, with rows packed for it
+_KINDS = {paths.TILES: BFLOAT16_TILES, paths.PAIRS: PACKED, paths.WORDS: PACKED, paths.FLOATS: BFLOAT16}
 
 # blocking of a product on tiles
 TILES_ROWS = 512  # most rows at once
@@ -84,12 +86,10 @@ def product_kind(weight: Tensor | QuantizedWeight) -> int:
         return FLOAT32
     if weight.shape[-1] % tiles.DEPTH:
         return BFLOAT16
-    if tiles.usable():
-        return BFLOAT16_TILES
-    lies_in_bits = 16
+    weights = "bfloat16"
     if isinstance(weight, QuantizedWeight) and not weight.format.is_float8:
-        lies_in_bits = weight.format.bits
-    return PACKED if dots.usable(lies_in_bits) else BFLOAT16
+        weights = f"{weight.format.bits} bits"
+    return _KINDS[paths.serving_path(weights)]
 
 
 def arithmetic() -> str:
@@ -98,12 +98,9 @@ def arithmetic() -> str:
     Machines that multiply differently may choose different experts for the same token, so all ranks of a group must use
     the same arithmetic.
     """
-    if EMULATED:
-        return f"emulated {', '.join(sorted(EMULATED))}"
-    if tiles.usable():
-        return "matrix tiles"
-    pairs = [str(bits) for bits in (16, 8, 4) if dots.usable(bits)]
-    return f"pairs, of weights in {', '.join(pairs)} bits" if pairs else "floats"
+    served = ", ".join(f"{weights}: {paths.serving_path(weights).name}" for weights in paths.PATHS)
+    emulated = f", emulated {', '.join(sorted(EMULATED))}" if EMULATED else ""
+    return f"{served}, {LANES} lanes{emulated}"
 
 
 def is_unpacked(weight: Tensor | QuantizedWeight) -> bool:

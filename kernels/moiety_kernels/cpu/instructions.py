@@ -1,4 +1,7 @@
-"""Optional CPU instructions that kernels use, and the list of emulated ones.
+"""Optional CPU instructions that kernels use: those of the CPU, limited or emulated by the environment.
+
+`MOIETY_CPU_LEVEL` limits them, so that one machine runs the kernels of CPUs that have less: `avx2` withholds AVX-512,
+AVX-VNNI and AMX from the compiler and from the choice of kernels. LEVELS has all levels.
 
 Emulation allows tests of kernels for matrix tiles or AVX-512 on any CPU. The environment variable
 `MOIETY_EMULATED_INSTRUCTIONS` names features by their LLVM names, separated by commas; their instructions are then
@@ -12,19 +15,51 @@ from __future__ import annotations
 import os
 
 import llvmlite.binding as llvm
+from numba.core import config
 from numba.core.registry import cpu_target
 
 VARIABLE = "MOIETY_EMULATED_INSTRUCTIONS"
+LEVEL_VARIABLE = "MOIETY_CPU_LEVEL"
+# beginnings of the LLVM names of the features that each level withholds
+LEVELS = {
+    "avx2": ("avx512", "avx10", "avxvnni", "amx"),
+    "avxvnni": ("avx512", "avx10", "amx"),
+    "avx512": ("avx512bf16", "avx512fp16", "avx512vnni", "avx10", "avxvnni", "amx"),
+    "avx512vnni": ("avx512bf16", "avx512fp16", "avx10", "amx"),
+    "avx512bf16": ("avx10", "amx"),
+}
 TILES_FEATURE, PAIRS_FEATURE, WORDS_FEATURE = "amx-bf16", "avx512bf16", "avx512bw"  # features that can be emulated
 EMULATED = frozenset(filter(None, os.environ.get(VARIABLE, "").split(",")))
+LEVEL = os.environ.get(LEVEL_VARIABLE, "")
 _KNOWN = frozenset({TILES_FEATURE, PAIRS_FEATURE, WORDS_FEATURE})
 if not EMULATED <= _KNOWN:
     raise ValueError(f"{VARIABLE} is {','.join(sorted(EMULATED))!r}; it takes some of {','.join(sorted(_KNOWN))}")
-_HOST = frozenset(
-    # Target of numba's compilation; its settings may enable less than the CPU has.
-    one[1:]
-    for one in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if one.startswith("+")
-)
+if LEVEL and LEVEL not in LEVELS:
+    raise ValueError(f"{LEVEL_VARIABLE} is {LEVEL!r}; it takes one of {', '.join(LEVELS)}")
+
+
+def _compiled_for() -> frozenset[str]:
+    """Return the features of the target of numba's compilation; its settings may enable less than the CPU has."""
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return frozenset(one[1:] for one in features if one.startswith("+"))
+
+
+def _limit_compiler(level: str) -> frozenset[str]:
+    """Withhold the level's features from numba; return those that the CPU has. Must run before numba compiles."""
+    features = llvm.get_host_cpu_features()
+    withheld = frozenset(name for name, is_there in features.items() if is_there and name.startswith(LEVELS[level]))
+    for name in withheld:
+        features[name] = False
+    config.CPU_FEATURES = features.flatten()  # type: ignore[attr-defined]
+    if left := withheld & _compiled_for():
+        raise RuntimeError(
+            f"{LEVEL_VARIABLE} is {LEVEL!r}, but numba already compiles with {', '.join(sorted(left))}: "
+            "import moiety_kernels before code that compiles with numba"
+        )
+    return withheld
+
+
+WITHHELD = _limit_compiler(LEVEL) if LEVEL else frozenset()  # features that the CPU has and LEVEL does not
+_HOST = _compiled_for()
 FEATURES = _HOST | EMULATED | ({"amx-tile"} if TILES_FEATURE in EMULATED else frozenset())
-WIDE = bool(llvm.get_host_cpu_features().get("avx512f")) or bool(EMULATED)  # 16 floats per vector
+WIDE = "avx512f" in _HOST or bool(EMULATED)  # 16 floats per vector

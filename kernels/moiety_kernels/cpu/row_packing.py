@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moiety_kernels.cpu.dots import BLOCKS, FOURS_AVAILABLE, PAIRS_AVAILABLE, WHOLE_AVAILABLE, narrowed
+from moiety_kernels.cpu.dots import BLOCKS, PAIRS_AVAILABLE, WHOLE_AVAILABLE, narrowed
 from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Floats, Int, Int16s, Pairs, Vector
 
@@ -61,5 +61,5 @@ def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floa
 
 
 pack_pairs_row = function("moiety_pack_pairs", _pack_pairs, is_there=PAIRS_AVAILABLE)
-pack_fours_row = function("moiety_pack_fours", _pack_fours, is_there=FOURS_AVAILABLE)
+pack_fours_row = function("moiety_pack_fours", _pack_fours, is_there=PAIRS_AVAILABLE)
 pack_whole_group = function("moiety_pack_whole", _pack_whole, is_there=WHOLE_AVAILABLE)

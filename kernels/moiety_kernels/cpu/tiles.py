@@ -10,18 +10,17 @@ M rows, N weight rows, K width, T tiles.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from llvmlite import ir
 
 from moiety_kernels.cpu.dots import narrowed
 from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.emulated import add_products
-from moiety_kernels.cpu.instructions import EMULATED, FEATURES, PAIRS_FEATURE, TILES_FEATURE, WIDE
+from moiety_kernels.cpu.instructions import EMULATED, FEATURES, TILES_FEATURE, WIDE
+from moiety_kernels.cpu.paths import TILES
 from moiety_kernels.cpu.values import I8, I64, LANES, PTR, VI32, VOID, Addresses, Bytes, Floats, Int
 
 ROWS = 16  # rows of a tile and of a panel
@@ -29,16 +28,8 @@ DEPTH = 32  # columns that one instruction multiplies
 CONFIG_BYTES = 64
 SUMS_BYTES = 4 * ROWS * ROWS  # bytes of one tile of sums
 
-AVAILABLE = WIDE and {"amx-tile", TILES_FEATURE, PAIRS_FEATURE} <= FEATURES
+AVAILABLE = WIDE and TILES.features <= FEATURES
 _SUMS, _PANELS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
-
-
-@functools.cache
-def usable() -> bool:
-    """Return whether the CPU has the tiles and the system lets this process use them, or they are emulated."""
-    if TILES_FEATURE in EMULATED:
-        return AVAILABLE
-    return AVAILABLE and bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
 
 
 def _pack(e: Emitter, rows_M: Addresses, k: Int, panel: Bytes, *, rows: int) -> None:

@@ -115,7 +115,7 @@ def _widen(e: Emitter, q_K: Bytes, k: Int, scales_G: Floats, shift: Int, out_K: 
             start = i >> 1
             both = [q_K[start + n].extended(VI32, signed=False) for n in range(0, BLOCK // 2, LANES)]
             wide = [pair & 15 for pair in both] + [pair >> 4 for pair in both]
-        floats = [numbers(one) * scales[half] for half, one in enumerate(wide)]
+        floats = [numbers(one) * scales[2 * part // len(wide)] for part, one in enumerate(wide)]
         if offsets:
             offset = e.splat(scales_G.scalar(group + 1))
             floats = [one + offset for one in floats]

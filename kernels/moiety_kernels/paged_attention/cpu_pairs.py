@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.gemm import TASKS_PER_THREAD, UNPACKED_AT, WIDE_AT
 from moiety_kernels.cpu.memory import load_f32, load_i32, store_f32, store_i64
@@ -54,7 +54,7 @@ _STATES_AT = _POINTERS_AT + 8 * PANEL  # two floats per row
 
 def usable() -> bool:
     """Return whether the CPU multiplies pairs and has no matrix tiles, with which this path was never measured."""
-    return dots.usable(16) and not tiles.usable()
+    return paths.serving_path("bfloat16") is paths.PAIRS
 
 
 def rows_at_once(tokens: int, heads: int) -> int:

@@ -46,6 +46,23 @@ def test_too_few_open_files_are_found_and_the_command_mends_it(tmp_path: Path) -
     assert (status, found["open_files"]["level"]) == (0, "ok")
 
 
+def test_a_level_that_withholds_instructions_is_found_and_the_command_removes_it(tmp_path: Path) -> None:
+    _, found = look(tmp_path, "unset MOIETY_CPU_LEVEL")
+    kernels = found["cpu_kernels"]
+    assert "bfloat16: " in kernels["found"] and "4 bits: " in kernels["found"]
+    status, found = look(tmp_path, "export MOIETY_CPU_LEVEL=avx3")
+    assert (status, found["cpu_kernels_failed"]["level"]) == (1, "error")
+    assert "MOIETY_CPU_LEVEL is 'avx3'; it takes one of avx2, " in found["cpu_kernels_failed"]["found"]
+    before = "export MOIETY_CPU_LEVEL=avx2"
+    status, found = look(tmp_path, before)
+    if "cpu_kernels" in found:
+        pytest.skip("this processor has nothing that a level withholds")
+    assert (status, found["cpu_level_set"]["level"]) == (0, "warning")
+    assert "MOIETY_CPU_LEVEL=avx2 withholds " in found["cpu_level_set"]["found"]
+    status, found = look(tmp_path, f"{before}; {found['cpu_level_set']['command']}")
+    assert (status, found["cpu_kernels"]["level"]) == (0, "ok")
+
+
 def test_a_driver_that_is_not_loaded_is_found_and_the_command_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

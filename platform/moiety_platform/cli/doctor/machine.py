@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -24,14 +26,16 @@ GOOD_FILES = 65_536
 MIN_FREE_BYTES = 1 << 30
 MIN_SHARED_BYTES = 512 << 20
 DRIVER_TIMEOUT_S = 10
+KERNELS_TIMEOUT_S = 120
 EFFECTIVE = os.access in os.supports_effective_ids
 PACKAGES = ("moiety", "torch", "triton", "litestar", "sqlalchemy", "pyzmq")
 
 
 def check_machine(data_dir: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> Iterator[Finding]:
-    """Check packages, GPU, data directory, disk, open files and shared memory."""
+    """Check packages, GPU, CPU kernels, data directory, disk, open files and shared memory."""
     yield _packages()
     yield from _gpu()
+    yield from _cpu_kernels()
     yield from _data_dir(data_dir)
     yield _disk(data_dir, min_free_bytes)
     yield _files()
@@ -102,6 +106,35 @@ def _gpu() -> Iterator[Finding]:
         advice = "install triton; without it, engines compute experts with torch, which is slower"
         command = f"{shlex.quote(sys.executable)} -m pip install triton"
         yield warn(AREA, "triton_missing", "torch is installed, but triton is not", advice, command)
+
+
+def _cpu_kernels() -> Iterator[Finding]:
+    """Report the kernels for this CPU; a gateway's machine has none, and a process of its own loads the compiler."""
+    if find_spec("numba") is None or find_spec("moiety_kernels") is None:
+        return
+    command = [sys.executable, "-m", "moiety_kernels.cpu.paths"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=KERNELS_TIMEOUT_S, check=False)
+        failure = (told.stderr.strip().splitlines() or [f"exit code {told.returncode}"])[-1] if told.returncode else ""
+    except (subprocess.SubprocessError, OSError) as exc:
+        failure = str(exc)
+    if failure:
+        advice = "an engine on this processor fails in the same way: correct the setting or the installation"
+        yield fail(AREA, "cpu_kernels_failed", f"the CPU kernels cannot be loaded: {failure}", advice)
+        return
+    report = json.loads(told.stdout)
+    reasons: dict[str, str] = {}
+    for path in report["paths"].values():
+        reasons |= path["not"]
+    serving = "; ".join(f"{weights}: {path['title']}" for weights, path in report["paths"].items())
+    against = "".join(f"; no {title}: {reason}" for title, reason in reasons.items())
+    found = f"an engine on this processor multiplies weights by their type, {serving}{against}"
+    if report["withheld"]:
+        message = f"MOIETY_CPU_LEVEL={report['level']} withholds instructions of this processor; {found}"
+        advice = "unless this is a test, remove the variable here and from the engines' environment"
+        yield warn(AREA, "cpu_level_set", message, advice, "unset MOIETY_CPU_LEVEL")
+        return
+    yield ok(AREA, "cpu_kernels", found)
 
 
 def _data_dir(data_dir: Path) -> Iterator[Finding]:

@@ -1,0 +1,93 @@
+"""Table of the ways to multiply with each kind of weight, by the CPU features that each needs.
+
+`python -m moiety_kernels.cpu.paths` prints which of them serve on this machine, and why no earlier one does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from typing import Any, NamedTuple
+
+from moiety_kernels.cpu.instructions import (
+    EMULATED,
+    FEATURES,
+    LEVEL,
+    LEVEL_VARIABLE,
+    PAIRS_FEATURE,
+    TILES_FEATURE,
+    WIDE,
+    WITHHELD,
+    WORDS_FEATURE,
+)
+
+
+class KernelPath(NamedTuple):
+    """A way to multiply, and the features without which it does not run."""
+
+    name: str
+    title: str
+    features: frozenset[str] = frozenset()
+
+
+TILES = KernelPath("tiles", "matrix tiles (AMX)", frozenset({"amx-tile", TILES_FEATURE, PAIRS_FEATURE}))
+PAIRS = KernelPath("pairs", "pairs of bfloat16 (AVX512-BF16)", frozenset({PAIRS_FEATURE, WORDS_FEATURE}))
+WORDS = KernelPath("words", "pairs of 16-bit integers (AVX512-BW)", frozenset({WORDS_FEATURE}))
+FLOATS = KernelPath("floats", "float32, widened from bfloat16")
+
+# the paths for each kind of weight, the preferred one first; float8 is unpacked and multiplied as bfloat16
+PATHS: dict[str, tuple[KernelPath, ...]] = {
+    "bfloat16": (TILES, PAIRS, FLOATS),
+    "8 bits": (TILES, WORDS, FLOATS),
+    "4 bits": (TILES, PAIRS, FLOATS),
+}
+
+
+@functools.cache
+def is_usable(path: KernelPath) -> bool:
+    """Return whether the CPU has the path's features and, for tiles, the system lets this process use them."""
+    if path is FLOATS:
+        return True
+    if not (WIDE and path.features <= FEATURES):
+        return False
+    return path is not TILES or TILES_FEATURE in EMULATED or _are_tiles_permitted()
+
+
+def _are_tiles_permitted() -> bool:
+    import torch  # noqa: PLC0415 - slow, and most CPUs have no tiles
+
+    return bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+
+
+def serving_path(weights: str) -> KernelPath:
+    """Return the path that multiplies a kind of weight on this machine."""
+    return next(path for path in PATHS[weights] if is_usable(path))
+
+
+def reason_against(path: KernelPath) -> str:
+    """Return the reason why this machine does not use a path."""
+    withheld = path.features & WITHHELD
+    if missing := path.features - FEATURES - withheld:
+        return f"the processor has no {', '.join(sorted(missing))}"
+    if withheld:
+        return f"{LEVEL_VARIABLE}={LEVEL} withholds {', '.join(sorted(withheld))}"
+    return "the system does not let this process use them" if path is TILES else "the processor has no avx512f"
+
+
+def report() -> dict[str, Any]:
+    """Return the level that limits the features, and for each kind of weight the path and reasons against others."""
+    paths = {}
+    for weights, candidates in PATHS.items():
+        serving = serving_path(weights)
+        before = candidates[: candidates.index(serving)]
+        paths[weights] = {
+            "path": serving.name,
+            "title": serving.title,
+            "not": {path.title: reason_against(path) for path in before},
+        }
+    return {"level": LEVEL or None, "withheld": sorted(WITHHELD), "paths": paths}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(report()) + "\n")
