@@ -81,6 +81,7 @@ class Assembled:
     draft_models: tuple[Transformer, ...]  # a draft model, or the MTP layers
     rank_group: RankGroup | None
     local_ranks: int  # ranks on this host that have a KV cache
+    load_experts: Callable[[Ranks], WeightShard] | None = None  # of another position of rank 0, while steps run
 
 
 def assemble(
@@ -111,7 +112,7 @@ def assemble(
     if rank_group.excluded:
         _log_excluded_ranks(rank_group, layout, model)
     local_ranks = min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
-    return Assembled(model, draft_models, rank_group, local_ranks)
+    return Assembled(model, draft_models, rank_group, local_ranks, _loader_beside_steps(config, rendezvous))
 
 
 def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
@@ -132,6 +133,7 @@ def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
         rank_group.heartbeat.send(Loaded())
         if share.options.expert_cache is not None:
             rank_group.heartbeat.report_figures(share.options.expert_cache.figures)
+        del share  # the worker frees weights that it replaces
         with contextlib.closing(worker), explaining():
             worker.run()
     rank_group.close()
@@ -169,7 +171,7 @@ def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
     heartbeat.report_waited(ranks.waited)
     rank_group = RankGroup(ranks, Channel(groups.everyone), heartbeat, store)
     with abandon_on_error(rank_group):
-        worker = _worker_of(shares[0], rank_group, config, rendezvous)
+        worker = _worker_of(shares.pop(), rank_group, config, rendezvous)
         with contextlib.closing(worker), explaining():
             rank_group.all_succeeded(True)  # the others have switched to the groups with this rank
             worker.run()
@@ -189,19 +191,28 @@ def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, checkpoint:
     return share
 
 
+def _loader_beside_steps(config: EngineConfig, rendezvous: Rendezvous) -> Callable[[Ranks], WeightShard]:
+    return partial(_load_beside_steps, config, rendezvous, fingerprint(Path(config.model)))
+
+
 def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
     if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts(rank_group.ranks)
-        load = partial(_load_beside_steps, config, rendezvous, fingerprint(Path(config.model)))
+        load = _loader_beside_steps(config, rendezvous)
         return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
     draft_models = load_draft_models(config, model)
     transfers = rank_transfers_of(config.transfer, model, rank_group)
-    overlaps = steps_overlap(model, config)
-    in_flight = config.steps_in_flight
     return Worker(
-        model, rank_group, draft_models, overlaps=overlaps, disk=disk, transfers=transfers, steps_in_flight=in_flight
+        model,
+        rank_group,
+        draft_models,
+        overlaps=steps_overlap(model, config),
+        disk=disk,
+        transfers=transfers,
+        steps_in_flight=config.steps_in_flight,
+        load=_loader_beside_steps(config, rendezvous),
     )
 
 

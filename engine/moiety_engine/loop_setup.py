@@ -36,7 +36,9 @@ from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.collectives import Ranks
     from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.structured_outputs.service import GrammarService
 
@@ -50,13 +52,14 @@ def build_loop(
     local_ranks: int = 1,
     grammars: GrammarService | str = "it was made without a tokenizer",
     draft_models: tuple[Transformer, ...] = (),
+    load_experts: Callable[[Ranks], WeightShard] | None = None,
 ) -> EngineLoop:
     """Build the loop and load the configured adapters.
 
     `rank_group` is the group of the model's other ranks; `local_ranks` ranks, including this one, run on this host.
     `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_models` are
-    the draft model that the configuration names, or the MTP layers. Raises AdapterError for a configured adapter that
-    cannot be served.
+    the draft model that the configuration names, or the MTP layers. `load_experts`: see ExpertScaling.
+    Raises AdapterError for a configured adapter that cannot be served.
     """
     if model.vision is not None and draft_models:
         raise InvalidConfig(
@@ -78,10 +81,10 @@ def build_loop(
     if model.experts is None and config.expert_profiles:
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-profiles")
     options = DeviceOptions(
-        kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type)
+        kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type, model.ranks)
     )
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
-    experts = _monitor_experts(model, config, controls, tenants, clock_ns)
+    experts = _monitor_experts(model, config, controls, tenants, clock_ns, load_experts)
     scheduler = build_scheduler(config, model, sizes, draft)
     scheduler.encoder_work.is_encoded = executor.is_image_encoded
     disk = DiskTier(config, model, scheduler, executor.awake().kv, controls) if config.disk_cache else None
@@ -123,6 +126,7 @@ def _monitor_experts(
     controls: ControlSender,
     tenants: TenantSlots | None,
     clock_ns: Callable[[], int],
+    load_experts: Callable[[Ranks], WeightShard] | None,
 ) -> ExpertMonitor:
     watch = None
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
@@ -130,4 +134,5 @@ def _monitor_experts(
     rebalancing = rebalancing_of(model, config, controls, clock_ns() / 1e9)
     finish_move = (lambda: None) if rebalancing is None else rebalancing.finish_move
     profiler = ExpertProfiler(model.experts) if model.experts is not None and config.expert_profiles else None
-    return ExpertMonitor(watch, rebalancing, ExpertScaling(model, controls, config, finish_move), profiler)
+    scaling = ExpertScaling(model, controls, config, finish_move, load_experts)
+    return ExpertMonitor(watch, rebalancing, scaling, profiler)

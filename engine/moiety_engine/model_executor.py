@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moiety_engine.moe.tenants import TenantSlots
     from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
     from moiety_engine.runner.control_messages import ControlSender
-    from moiety_engine.runner.micro_batches import MicroBatchSplit
+    from moiety_engine.runner.micro_batches import StepSplit
     from moiety_engine.runner.sizes import Sizes
 
 
@@ -33,7 +33,7 @@ class DeviceOptions:
     adapters: AdapterSlots
     tenants: TenantSlots | None  # slots by which the load of experts is counted; None for a model without experts
     num_mask_words: int  # of a token mask of structured outputs; 0 without them
-    cutting: MicroBatchSplit
+    cutting: StepSplit
 
 
 class ModelExecutor:

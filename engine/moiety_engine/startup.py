@@ -41,6 +41,7 @@ def load_loop(
                 local_ranks=local_ranks,
                 grammars=found,
                 draft_models=assembled.draft_models,
+                load_experts=assembled.load_experts,
             )
         except BaseException:
             model.close()

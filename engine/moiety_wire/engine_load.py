@@ -116,6 +116,7 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     rank_balancedness_planned: float = 1.0  # … and with the placement planned then
     excluded_ranks: int = 0  # excluded ranks; the others have their parts of the model
     expert_ranks: int = 0  # ranks that hold experts and nothing else
+    can_change_expert_ranks: bool = False  # ranks that hold experts and nothing else can be added
     requested_expert_ranks: int = 0  # differs from `expert_ranks` while their number is changed
     expert_ranks_problem: str = ""  # why the last request to change their number failed
     expert_rank_changes_total: int = 0

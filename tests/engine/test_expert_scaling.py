@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from moiety_engine.distribution.layout import Layout, with_expert_ranks
+from moiety_engine.distribution.collectives import Ranks
+from moiety_engine.distribution.layout import Layout, RankPosition, expert_part, with_expert_ranks
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.model.expert_migration import with_experts
+from moiety_engine.model.loading import load_share
+from moiety_engine.model.weight_offload import named_tensors
+from moiety_engine.model.weights import ModelWeights
 
 from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
@@ -16,6 +22,11 @@ SCALED = [  # numbers of expert ranks, one after the other
     thorough("mixtral", {"dp_attention": 2, "ffn_ranks": 1, "micro_batch_tokens": 2}, [2]),
     thorough("gpt_oss", {"tp": 2, "ffn_ranks": 2, "ep": 2}, [1]),
     thorough("qwen3_moe", {"pp": 2, "ffn_ranks": 1}, [2, 1]),
+    ("qwen3_moe", {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 0.2}, [2, 3, 0]),
+    thorough("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 2}, [1, 0, 2]),
+    thorough("gpt_oss", {"tp": 2}, [2, 0]),
+    thorough("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, [0, 1]),
+    thorough("qwen3_next", {"dp_attention": 2, "two_batch_overlap": "on"}, [2, 0]),
 ]
 
 
@@ -57,7 +68,8 @@ def test_ranks_go_on_and_change_their_number_again_after_a_new_rank_was_killed_w
 
 
 REFUSED = [
-    ({"tp": 2, "ep": 2}, 3, "use --ffn-ranks"),
+    ({"prefill_context_parallel": 2, "ep": 2}, 2, "--prefill-context-parallel 2 is not available with expert ranks"),
+    ({"pp": 2}, 2, "with --pp 2 experts cannot move between the stages and expert ranks"),
     ({"ffn_ranks": 2}, 3, "--ep 1 divides each expert among several of the 2 expert ranks"),
     ({"ffn_ranks": 2, "ep": 2}, 0, "at least one expert rank must be left"),
     ({"ffn_ranks": 2, "ep": 2}, 99, "more than the model's experts"),
@@ -93,6 +105,39 @@ def test_each_number_of_ranks_holds_all_experts_in_slots_of_the_same_number(num_
     assert with_expert_ranks(with_expert_ranks(layout, 5), num_ranks) == layout
 
 
-def test_a_layout_without_ranks_for_experts_cannot_be_scaled() -> None:
-    with pytest.raises(InvalidConfig, match="use --ffn-ranks"):
-        with_expert_ranks(Layout(dp=2, ep=2), 3)
+def test_a_single_rank_cannot_get_expert_ranks() -> None:
+    with pytest.raises(InvalidConfig, match="start the engine with --ffn-ranks"):
+        with_expert_ranks(Layout(), 1)
+
+
+@pytest.mark.parametrize("num_redundant", [0, 2])
+def test_ranks_with_attention_have_the_experts_that_loading_as_expert_ranks_gives_them(num_redundant: int) -> None:
+    before = Layout(dp=2, tp=2, ep=4, redundant_experts=4 * (num_redundant > 0))
+    assert with_expert_ranks(before, 3).num_ranks == 7
+    layout = with_expert_ranks(with_expert_ranks(before, 3), 0)
+    assert (layout.ffn_ranks, layout.ep, layout.num_ranks) == (0, 4, 4)
+    for rank in range(4):
+        position = RankPosition(layout, rank)
+        part = expert_part(position)
+        assert part.expert_rank == rank
+        assert part.slots_of(8) == position.slots_of(8)
+    assert with_expert_ranks(layout, 3) == with_expert_ranks(before, 3)
+
+
+def test_a_rank_with_attention_frees_its_experts_and_loads_the_same_ones_without_its_other_weights(
+    alone: Alone,
+) -> None:
+    layout = with_expert_ranks(with_expert_ranks(Layout(dp=2, ep=2), 3), 0)
+
+    def load(position: RankPosition) -> ModelWeights:
+        return load_share(alone.folders["gpt_oss"], device="cpu", dtype="float32", ranks=Ranks(position)).weights
+
+    whole, experts = load(RankPosition(layout, 1)), load(expert_part(RankPosition(layout, 1)))
+    without = with_experts(whole, None)
+    num_bytes = {name: tensor.nbytes for name, tensor in named_tensors(without) if ".ffn." in name}
+    assert set(num_bytes) >= {"layers.ffn.gate_up_E2FD", "layers.ffn.down_EDF"}
+    assert not num_bytes["layers.ffn.gate_up_E2FD"] and not num_bytes["layers.ffn.down_EDF"]
+    again = with_experts(without, experts)
+    for (name, before), (same, after) in zip(named_tensors(whole), named_tensors(again), strict=True):
+        assert name == same and torch.equal(before, after)
+    assert sum(one.nbytes for _, one in named_tensors(experts)) < sum(one.nbytes for _, one in named_tensors(whole))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_engine.config import EngineConfig
+from moiety_engine.distribution.collectives import SINGLE_RANK_GROUPS
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch
 from moiety_engine.runner.micro_batches import cut, cutting_of
@@ -18,6 +20,9 @@ from moiety_engine.sequence import Sequence
 from moiety_wire.classes import STANDARD
 from moiety_wire.engine_choices import TwoBatchOverlap
 from moiety_wire.messages import Sampling
+
+if TYPE_CHECKING:
+    from moiety_engine.distribution.collectives import Ranks
 
 BLOCK_SIZE = 4
 
@@ -68,8 +73,8 @@ def test_the_rows_of_micro_batches_are_those_of_the_step_and_attend_to_the_same(
 
 def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_enough_tokens() -> None:
     together, apart = (
-        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4, ffn_ranks=ranks), "cpu")
-        for ranks in (0, 2)
+        cutting_of(EngineConfig(model="m", name="n", micro_batches=3, micro_batch_tokens=4), "cpu", one)
+        for one in (SINGLE_RANK_GROUPS, cast("Ranks", SimpleNamespace(crossings=("to experts",))))
     )
     few, many = [step_of([(0, 7)]), HostBatch.empty()], [step_of([(0, 1)]), step_of([(0, 9), (3, 2)])]
     assert (together.count(few), together.count(many)) == (1, 1)
@@ -80,7 +85,8 @@ def test_a_step_is_cut_only_where_experts_have_ranks_of_their_own_and_it_has_eno
 
 def test_two_halves_overlap_where_ranks_have_different_tokens_and_a_step_has_enough() -> None:
     def count(device_type: str, hosts: list[HostBatch], **settings: Any) -> int:
-        return cutting_of(EngineConfig(model="m", name="n", **settings), device_type).count(hosts)
+        config = EngineConfig(model="m", name="n", **settings)
+        return cutting_of(config, device_type, SINGLE_RANK_GROUPS).count(hosts)
 
     groups = {"dp_attention": 2, "ep": 2}
     decodes, more_decodes = step_of([(4, 1)] * 31), step_of([(4, 1)] * 32)

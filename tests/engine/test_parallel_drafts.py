@@ -109,6 +109,19 @@ def test_an_mtp_layer_drafts_while_the_experts_of_the_model_move(processes: Rank
     assert ours["num_accepted"] > 20 and ours["moves"]["bytes"] > 0
 
 
+@pytest.mark.slow
+def test_an_mtp_layer_drafts_while_the_experts_of_the_model_move_to_expert_ranks_and_back(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    write_one_that_reads_what_was_made(tmp_path)
+    config = settings_of(tmp_path, speculate=Speculate.MTP, dp_attention=2, ep=2)
+    (expected,) = processes.work(*ranks_of(settings_of(tmp_path)), waves=requests(), hurries=STEP_S)
+    ours, *_ = processes.work((config, None), waves=requests(), hurries=STEP_S, again=True, scales=[1, 0])
+    assert_same(expected, ours)
+    assert (ours["expert_ranks"], ours["scaling_problems"]) == ([1, 0], ["", ""])
+    assert ours["num_accepted"] > 20
+
+
 def test_an_mtp_layer_drafts_without_an_excluded_rank(processes: RankProcesses, tmp_path: Path) -> None:
     write_one_that_reads_what_was_made(tmp_path)
     config = settings_of(tmp_path, speculate=Speculate.MTP, dp_attention=3, ep=1, exclude_rank_after_s=5)

@@ -132,6 +132,7 @@ class HangingRank:
             experts=SimpleNamespace(num_placed=8),
             device=torch.device("cpu"),
             is_offloaded=False,
+            require_part=lambda position: None,
         )
         controls, config = SimpleNamespace(rank_group=group, send=self.send), EngineConfig(model="folder", name="name")
         return ExpertScaling(cast(Any, model), cast(Any, controls), config, lambda: None)

@@ -113,8 +113,8 @@ async def test_administrators_see_engines_and_others_do_not(gateway: RunningGate
 async def test_the_number_of_expert_ranks_of_an_engine_is_changed_and_noted(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
-    engines = [FakeEngineClient(new_card("with")), FakeEngineClient(new_card("without"))]
-    engines[0].expert_ranks = 2
+    engines = [FakeEngineClient(new_card(name)) for name in ("with", "without", "can have")]
+    engines[0].expert_ranks, engines[2].can_change_expert_ranks = 2, True
     async with start_gateway(engines) as gateway:
 
         async def scale(engine_id: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -125,12 +125,16 @@ async def test_the_number_of_expert_ranks_of_an_engine_is_changed_and_noted(
         status, before = await scale("with", {"num_ranks": 3})
         assert (status, before["load"]["expert_ranks"]) == (202, 2)
         assert engines[0].expert_ranks == 3
-        assert (await scale("with", {"num_ranks": 0}))[0] == 400
+        assert (await scale("with", {"num_ranks": -1}))[0] == 400
         assert (await scale("none", {"num_ranks": 3}))[0] == 404
         status, refused = await scale("without", {"num_ranks": 3})
         assert status == 409 and "--ffn-ranks" in refused["error"]["message"]
+        status, before = await scale("can%20have", {"num_ranks": 1})
+        assert (status, before["load"]["expert_ranks"], engines[2].expert_ranks) == (202, 0, 1)
+        assert (await scale("can%20have", {"num_ranks": 0}))[0] == 202
+        assert engines[2].expert_ranks == 0
         _, _, log = await gateway.request("GET", "/admin/v1/audit", key=gateway.admin_key)
-        (noted,) = (entry for entry in json.loads(log)["data"] if entry["object_kind"] == "engines")
+        noted = [one for one in json.loads(log)["data"] if one["object_kind"] == "engines"][-1]
         assert (noted["before"], noted["after"]) == ({"expert_ranks": 2}, {"requested_expert_ranks": 3})
 
 

@@ -372,21 +372,43 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
 def with_expert_ranks(layout: Layout, num_ranks: int) -> Layout:
     """Return the layout with this number of expert ranks, each with whole experts.
 
-    Raises InvalidConfig if the layout has no expert ranks, or divides experts among them.
+    Without expert ranks, the ranks with attention have the experts, each of them whole. Raises InvalidConfig if the
+    layout cannot change to this number.
     """
-    if not layout.ffn_ranks:
+    if layout.stage_size * layout.pp == 1 and not layout.ffn_ranks:
         raise InvalidConfig(
-            "ranks can be added and removed only where experts have ranks of their own, since other ranks hold the KV "
-            "cache of their requests: use --ffn-ranks, or restart the engine with other options"
+            "a single rank does not exchange anything with ranks that are added: start the engine with --ffn-ranks, "
+            "whose number can be changed"
         )
-    if layout.ep != layout.ffn_ranks:
+    if layout.pcp > 1:
+        raise InvalidConfig(
+            f"--prefill-context-parallel {layout.pcp} is not available with expert ranks, so none can be added: "
+            "restart the engine without it"
+        )
+    if num_ranks < 0 or (num_ranks == 0 and layout.attention_ranks == 1):
+        raise InvalidConfig(f"at least one expert rank must be left, but {num_ranks} were requested")
+    if layout.pp > 1 and not (layout.ffn_ranks and num_ranks):
+        raise InvalidConfig(
+            f"with --pp {layout.pp} experts cannot move between the stages and expert ranks while several steps are "
+            "in the stages: start the engine with --ffn-ranks, or restart it with other options"
+        )
+    if layout.ffn_ranks and layout.ep != layout.ffn_ranks:
         raise InvalidConfig(
             f"--ep {layout.ep} divides each expert among several of the {layout.ffn_ranks} expert ranks, whose number "
             f"is therefore fixed: start the engine with --ep {layout.ffn_ranks}"
         )
-    if num_ranks < 1:
-        raise InvalidConfig(f"at least one expert rank must be left, but {num_ranks} were requested")
-    return replace(layout, ffn_ranks=num_ranks, ep=num_ranks, excluded=(), is_scaled=True)
+    ep = num_ranks or layout.stage_size
+    return replace(layout, ffn_ranks=num_ranks, ep=ep, excluded=(), is_scaled=True)
+
+
+def expert_part(position: RankPosition) -> RankPosition:
+    """Return the position of an expert rank that has the same experts as this rank with attention, and nothing else.
+
+    The layout has neither expert ranks nor stages, and each expert is whole.
+    """
+    layout = position.layout
+    assert not layout.ffn_ranks and layout.pp == 1 and layout.ep == layout.stage_size, "other ranks have these experts"
+    return RankPosition(replace(layout, ffn_ranks=layout.stage_size), layout.attention_ranks + position.rank)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

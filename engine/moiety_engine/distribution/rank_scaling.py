@@ -47,12 +47,17 @@ class ScalingFailed(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class NextGroups:
-    """Groups of one rank in the next layout. `crossings`: (to experts, back) of its stage, or of all stages."""
+    """Groups of one rank in the next layout.
+
+    `crossings`: (to experts, back) of its stage, or of all stages. `exchange`: ranks with other tokens that have the
+    experts, if there are no expert ranks.
+    """
 
     layout: Layout
     everyone: ProcessGroup
     crossings: tuple[tuple[ProcessGroup, ProcessGroup], ...]
     transfers: ProcessGroup
+    exchange: ProcessGroup | None = None
 
 
 def adopt_groups(rank_group: RankGroup, groups: NextGroups) -> None:
@@ -60,9 +65,12 @@ def adopt_groups(rank_group: RankGroup, groups: NextGroups) -> None:
     ranks = rank_group.ranks
     ranks.rank_position = RankPosition(groups.layout, ranks.rank_position.rank)
     ranks.everyone.replace_group(groups.everyone)
+    if len(ranks.crossings) != len(groups.crossings):  # experts move between these ranks and expert ranks
+        ranks.crossings = _crossings_of(groups)
     for crossing, (there, back) in zip(ranks.crossings, groups.crossings, strict=True):
         crossing.there.replace_group(there)
         crossing.back.replace_group(back)
+    ranks.experts = None if groups.exchange is None else RowExchange(groups.exchange)
     if ranks.transfers is not None:
         ranks.transfers.replace_group(groups.transfers)
     rank_group.channel.replace_group(groups.everyone)
@@ -70,13 +78,14 @@ def adopt_groups(rank_group: RankGroup, groups: NextGroups) -> None:
 
 def ranks_of(groups: NextGroups, rank: int, *, moves_experts: bool) -> Ranks:
     """Return the groups of an expert rank. `rank` is that in the next layout."""
-    attention = groups.layout.stage_size
-    crossings = tuple(
-        ExpertExchange(RowExchange(there), RowExchange(back), attention) for there, back in groups.crossings
-    )
-    everyone = RankCollectives(groups.everyone)
+    everyone, crossings = RankCollectives(groups.everyone), _crossings_of(groups)
     transfers = TransferGroup(groups.transfers) if moves_experts else None
     return Ranks(RankPosition(groups.layout, rank), everyone=everyone, crossings=crossings, transfers=transfers)
+
+
+def _crossings_of(groups: NextGroups) -> tuple[ExpertExchange, ...]:
+    attention = groups.layout.stage_size
+    return tuple(ExpertExchange(RowExchange(there), RowExchange(back), attention) for there, back in groups.crossings)
 
 
 class ScalingPreparation:
@@ -173,18 +182,22 @@ def _create_groups(store: Store, layout: Layout, rank: int, timeout: timedelta) 
     world = range(layout.num_ranks)
     everyone, transfers = (_group(store, name, world, rank, timeout) for name in ("everyone", "transfers"))
     crossings = []
-    for stage in range(layout.pp):
+    for stage in range(layout.pp) if layout.ffn_ranks else ():
         attention = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
         ranks = [*attention, *range(layout.attention_ranks, layout.num_ranks)]
         if rank in ranks:
             there, back = (_group(store, f"{name}/{stage}", ranks, rank, timeout) for name in ("there", "back"))
             crossings.append((there, back))
-    return NextGroups(layout, everyone, tuple(crossings), transfers)
+    exchange = None
+    if layout.dp > 1 and not layout.ffn_ranks:  # there is one stage
+        exchange = _group(store, "exchange", world, rank, timeout)
+    return NextGroups(layout, everyone, tuple(crossings), transfers, exchange)
 
 
 def _set_timeouts(groups: NextGroups) -> None:
     """Give the groups the timeouts of those that ranks create at their start."""
-    for group in (groups.everyone, *(one for pair in groups.crossings for one in pair)):
+    further = () if groups.exchange is None else (groups.exchange,)
+    for group in (groups.everyone, *further, *(one for pair in groups.crossings for one in pair)):
         group.set_timeout(LONGEST_WAIT)
     groups.transfers.set_timeout(LONGEST_TRANSFER)
 

@@ -198,6 +198,7 @@ class AdapterStacks:
         """Use another layout of expert ranks for the sizes of slots to come. There must be no slots."""
         assert not self.num_slots, "slots are laid out for the expert ranks of before"
         self._rank_position = rank_position
+        self._forms = RankForms(own_spec(self._spec, rank_position), self._first_layer)
         self.__dict__.pop("_all_forms", None)
 
     def num_bytes(self, keys: Iterable[Key], num_slots: int, rank: int) -> int:

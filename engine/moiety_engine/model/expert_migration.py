@@ -5,13 +5,14 @@ B bytes of a slot over all of a layer's tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from moiety_engine.model.weight_offload import named_tensors
+from moiety_engine.model.weights import MoeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.layout import RankPosition
-    from moiety_engine.model.weights import MoeWeights
+    from moiety_engine.model.weights import ModelWeights
     from moiety_placement.transition import Write
 
 
@@ -98,3 +99,27 @@ class SlotWeights:
     def _empty(self) -> Tensor:
         num_bytes = sum(tensor[0].nbytes for tensor in self._tensors)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._tensors[0].device)
+
+
+def with_experts(weights: ModelWeights, experts: ModelWeights | None) -> ModelWeights:
+    """Return the weights with the experts of `experts`, an expert rank's part of the model; with None, without any."""
+    layers = list(weights.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer.ffn, MoeWeights):
+            given = None if experts is None else experts.layers[index].ffn
+            layers[index] = replace(layer, ffn=_with_experts(layer.ffn, given))
+    return replace(weights, layers=tuple(layers))
+
+
+def _with_experts(weights: MoeWeights, experts: object) -> MoeWeights:
+    if experts is None:
+        none = weights.router_ED.new_empty(0)
+        return replace(weights, gate_up_E2FD=none, down_EDF=none, gate_up_bias_E2F=None, down_bias_ED=None)
+    assert isinstance(experts, MoeWeights), "both are the same layer"
+    return replace(
+        weights,
+        gate_up_E2FD=experts.gate_up_E2FD,
+        down_EDF=experts.down_EDF,
+        gate_up_bias_E2F=experts.gate_up_bias_E2F,
+        down_bias_ED=experts.down_bias_ED,
+    )

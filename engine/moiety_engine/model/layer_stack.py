@@ -58,7 +58,7 @@ class LayerStack:
         adapters: AdapterStacks,
     ) -> None:
         """Create the layers. `own`: the rank's part of `spec`, see `own_spec`. `weights`: those of `own`."""
-        arithmetic, ranks, expert_cache = options.arithmetic, options.ranks, options.expert_cache
+        arithmetic, ranks = options.arithmetic, options.ranks
         embedding_VD = weights.embedding_VD
         device, rounds = embedding_VD.device, embedding_VD.dtype is torch.bfloat16
         rotaries = {rope: RotaryTable(rope, device) for rope in own.ropes}
@@ -77,19 +77,34 @@ class LayerStack:
             for half, w in zip(halves, weights.layers, strict=True)
         ]
         self._norms, self.final_norm = residual_norms(spec, weights, arithmetic)
+        self.router_inputs = RouterInputs(spec, ranks.pipeline)
+        self._options, self._adapters = options, adapters
+        self.use_experts(own, weights)
+        self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
+        self._residuals = [
+            ResidualConnections(one, spec.residual_multiplier, w, input_is_shared=further.shares_input)
+            for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
+        ]
+
+    def use_experts(self, own: ModelSpec, weights: ModelWeights) -> None:
+        """Build the feed-forwards of these weights, which belong to `own`, for the ranks that have the experts now.
+
+        Called between steps.
+        """
+        options, device = self._options, weights.embedding_VD.device
+        ranks, expert_cache = options.ranks, options.expert_cache
         cached = None if expert_cache is None else iter(expert_cache.layers)
         self.slots = [expert_slots(one.ffn, ranks, device) for one in own.layers]
         self.all_to_all = all_to_all_of(ranks, device, options.expert_all2all)
-        self.router_inputs = RouterInputs(spec, ranks.pipeline)
-        feed = partial(feed_forward, norm_eps=spec.norm.eps, ranks=ranks, router_inputs=self.router_inputs)
+        feed = partial(feed_forward, norm_eps=self._spec.norm.eps, ranks=ranks, router_inputs=self.router_inputs)
         feed = partial(feed, all_to_all=self.all_to_all)
-        parts = zip(own.layers, weights.layers, adapters.layers, self.slots, strict=True)
+        parts = zip(own.layers, weights.layers, self._adapters.layers, self.slots, strict=True)
         feeds = [
             feed(
                 one.ffn,
                 w.ffn,
                 self.chosen,
-                arithmetic,
+                options.arithmetic,
                 factors,
                 slots,
                 cached,
@@ -104,11 +119,6 @@ class LayerStack:
             prefetch_in_turn(self._mixtures)
         self._in_stages = [half if isinstance(half, MixtureOfExperts) and half.is_remote else None for half in feeds]
         self._ffns = [self._fed(half, w.ffn_post_norm) for half, w in zip(feeds, weights.layers, strict=True)]
-        self._layer_embeddings, self._added = layer_embeddings(spec, weights, arithmetic)
-        self._residuals = [
-            ResidualConnections(one, spec.residual_multiplier, w, input_is_shared=further.shares_input)
-            for one, further, w in zip(own.layers, (*own.layers[1:], own.layers[0]), weights.layers, strict=True)
-        ]
 
     def run(
         self, x_TD: Tensor, batch: Batch, kv: KvCache, on_stored: Callable[[int], None] | None = None

@@ -15,7 +15,7 @@ from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.batch import Batch, KvCache
 from moiety_engine.model.cache_groups import cache_groups
 from moiety_engine.model.expert_choices import begin_count, count_nothing
-from moiety_engine.model.expert_migration import SlotWeights
+from moiety_engine.model.expert_migration import SlotWeights, with_experts
 from moiety_engine.model.expert_setup import expert_shape
 from moiety_engine.model.hyper_connections import residual_shape
 from moiety_engine.model.kv_allocation import KvAllocation, LargestAllocation
@@ -73,6 +73,7 @@ class Transformer(OffloadableModel):
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         self.kv_dtype = options.kv_dtype or self.activation_dtype
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
+        self._has_expert_ranks = ranks.rank_position.layout.ffn_ranks > 0
         self.experts = expert_shape(spec, weights, ranks.rank_position, options.expert_bytes)
         self.expert_counter = None if self.experts is None else ExpertCounter(self.experts, NUM_SLOTS, self.device)
         self.adapters = AdapterStacks(spec, ranks.rank_position, self.device, self.activation_dtype)
@@ -167,14 +168,34 @@ class Transformer(OffloadableModel):
         place = layer - self._first_layer
         return self._layers.slots[place] if 0 <= place < len(self._layers.slots) else None
 
-    def use_expert_ranks(self, rank_position: RankPosition) -> None:
-        """Send rows to the expert ranks of this layout from now on; call it between steps, on all ranks."""
+    def require_part(self, rank_position: RankPosition) -> None:
+        """Raise InvalidConfig with the reason if a rank at this position cannot have its part of the model."""
+        own_spec(self.spec, rank_position)
+
+    def use_expert_ranks(self, rank_position: RankPosition, experts: ModelWeights | None = None) -> None:
+        """Send rows to the ranks that have the experts in this layout from now on.
+
+        All ranks call it between the same two steps, with the groups of the layout. `experts`: weights of this rank's
+        experts (see `expert_part`), if there are no expert ranks any more.
+        """
         self.adapters.move_to(rank_position)
+        has_expert_ranks = rank_position.layout.ffn_ranks > 0
+        if has_expert_ranks is not self._has_expert_ranks:
+            self._has_expert_ranks = has_expert_ranks
+            self._move_experts(rank_position, experts)
+            return
         for table in self._layers.slots:
             if table is not None:
                 num_experts = table.placement.num_experts
                 slots, parts = rank_position.layout.slots(num_experts), rank_position.layout.ep
                 table.replace_parts(slots, num_experts, num_parts=parts, own_part=rank_position.ep_rank)
+
+    def _move_experts(self, rank_position: RankPosition, experts: ModelWeights | None) -> None:
+        """Free this rank's experts, which expert ranks have now, or use `experts`, which these had before."""
+        self._own = own_spec(self.spec, rank_position)
+        self._weights = with_experts(self._weights, experts)
+        self._weight_offload = WeightOffload(self._weights)
+        self._layers.use_experts(self._own, self._weights)
 
     def slot_weights(self, layer: int) -> SlotWeights | None:
         """Return the weights in this rank's expert slots of a layer, an index over all pipeline stages.

@@ -22,7 +22,7 @@ from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.runner.control_messages import Allocate, ControlSender
 from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.kv_swap import HostKv
-from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit
+from moiety_engine.runner.micro_batches import WHOLE, StepSplit
 from moiety_engine.runner.runner import Runner
 from moiety_engine.runner.sizes import Sizes
 from moiety_engine.runner.state_rows import StateCopier
@@ -56,7 +56,7 @@ class DeviceState:
         num_mask_words: int = 0,
         kv_connector: KvConnector = NO_CONNECTOR,
         adapters: Mapping[str, int] | None = None,
-        cutting: MicroBatchSplit = WHOLE,
+        cutting: StepSplit = WHOLE,
     ) -> None:
         """Allocate the state. `kv_connector` connects to other engines' KV; see Runner for the other options."""
         self._model, self._sizes, self._controls = model, sizes, controls

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from moiety_engine.distribution.layout import with_expert_ranks
+from moiety_engine.distribution.collectives import Ranks
+from moiety_engine.distribution.layout import RankPosition, expert_part, with_expert_ranks
 from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation, adopt_groups
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.runner.expert_messages import PrepareExpertRanks, SwitchExpertRanks
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
     from moiety_engine.distribution.layout import Layout
     from moiety_engine.distribution.rank_group import RankGroup
+    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.model.weights import ModelWeights
     from moiety_engine.runner.control_messages import ControlSender
 
 log = structlog.get_logger()
@@ -34,15 +37,26 @@ class ExpertScaling:
     """Number of expert ranks, on rank 0. Used by the step loop's thread only."""
 
     def __init__(
-        self, model: Transformer, controls: ControlSender, config: EngineConfig, before_switch: Callable[[], None]
+        self,
+        model: Transformer,
+        controls: ControlSender,
+        config: EngineConfig,
+        before_switch: Callable[[], None],
+        load_experts: Callable[[Ranks], WeightShard] | None = None,
     ) -> None:
-        """Create the owner. `before_switch` is called between steps before experts change their ranks."""
+        """Create the owner. `before_switch` is called between steps before experts change their ranks.
+
+        `load_experts` loads the experts of a position while steps run; not needed on a single rank.
+        """
         self._model, self._controls, self._config, self._before_switch = model, controls, config, before_switch
+        self._load_experts = load_experts
+        self._next_experts: list[ModelWeights] = []  # of this rank, if the next layout has no expert ranks
         self._preparation: ScalingPreparation | None = None
         self._next = self._layout
         self._joined = range(0)  # new ranks that exchange heartbeats with this one
         self._adapter_changes = self._generation = 0
         self._begun_s = 0.0
+        self._can_change = self._may_change()
         self.requested_ranks = self._layout.ffn_ranks
         self.problem = ""  # why the last request failed
         self.scalings_total = self.failed_scalings_total = 0
@@ -79,13 +93,17 @@ class ExpertScaling:
             return
         self._controls.send(PrepareExpertRanks(num_ranks, generation))
         self._joined = range(0)
+        self._next_experts = loaded = []
+        load = self._load_experts if layout.ffn_ranks == 0 else None
 
-        def admit() -> None:
+        def prepare() -> None:
             group.heartbeat.watch_candidates(additions.admit(added, num_ranks, generation))
             if self._generation == generation:  # it may have been given up in the meantime
                 self._joined = added
+            if load is not None:
+                loaded.append(load(Ranks(expert_part(RankPosition(layout, 0)))).weights)
 
-        self._preparation = ScalingPreparation(group.store, layout, 0, generation, admit)
+        self._preparation = ScalingPreparation(group.store, layout, 0, generation, prepare)
         log.info("expert_ranks_preparing", ranks=num_ranks, ranks_before=self._layout.ffn_ranks)
 
     def update(self) -> bool:
@@ -115,7 +133,8 @@ class ExpertScaling:
         group.heartbeat.dismiss(removed)
         self._controls.send(SwitchExpertRanks(commits=True))
         adopt_groups(group, groups)
-        self._model.use_expert_ranks(group.ranks.rank_position)
+        experts = self._next_experts.pop() if self._next_experts else None
+        self._model.use_expert_ranks(group.ranks.rank_position, experts)
         group.heartbeat.admit(added)
         group.all_succeeded(True)  # returns once all ranks have switched, which a step would wait for
         pause_s = time.monotonic() - switch_s
@@ -138,12 +157,24 @@ class ExpertScaling:
         """Return the fields of CoreLoad about expert ranks."""
         return {
             "expert_ranks": self._layout.ffn_ranks,
+            "can_change_expert_ranks": self._can_change,
             "requested_expert_ranks": self.requested_ranks,
             "expert_ranks_problem": self.problem,
             "expert_rank_changes_total": self.scalings_total,
             "failed_expert_rank_changes_total": self.failed_scalings_total,
             "expert_rank_switch_seconds_total": self.switch_seconds_total,
         }
+
+    def _may_change(self) -> bool:
+        """Return whether the model and its ranks have a layout with another number of expert ranks."""
+        group = self._controls.rank_group
+        if group is None or group.additions is None or self._model.experts is None:
+            return False
+        try:
+            self._model.require_part(RankPosition(with_expert_ranks(self._layout, self._layout.ffn_ranks + 1)))
+        except InvalidConfig:
+            return False
+        return True
 
     @property
     def _layout(self) -> Layout:
@@ -163,8 +194,9 @@ class ExpertScaling:
             raise InvalidConfig("the number of expert ranks is being changed: send the request again afterwards")
         if self._model.is_offloaded:
             raise InvalidConfig("the engine sleeps: wake it first")
-        if experts is None or num_ranks > experts.num_placed:
-            raise InvalidConfig(f"{num_ranks} expert ranks are more than the model's experts: use fewer")
+        if experts is None or layout.ep > experts.num_placed:
+            raise InvalidConfig(f"{layout.ep} ranks with experts are more than the model's experts: use fewer")
+        self._model.require_part(RankPosition(layout))
         if self._model.device.type != "cpu":
             raise InvalidConfig("expert ranks on GPUs cannot be added or removed: restart the engine with --ffn-ranks")
         if config.offload.what is not Offload.NONE:
@@ -194,7 +226,7 @@ class ExpertScaling:
         group, added = self._group, range(self._layout.num_ranks, self._next.num_ranks)
         assert self._preparation is not None, "no change is under way"
         self._preparation.cancel(reason)
-        self._preparation = None
+        self._preparation, self._next_experts = None, []
         self.requested_ranks, self.problem = self._layout.ffn_ranks, reason
         self.failed_scalings_total += 1
         self._controls.send(SwitchExpertRanks(commits=False))

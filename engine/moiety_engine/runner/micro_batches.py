@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from moiety_wire.engine_choices import TwoBatchOverlap
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
+    from moiety_engine.distribution.collectives import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,38 @@ WHOLE = MicroBatchSplit()
 OVERLAP_DECODE_TOKENS, OVERLAP_TOKENS = 32, 512  # of a step in two halves on a GPU: the thresholds that vLLM has
 
 
-def cutting_of(config: EngineConfig, device_type: str) -> MicroBatchSplit:
-    """Return the configured split; WHOLE where no rank waits for experts.
+class StepSplit(Protocol):
+    """Policy for the number of micro-batches of a step."""
+
+    def count(self, hosts: list[HostBatch]) -> int:
+        """Return the number of micro-batches of a step; it is the same for all rank groups."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSplit:
+    """Policies of a group whose experts can be on expert ranks, or on the ranks with attention."""
+
+    ranks: Ranks
+    with_expert_ranks: MicroBatchSplit
+    without_expert_ranks: MicroBatchSplit
+
+    def count(self, hosts: list[HostBatch]) -> int:
+        """Return the number of micro-batches for the ranks that have the experts now."""
+        return (self.with_expert_ranks if self.ranks.crossings else self.without_expert_ranks).count(hosts)
+
+
+def cutting_of(config: EngineConfig, device_type: str, ranks: Ranks) -> LayoutSplit:
+    """Return the configured policies; WHOLE where no rank waits for experts.
 
     On a CPU two-batch overlap is off unless it is configured: the processor carries the rows, so that nothing is idle
     meanwhile (`benchmarks/expert_parallel.py`).
     """
-    if config.ffn_ranks:
-        return MicroBatchSplit(config.micro_batches, config.micro_batch_tokens)
+    with_expert_ranks = MicroBatchSplit(config.micro_batches, config.micro_batch_tokens)
+    return LayoutSplit(ranks, with_expert_ranks, _overlapping(config, device_type))
+
+
+def _overlapping(config: EngineConfig, device_type: str) -> MicroBatchSplit:
     choice = config.two_batch_overlap
     if config.dp_attention == 1 or choice is TwoBatchOverlap.OFF:
         return WHOLE

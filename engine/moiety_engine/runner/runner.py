@@ -33,7 +33,7 @@ from moiety_engine.runner.graphs import DecodeGraphs
 from moiety_engine.runner.group_results import order_of, spread_of, with_adapter_rows
 from moiety_engine.runner.inputs import BatchBuilder, HostBatch, Scored, scored
 from moiety_engine.runner.masks import GrammarProblem, MaskMaker
-from moiety_engine.runner.micro_batches import WHOLE, MicroBatchSplit, cut
+from moiety_engine.runner.micro_batches import WHOLE, StepSplit, cut
 from moiety_engine.runner.scoring import Scores, are_finite, score
 from moiety_engine.runner.token_division import divide_tokens, rank_slots_of
 from moiety_engine.runner.token_owners import bytes_of_chunks
@@ -113,7 +113,7 @@ class Runner:
         num_mask_words: int = 0,
         kv_sender: KvSender | None = None,
         adapters: Mapping[str, int] | None = None,
-        cutting: MicroBatchSplit = WHOLE,
+        cutting: StepSplit = WHOLE,
         image_cache_bytes: int = 0,
     ) -> None:
         """Create the runner.

@@ -14,7 +14,8 @@ import msgspec
 import structlog
 import torch
 
-from moiety_engine.distribution.layout import RankPosition, with_expert_ranks
+from moiety_engine.distribution.collectives import Ranks
+from moiety_engine.distribution.layout import RankPosition, expert_part, with_expert_ranks
 from moiety_engine.distribution.rank_scaling import NextGroups, ScalingPreparation, adopt_groups
 from moiety_engine.errors import AdapterError, OutOfMemory
 from moiety_engine.images.feature_cache import FeatureCache, features_of
@@ -73,9 +74,11 @@ if TYPE_CHECKING:
     from moiety_engine.kv_transfer.rank_transfers import RankTransfers
     from moiety_engine.model.adapter_stacks import PreparedSlots
     from moiety_engine.model.batch import KvCache
+    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.pending_pass import PendingPass
     from moiety_engine.model.remote_experts import ExpertServer
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.model.weights import ModelWeights
 
 log = structlog.get_logger()
 
@@ -285,13 +288,16 @@ class Worker(WorkerBase):
         disk: RankDisk | None = None,
         transfers: RankTransfers | None = None,
         steps_in_flight: int = 1,
+        load: Callable[[Ranks], WeightShard],
     ) -> None:
         """Create a worker of a group that has `steps_in_flight` steps in its stages at once.
 
         `draft_models` are this rank's shares of the draft model or MTP layers, `disk` its part of the disk tier, and
-        `transfers` its KV transfer to or from other engines, if there are any.
+        `transfers` its KV transfer to or from other engines, if there are any. `load`: see ExpertWorker.
         """
         super().__init__(model, rank_group, overlaps=overlaps)
+        self._load = load
+        self._next_experts: list[ModelWeights] = []  # of this rank, which expert ranks have until the next switch
         self._disk, self._transfers = disk, transfers
         self._model = model
         self._passes = DraftPasses(draft_models, Staging(model.device)) if draft_models else None
@@ -339,9 +345,19 @@ class Worker(WorkerBase):
         self._state_copier.replay(self._group, message.replays)
         self._state_copier.run(self._group, message.copies)
 
+    def _begin_scaling(self, begin: Callable[..., ScalingPreparation], position: RankPosition) -> ScalingPreparation:
+        if position.layout.ffn_ranks:
+            return begin()
+        self._next_experts = loaded = []
+        return begin(lambda: loaded.append(self._load(Ranks(expert_part(position))).weights))
+
     def _use_groups(self, groups: NextGroups) -> None:
         adopt_groups(self._rank_group, groups)
-        self._model.use_expert_ranks(self._rank_group.ranks.rank_position)
+        experts = self._next_experts.pop() if self._next_experts else None
+        self._model.use_expert_ranks(self._rank_group.ranks.rank_position, experts)
+
+    def _discard_scaling(self) -> None:
+        self._next_experts = []
 
     def _change_images(self, message: EncodeImage | ForgetImages) -> None:
         if isinstance(message, EncodeImage):

@@ -63,7 +63,7 @@ def wake_engine(admin: Admin, engine_id: EngineId) -> None:
 def scale_expert_ranks(
     admin: Admin,
     engine_id: EngineId,
-    num_ranks: Annotated[int, typer.Argument(min=1, help="Number of ranks that are to hold the engine's experts.")],
+    num_ranks: Annotated[int, typer.Argument(min=0, help="Number of ranks that are to hold experts only.")],
     wait_s: Annotated[
         float, typer.Option(min=0, help="Longest wait for the end of the change, in seconds; 0 does not wait.")
     ] = 300.0,
@@ -115,7 +115,7 @@ def _show(admin: Admin, engine: Mapping[str, Any]) -> None:
 def row_of(engine: Mapping[str, Any]) -> dict[str, Any]:
     """Return an engine of the admin API as a row of the table. Without expert ranks, these fields are empty."""
     load, card = engine["load"] or {}, engine["card"] or {}
-    has_ranks = bool(load.get("expert_ranks"))
+    has_ranks = bool(load.get("expert_ranks") or load.get("requested_expert_ranks"))
     return {
         "id": card.get("engine_id"),
         "model": card.get("model"),

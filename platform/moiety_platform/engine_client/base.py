@@ -10,6 +10,7 @@ import msgspec
 
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import EngineStream, Inbox
+from moiety_platform.errors import Conflict
 from moiety_wire.engine_load import ClassLoad, Load, SleepState
 from moiety_wire.experts import ExpertBalance, ExpertLoad
 from moiety_wire.fleet_service import FleetService
@@ -20,9 +21,15 @@ Connection = tuple[str, int]  # engine address and connection number
 LOAD_FRESH_S = 2.0  # four heartbeats; older loads are stale
 
 NO_EXPERT_RANKS = (
-    "the engine at {address} has no expert ranks, and only these can be added and removed while it serves: start it "
+    "the engine at {address} cannot have expert ranks, which alone can be added and removed while it serves: start it "
     "with --ffn-ranks"
 )
+
+
+def require_expert_ranks(load: Load | None, address: str) -> None:
+    """Raise Conflict if the engine with this load neither has expert ranks nor can have any."""
+    if load is None or not (load.expert_ranks or load.can_change_expert_ranks):
+        raise Conflict(NO_EXPERT_RANKS.format(address=address))
 
 
 class EngineState(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ import msgspec
 from msgspec.structs import replace
 
 from moiety_platform.clock import Clock, SystemClock
-from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
+from moiety_platform.engine_client.base import EngineState, require_expert_ranks
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
-from moiety_platform.errors import Conflict, EngineDied, Unavailable
+from moiety_platform.errors import EngineDied, Unavailable
 from moiety_text.stop import StopFinder, new_stop_finder
 from moiety_wire.engine_load import ClassLoad, Load, SleepState, StepCosts
 from moiety_wire.experts import ExpertBalance, ExpertLoad
@@ -129,7 +129,7 @@ class FakeEngineClient:
         self.wake_s = 0.0  # time that waking takes
         self.wake_problem = ""  # why it falls asleep again instead of waking
         self.num_wakes = self.num_sleeps = 0  # commands that it got
-        self.expert_ranks = 0
+        self.expert_ranks, self.can_change_expert_ranks = 0, False
         self._num_connections = 0
         self._on_change: Callable[[], None] = lambda: None
         self._num_output_tokens = 0
@@ -195,8 +195,7 @@ class FakeEngineClient:
         """Have this number of expert ranks at once, if there are any."""
         if not self._alive:
             raise Unavailable(f"the engine at {self.address} is not available; try again shortly", retry_after_s=1)
-        if not self.expert_ranks:
-            raise Conflict(NO_EXPERT_RANKS.format(address=self.address))
+        require_expert_ranks(self.state.load, self.address)
         self.expert_ranks = num_ranks
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad | None:
@@ -413,6 +412,7 @@ class FakeEngineClient:
             sleep=self._sleep_state(),
             sleep_problem=self.wake_problem if self._sleep is SleepState.ASLEEP and self.num_wakes else "",
             expert_ranks=self.expert_ranks,
+            can_change_expert_ranks=self.can_change_expert_ranks,
             requested_expert_ranks=self.expert_ranks,
         )
 

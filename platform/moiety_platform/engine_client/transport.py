@@ -15,7 +15,7 @@ import zmq
 
 from moiety_platform.clock import Clock
 from moiety_platform.engine_client.adapter_sync import ReadAdapter
-from moiety_platform.engine_client.base import NO_EXPERT_RANKS, EngineState
+from moiety_platform.engine_client.base import EngineState, require_expert_ranks
 from moiety_platform.engine_client.connection_log import warn_of_broken_connection
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.session import Session
@@ -24,7 +24,6 @@ from moiety_platform.errors import (
     STRUCTURED_OUTPUTS_UNAVAILABLE,
     UNSUPPORTED_RESPONSE_FORMAT,
     BadRequest,
-    Conflict,
     EngineDied,
     Unavailable,
 )
@@ -136,8 +135,7 @@ class ZmqEngineClient:
         session, load = self._session, self.state.load
         if session is None or not self.state.healthy:
             raise Unavailable(f"the engine at {self._address} is not available; try again shortly", retry_after_s=1)
-        if load is None or not load.expert_ranks:
-            raise Conflict(NO_EXPERT_RANKS.format(address=self._address))
+        require_expert_ranks(load, self._address)
         session.send(ScaleExpertRanks(num_ranks))
 
     async def expert_load(self, minutes: int, tenant_id: str | None) -> ExpertLoad:

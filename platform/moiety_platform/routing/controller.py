@@ -123,6 +123,7 @@ class LoadView(msgspec.Struct, frozen=True):
     rank_balancedness_planned: float
     excluded_ranks: int
     expert_ranks: int
+    can_change_expert_ranks: bool
     requested_expert_ranks: int
     expert_ranks_problem: str
     expert_rank_changes_total: int
@@ -197,7 +198,7 @@ class EngineViews(msgspec.Struct, frozen=True):
 class NewExpertRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of ranks that are to hold the experts of an engine."""
 
-    num_ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    num_ranks: Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
 class EngineController(Controller):
