@@ -310,6 +310,7 @@ def _join(
         has_ordered_sums=config.batch_invariant,
         steps_in_flight=config.steps_in_flight,
         moves_experts=config.rebalanced_every_s > 0,
+        drafts=config.speculate in (Speculate.DRAFT, Speculate.MTP),
     )
 
 

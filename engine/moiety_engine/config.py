@@ -298,11 +298,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfig("--draft-model needs --speculate draft: set both, or leave out --draft-model")
         if self.speculate is Speculate.DRAFT and not self.draft_model:
             raise InvalidConfig("--speculate draft needs --draft-model, a small checkpoint with the same vocabulary")
-        if self.speculate is Speculate.MTP and self.ffn_ranks:
-            raise InvalidConfig(
-                "--speculate mtp is not available with --ffn-ranks, which hold the experts of the model's own layers "
-                "only: leave out --ffn-ranks, or use --speculate draft or --speculate ngram"
-            )
         if self.speculate is Speculate.MTP and self.pp > 1:
             raise InvalidConfig(
                 "--speculate mtp is not available with --pp, since the MTP layer on the first stage reads hidden "

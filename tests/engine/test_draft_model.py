@@ -134,7 +134,6 @@ def test_a_draft_model_with_other_tokens_is_refused_with_what_to_do(checkpoint: 
     [
         ({"speculate": Speculate.DRAFT}, "needs --draft-model"),
         ({"draft_model": "d"}, "--draft-model needs --speculate draft"),
-        ({"speculate": Speculate.MTP, "ffn_ranks": 1}, "not available with --ffn-ranks"),
         ({"speculate": Speculate.MTP, "pp": 2}, "mtp is not available with --pp.*--speculate draft"),
         ({"speculate": Speculate.MTP, "draft_model": "d"}, "--draft-model needs --speculate draft"),
         ({"speculate": Speculate.DRAFT, "draft_model": "d", "batching": Batching.PADDED}, "--speculate off"),

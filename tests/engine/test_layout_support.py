@@ -39,9 +39,6 @@ ELSEWHERE = {  # where a combination that is available is run
     "Exclusion of failed ranks": "engine/test_parallel_failures.py",
     "Adding and removing expert ranks": "engine/test_expert_scaling.py",
 }
-CELLS_ELSEWHERE = {  # the same for single combinations
-    ("Draft-model speculation", "expert ranks"): "engine/test_parallel_drafts.py",  # a draft model without experts
-}
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 GRAMMAR = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA | {"additionalProperties": False}))
 CELLS = [
@@ -49,7 +46,6 @@ CELLS = [
     for feature in FEATURES
     for layout in LAYOUTS
     if LAYOUTS[layout] and feature not in ELSEWHERE and not why_unavailable(feature, layout)
-    if (feature, layout) not in CELLS_ELSEWHERE
 ]
 
 
@@ -139,8 +135,7 @@ def test_each_available_combination_is_run_here_or_in_a_test_that_is_named() -> 
     run_here = {feature for feature, _ in CELLS}
     assert not run_here & ELSEWHERE.keys()
     assert run_here | ELSEWHERE.keys() == FEATURES.keys()
-    assert all((TESTS / path).is_file() for path in (*ELSEWHERE.values(), *CELLS_ELSEWHERE.values()))
-    assert not any(why_unavailable(*cell) for cell in CELLS_ELSEWHERE)
+    assert all((TESTS / path).is_file() for path in ELSEWHERE.values())
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -79,6 +79,9 @@ MTP_LAYOUTS = [
     thorough({"dp_attention": 2, "tp": 2, "ep": 4}),
     thorough({"dp_attention": 2, "ep": 2, "overlap": Overlap.ON}),
     thorough({"tp": 2, "ep": 2, "overlap": Overlap.ON}),
+    {"dp_attention": 2, "ffn_ranks": 1},
+    thorough({"tp": 2, "ffn_ranks": 2, "ep": 2}),
+    thorough({"ffn_ranks": 1, "overlap": Overlap.ON}),
 ]
 
 
@@ -160,7 +163,13 @@ def test_the_mtp_layer_of_nemotron_drafts_over_ranks(
     check(processes, tmp_path, layout, two_words, speculate=Speculate.MTP, kv_memory_bytes=1 << 24)
 
 
-DRAFT_LAYOUTS = [thorough({"tp": 2, "ep": 2}), thorough({"dp_attention": 2, "ep": 2}), {"pp": 2}]
+DRAFT_LAYOUTS = [
+    thorough({"tp": 2, "ep": 2}),
+    thorough({"dp_attention": 2, "ep": 2}),
+    {"pp": 2},
+    {"dp_attention": 2, "ffn_ranks": 1},
+    thorough({"pp": 2, "ffn_ranks": 1}),
+]
 
 
 @pytest.mark.parametrize("layout", DRAFT_LAYOUTS, ids=str)
@@ -201,15 +210,6 @@ def test_a_draft_model_drafts_while_expert_ranks_are_added_and_removed(
     (ours,) = processes.work((config, None), waves=waves, hurries=STEP_S, again=True, scales=[2, 1])
     assert_same(expected, ours)
     assert ours["scaling_problems"] == ["", ""] and ours["num_accepted"] > 20
-
-
-def test_a_draft_model_with_experts_is_refused_beside_expert_ranks(
-    processes: RankProcesses, folders: dict[str, Path]
-) -> None:
-    folder = folders["qwen3_moe"]
-    config = settings_of(folder, ffn_ranks=1, speculate=Speculate.DRAFT, draft_model=str(folder))
-    with pytest.raises(AssertionError, match="the draft model has experts, and --ffn-ranks hold"):
-        processes.work(*ranks_of(config), waves=requests())
 
 
 def test_a_draft_model_that_is_refused_ends_all_ranks_with_the_reason(

@@ -419,6 +419,7 @@ class Ranks:
     context: RankCollectives = field(default_factory=RankCollectives)  # ranks that divide the positions of a sequence
     transfers: TransferGroup | None = None  # where experts move between ranks
     copies: RankCollectives = field(default_factory=RankCollectives)  # ranks with a copy of the same cache
+    draft_experts: RowExchange | None = None  # as `experts`, of a draft model or of MTP layers
 
     @property
     def num_cache_groups(self) -> int:

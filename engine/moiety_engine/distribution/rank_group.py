@@ -107,13 +107,15 @@ def join(
     has_ordered_sums: bool = False,
     steps_in_flight: int = 1,
     moves_experts: bool = False,
+    drafts: bool = False,
 ) -> RankGroup:
     """Meet the other ranks and create the groups.
 
     `store` is the store that rank 0 has already opened. After `exclude_rank_after_s` seconds the group excludes the
     ranks that have not joined, if it can; the other ranks are then renumbered. See `connect_ranks` for `gone` and
     `note`, and RankCollectives for `has_ordered_sums`. With several `steps_in_flight` no rank waits for a later stage.
-    `moves_experts` creates the group by which experts move. A rank lost while the groups are created ends the process.
+    `moves_experts` creates the group by which experts move, and `drafts` that of the experts of a draft model. A rank
+    lost while the groups are created ends the process.
     Raises RanksError.
     """
     if rendezvous.is_local:
@@ -133,6 +135,7 @@ def join(
             has_ordered_sums=has_ordered_sums,
             steps_in_flight=steps_in_flight,
             moves_experts=moves_experts,
+            drafts=drafts,
         )
 
 
@@ -146,6 +149,7 @@ def _rank_group_of(
     has_ordered_sums: bool,
     steps_in_flight: int,
     moves_experts: bool,
+    drafts: bool,
 ) -> RankGroup:
     """Create the process groups; all ranks create the same ones."""
     heartbeat, excluded = connected.heartbeat, connected.excluded
@@ -174,6 +178,7 @@ def _rank_group_of(
     crossings = _crossings(rank_position)
     may_move = layout.ep > 1 or layout.ffn_ranks > 0  # expert ranks may be added
     transfers = TransferGroup(dist.new_group(timeout=LONGEST_TRANSFER)) if moves_experts and may_move else None
+    stages = _stages(layout, device_type, drafts=drafts)
     if rank_position.expert_rank is not None:
         ranks = Ranks(rank_position, everyone=RankCollectives(everyone), crossings=crossings, transfers=transfers)
         heartbeat.report_waited(ranks.waited)
@@ -185,7 +190,7 @@ def _rank_group_of(
     column = range(rank % layout.stage_size, layout.attention_ranks, layout.stage_size)
     returning = mesh.get_group("pp") if layout.pp > 1 else None
     pipeline = Pipeline(column, rank_position.pp_rank, returning, most_pending=steps_in_flight)
-    exchange = _exchange(layout, device_type)
+    exchange = None if stages is None else RowExchange(stages.get_group("stage"))
     across = _across(rank_position)
     ranks = Ranks(
         rank_position,
@@ -193,8 +198,9 @@ def _rank_group_of(
         pipeline,
         RankCollectives(everyone),
         across,
-        exchange,
+        None if layout.ffn_ranks else exchange,
         crossings,
+        draft_experts=exchange,
         context=context,
         transfers=transfers,
         copies=RankCollectives(mesh.get_group("dp")) if layout.pcp > 1 else RankCollectives(),
@@ -219,11 +225,15 @@ def _across(rank_position: RankPosition) -> DataParallelGroup:
     )
 
 
-def _exchange(layout: Layout, device_type: str) -> RowExchange | None:
-    if layout.dp == 1 or layout.ffn_ranks:
+def _stages(layout: Layout, device_type: str, *, drafts: bool) -> DeviceMesh | None:
+    """Return the ranks with attention by stage, if those of a stage exchange rows for experts that they hold.
+
+    With expert ranks, they hold the experts of a draft model or of MTP layers only. All ranks call it.
+    """
+    if layout.dp == 1 or (layout.ffn_ranks and not drafts):
         return None
-    stages = torch.arange(layout.num_ranks).view(layout.pp, layout.stage_size)
-    return RowExchange(DeviceMesh(device_type, stages, mesh_dim_names=("pp", "stage")).get_group("stage"))
+    ranks = torch.arange(layout.attention_ranks).view(layout.pp, layout.stage_size)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "stage"))
 
 
 def _crossings(rank_position: RankPosition) -> tuple[ExpertExchange, ...]:

@@ -36,7 +36,7 @@ def load_draft_models(
     InvalidConfig if the vocabularies differ, or if the layout cannot divide the model, and the errors of `load_model`.
     """
     how = load_options(config, str(model.device), progress)
-    how["ranks"] = model.ranks
+    how["ranks"] = with_own_experts(model.ranks)
     if config.speculate is Speculate.MTP:
         return load_mtp(Path(config.model), model, **how)
     if config.speculate is not Speculate.DRAFT:
@@ -50,19 +50,30 @@ def load_draft_models(
             "needs none"
         )
     has_experts = bool(read_spec(folder).moe_layers)
-    if has_experts and model.ranks.rank_position.layout.ffn_ranks:
-        raise InvalidConfig(
-            "the draft model has experts, and --ffn-ranks hold the experts of the model only: use a --draft-model "
-            "without experts, leave out --ffn-ranks, or use --speculate ngram"
-        )
     if read_spec(folder).recurrent_layers:
         raise InvalidConfig(
             "the draft model has recurrent layers, whose states are not kept for drafts: use a --draft-model without "
             "them, --speculate mtp if the model has an MTP layer, or --speculate ngram"
         )
     _check_tokens(Path(config.model), folder)
-    ranks = model.ranks if has_experts else without_experts(model.ranks)
-    return (load_model(folder, **how | {"ranks": ranks}),)
+    if not has_experts:
+        how["ranks"] = without_experts(model.ranks)
+    return (load_model(folder, **how),)
+
+
+def with_own_experts(ranks: Ranks) -> Ranks:
+    """Return the groups of a draft model or MTP layer whose experts, if it has any, are on the ranks with attention.
+
+    Expert ranks hold those of the model. Each expert of the draft is then whole.
+    """
+    position = ranks.rank_position
+    if not position.layout.ffn_ranks:
+        return ranks
+    ep = position.layout.stage_size
+    layout = replace(position.layout, ep=ep, redundant_experts=0, ffn_ranks=0, excluded=(), is_scaled=True)
+    found = replace(ranks, rank_position=RankPosition(layout, position.rank))
+    found.experts, found.crossings, found.transfers = ranks.draft_experts, (), None
+    return found
 
 
 def without_experts(ranks: Ranks) -> Ranks:
