@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import packed_checkpoints
 from tests.conftest import free_port
 
 from moiety_engine.config import EngineConfig, Speculate
@@ -99,6 +101,7 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
     "mxfp4": ("gpt_oss", {}),
     "int8": ("qwen3_moe", {}),
     "int4": ("mixtral", {}),
+    "act-order": ("qwen3_moe", {}),
 }
 NEAR = 1e-4  # between the two best logits: the order of a sum may decide which one wins
 BLOCK_SIZE, NUM_BLOCKS = 4, 20  # the longest request takes at most 16 of them
@@ -149,8 +152,21 @@ def write_checkpoint(folder: Path, family: str, **more: Any) -> Path:
     return folder
 
 
+def put_in_act_order(name: str) -> packed_checkpoints.Writer:
+    """Return the writer of a matrix whose inputs belong to groups in an order of its product."""
+    for part, of in {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}.items():
+        name = name.replace(part, of)
+    return partial(packed_checkpoints.act_ordered, seed=sum(name.encode()))
+
+
 def put_in_few_bits(folder: Path, how: str) -> Path:
-    """Replace the matrices of layers by random ones in float8 blocks, or experts by random ones in mxfp4."""
+    """Replace the matrices of layers by random ones in float8 blocks, or experts by random ones in mxfp4.
+
+    "act-order": round all of them as GPTQ does with desc_act."""
+    if how == "act-order":
+        gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+        packed_checkpoints.write(folder, gptq, put_in_act_order)
+        return folder
     settings: dict[str, Any] = {"quant_method": "mxfp4"}
     tensors = load_file(folder / "model.safetensors")
     if how == "mxfp4":

@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 
 from moiety_engine.config import EngineConfig, Speculate
-from moiety_engine.distribution.layout import layout_of
+from moiety_engine.distribution.layout import RankPosition, layout_of
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.spec import MoeSpec
+from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.model.weight_offload import weight_bytes
 from moiety_wire.messages import Sampling
 
@@ -96,6 +97,27 @@ def test_parallel_ranks_of_a_checkpoint_in_few_bits_say_what_one_rank_says(
     assert not any(other["error"] for other in others)
     assert expected["weight_bytes"] < 0.8 * weight_bytes(read_spec(alone.folders[name]), torch.bfloat16)
     assert not COPIES.isdisjoint(layout) or ours["weight_bytes"] <= 1.1 * expected["weight_bytes"] / (len(others) + 1)
+
+
+ACT_ORDERED_LAYOUTS = [
+    {"tp": 2, "ep": 2},
+    thorough({"tp": 4, "ep": 4}),
+    thorough({"dp_attention": 2, "tp": 2, "ep": 4}),
+    thorough({"tp": 2, "ffn_ranks": 1}),
+]
+
+
+@pytest.mark.parametrize("layout", ACT_ORDERED_LAYOUTS, ids=str)
+def test_parallel_ranks_of_an_act_ordered_checkpoint_keep_four_bits_and_say_what_one_rank_says(
+    processes: RankProcesses, alone: Alone, layout: dict[str, int]
+) -> None:
+    expected = alone.says("act-order", exact=True, dtype="bfloat16")
+    config = settings_of(alone.folders["act-order"], dtype="bfloat16", **layout)
+    ours, *others = processes.work(*ranks_of(config), waves=requests(), exact=True)
+    assert_same(expected, ours)
+    assert not any(other["error"] for other in others)
+    own = own_spec(read_spec(alone.folders["act-order"]), RankPosition(layout_of(config)))
+    assert ours["weight_bytes"] < 0.8 * weight_bytes(own, torch.bfloat16)
 
 
 OF_EXPERTS = re.compile(r"(?<!self_attention)\.experts\.|mlp\.(?:in|out)put_linear")

@@ -72,6 +72,28 @@ def test_gathered_inputs_are_those_of_the_order(dtype: torch.dtype) -> None:
         gather_inputs(x, order[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_places_without_an_input_are_zero(dtype: torch.dtype) -> None:
+    x, order = torch.randn(20, 40).to(dtype)[:, 5:], torch.full((64,), -1).int()
+    order[torch.randperm(64)[:35]] = torch.randperm(35).int()
+    expected = torch.where(order < 0, 0, x[:, order.clamp(min=0).long()])
+    assert torch.equal(gather_inputs(x, order), expected)
+
+
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda activation: activation.kind)
+def test_a_dense_feed_forward_takes_a_padded_shard_of_its_inner_rows(activation: Activation) -> None:
+    form, width, hidden = FORMATS[1], WIDTH, 80
+    up, down = torch.randn(activation.num_inputs * hidden, WIDTH).bfloat16() / 11, torch.randn(width, 128) / 9
+    order = torch.full((128,), -1).int()
+    order[torch.randperm(128)[:hidden]] = torch.randperm(hidden).int()
+    narrow = replace(quantize(down, form), order_K=order)
+    x, onto = torch.randn(5, WIDTH).bfloat16().float(), torch.randn(5, width)
+    found = dense_glu(x, up, narrow, activation=activation, onto_TD=onto.clone())
+    expected = dense_glu(x, up, dequantize(narrow).bfloat16(), activation=activation, onto_TD=onto)
+    assert dequantize(narrow).shape == (width, hidden)
+    assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
 def test_rows_of_experts_elsewhere_are_gathered_without_an_error() -> None:
     x, order, expert = torch.randn(3, 8), torch.stack([torch.randperm(8) for _ in range(2)]), torch.tensor([1, -1, 0])
     found = gather_expert_inputs(x, order.int(), expert.int())

@@ -24,6 +24,7 @@ from moiety_engine.model.checkpoint import load
 from moiety_engine.model.errors import UnsupportedModelError, WeightsError
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.loading import load_model, load_share
+from moiety_engine.model.weight_offload import named_tensors
 from moiety_engine.model.weights import products_of
 from moiety_kernels.quantization import DENSE_MXFP4, NVFP4, QuantizedWeight, WeightFormat, dequantize
 
@@ -274,24 +275,29 @@ def test_joined_matrices_of_different_orders_are_dequantized(
     assert (kept.prefill(make_sequence(PROMPT), 64).log_softmax(-1) - expected).abs().median() < 0.05
 
 
-@pytest.mark.parametrize(
-    ("layout", "is_kept"),
-    [(Layout(tp=2), False), (Layout(dp=2, ep=2), True), (Layout(dp=2), False), (Layout(pp=2), True)],
-)
-def test_ranks_keep_whole_matrices_with_ordered_inputs_only(folders: Any, layout: Layout, is_kept: bool) -> None:
+DIVIDED = [(Layout(tp=2), False), (Layout(dp=2), False)]
+UNDIVIDED = [(Layout(tp=2, ep=2), True), (Layout(dp=2, ep=2), True), (Layout(pp=2), True)]
+
+
+@pytest.mark.parametrize(("layout", "is_kept"), [*DIVIDED, *UNDIVIDED])
+def test_ranks_keep_ordered_inputs_in_four_bits_unless_experts_are_divided(
+    folders: Any, layout: Layout, is_kept: bool
+) -> None:
     narrow, plain = folders(KINDS["gptq desc_act"][0], of_an_order)
     for rank in range(layout.num_ranks):
         ranks = replace(SINGLE_RANK_GROUPS, rank_position=RankPosition(layout, rank))
         with capture_logs() as logs:
             both = [load_share(one, device="cpu", dtype="bfloat16", ranks=ranks).weights for one in (narrow, plain)]
         said = [one["reason"] for one in logs if one["event"] == "checkpoint_widened"]
-        assert ["each rank has some of them" in reason for reason in said] == [True] * (not is_kept)
+        assert ["each rank has some of those of each expert" in reason for reason in said] == [True] * (not is_kept)
         for kept, wide in zip(*map(products_of, both), strict=True):
             assert isinstance(kept, QuantizedWeight) is is_kept
             found = dequantize(kept) if isinstance(kept, QuantizedWeight) else kept.float()
             torch.testing.assert_close(found, wide.float(), rtol=0.01, atol=1e-3)
+        num_bytes = [sum(one.nbytes for _, one in named_tensors(tuple(products_of(share)))) for share in both]
+        assert not is_kept or num_bytes[0] < 0.75 * num_bytes[1]
         if not is_kept:
-            with pytest.raises(UnsupportedModelError, match="--dp-attention with --ep, or --pp, keeps matrices whole"):
+            with pytest.raises(UnsupportedModelError, match="--ep equal to the number of ranks"):
                 load_share(narrow, device="cpu", dtype="bfloat16", ranks=ranks, quantization="int4")
 
 

@@ -180,7 +180,7 @@ def load_share(
     dtype = _dtype_name(dtype, spec)
     own = own_spec(spec, position := ranks.rank_position)
     form = _on_device(wanted, spec, where, DTYPES[dtype], moe_kernel, is_explicit=quantization != "auto")
-    form = _uncut(form, position, dtype, is_explicit=quantization != "auto")
+    form = _uncut(form, spec, position, dtype, is_explicit=quantization != "auto")
     _check_form_cuts(form, stored, spec, position.layout)
     cached_in = None if kv_dtype == "auto" else _cached_in(kv_dtype, spec, where, DTYPES[dtype])
     head_too = compiler is not None and quantization in _WHOLE_NUMBERS
@@ -226,7 +226,7 @@ def _check_all_to_all(expert_all2all: ExpertAll2All, device: torch.device, dtype
 
 def _check_form_cuts(form: WeightFormat | None, stored: WeightFormat | None, spec: ModelSpec, layout: Layout) -> None:
     """Raise InvalidConfig if the layout cuts products in this form inside a group of the form or of the checkpoint."""
-    if form is not None:
+    if form is not None and not form.ordered:  # those sorted by group are divided anywhere
         kept = stored if stored is not None and form.is_stored_as(stored) else form
         check_cuts(replace(form, group=kept.group), spec, layout)
 
@@ -342,17 +342,19 @@ def _on_device(
     return None
 
 
-def _uncut(form: WeightFormat | None, position: RankPosition, dtype: str, *, is_explicit: bool) -> WeightFormat | None:
-    """Return `form`; None, with a log entry, if its inputs are sorted by group and ranks have parts of them.
+def _uncut(
+    form: WeightFormat | None, spec: ModelSpec, position: RankPosition, dtype: str, *, is_explicit: bool
+) -> WeightFormat | None:
+    """Return `form`; None, with a log entry, if its inputs are sorted by group and ranks have parts of experts.
 
-    The inputs of a rank, the columns of its heads or of its part of a feed-forward, are then spread over all groups.
+    The inputs of a part are spread over all groups, and those of each expert differently; see `divided_groups`.
     Raises UnsupportedModelError if the format was requested explicitly.
     """
-    if form is None or not form.ordered or (position.layout.tp == 1 and position.expert_cuts == 1):
+    if form is None or not form.ordered or not spec.moe_layers or position.expert_cuts == 1:
         return form
     reason = (
-        "with act-order (desc_act, actorder 'group') the inputs of a group lie apart, and each rank has some of them: "
-        "--dp-attention with --ep, or --pp, keeps matrices whole"
+        "with act-order (desc_act, actorder 'group') the inputs of a group lie apart, and each rank has some of those "
+        "of each expert: --ep equal to the number of ranks that have experts keeps experts whole"
     )
     if is_explicit:
         raise UnsupportedModelError(f"--quantization {form.name} is not available: {reason}")

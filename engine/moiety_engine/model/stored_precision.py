@@ -5,12 +5,15 @@ They are filled through the same tensor mappings as the unquantized weights that
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from moiety_engine.model.divided_groups import divides_inputs, shard_of_inputs
 from moiety_engine.model.input_orders import InputOrders
-from moiety_engine.model.tensor_shards import places_on_rank
+from moiety_engine.model.names.tensor_mapping import TensorMapping
+from moiety_engine.model.tensor_shards import own_range, places_on_rank, whole_places
 from moiety_engine.model.weights import allocate, products_of
 from moiety_kernels.quantization import QuantizedWeight
 from moiety_kernels.quantization.reference import pack
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moiety_engine.distribution.layout import RankPosition
-    from moiety_engine.model.names.tensor_mapping import Shares, TensorMapping
+    from moiety_engine.model.divided_groups import InputShard
+    from moiety_engine.model.names.tensor_mapping import Shares
     from moiety_engine.model.spec import ModelSpec
     from moiety_engine.model.weights import ModelWeights
     from moiety_kernels.quantization import WeightFormat
@@ -58,8 +62,44 @@ class StoredPrecision:
         three = zip(products_of(weights), products_of(values), products_of(scales), strict=True)
         self._of_product = {id(wide): parts for wide, *parts in three}
         self._orders: InputOrders | None = None
+        self._shards: dict[int, InputShard] = {}  # by id of the wide product
+        self._obstacles: dict[str, str] = {}  # to dividing the inputs of a tensor
         if stored.ordered and stored.group is not None:
-            self._orders = InputOrders(products_of(values), self._values, groups_of, stored.group)
+            divided = [name for name in groups_of if divides_inputs(self._values[name])]
+            wholes = whole_places(spec, names) if divided else {}
+            for name in divided:
+                self._divide(name, wholes[name], groups_of[name], stored.group, rank_position)
+            rest = {name: groups for name, groups in groups_of.items() if name not in divided}
+            self._orders = InputOrders(products_of(values), self._values, rest, stored.group)
+
+    def _divide(
+        self, name: str, whole: TensorMapping | Shares, groups: Tensor | None, group: int, rank_position: RankPosition
+    ) -> None:
+        """Store the rank's inputs of the tensor as a shard of its own groups."""
+        place = self._values[name]
+        assert isinstance(place, TensorMapping)
+        address, (num_rows, width) = place.view.untyped_storage().data_ptr(), place.shape
+        of = [key for key, (values, _) in self._of_product.items() if values.untyped_storage().data_ptr() == address]
+        plain = isinstance(whole, TensorMapping) and whole.arrange is None
+        if len(of) != 1 or not plain or place.view.shape != self._of_product[of[0]][0].shape:
+            self._obstacles[name] = "ranks divide the inputs of rearranged matrices"
+            return
+        inputs = own_range(width, place.view.shape[1], rank_position)
+        shard = shard_of_inputs(torch.arange(width) // group if groups is None else groups, inputs, self._form.pack)
+        if not shard.saves_memory(place.view.shape[1], self._stored):
+            self._obstacles[name] = "each rank has too few inputs of each group"
+            return
+        rows = place.view.shape[0]
+        values = torch.empty(rows, shard.width, dtype=torch.uint8)
+        scales = torch.empty(rows, shard.format_of(self._stored).num_scales(shard.width))
+        self._shards[of[0]], self._of_product[of[0]] = shard, [values, scales]
+        self._values[name] = TensorMapping(values, (num_rows, width), partial(shard.values, absent=self._form.half))
+        per_row = self._stored.num_scales(width)
+        self._scales[name] = TensorMapping(scales, (num_rows, per_row), partial(shard.scales, form=self._stored))
+
+    def is_divided(self, wide: Tensor) -> bool:
+        """Return whether a product is stored as a shard with groups of its own, whatever its width."""
+        return id(wide) in self._shards
 
     def obstacle(self, name: str) -> str | None:
         """Return why a tensor cannot be kept as stored; None if it can.
@@ -67,6 +107,8 @@ class StoredPrecision:
         Its scales must be arranged like its rows, and in stacked gate and up matrices each half must start with a new
         block. Matrices that are joined must have their inputs in one order.
         """
+        if name in self._obstacles:
+            return self._obstacles[name]
         if self._orders is not None and name in self._orders.unequal:
             return "matrices that are multiplied together store their inputs in different orders"
         values, scales = self._values[name], self._scales[name]
@@ -82,6 +124,10 @@ class StoredPrecision:
     def hand_out(self, wide: Tensor, device: torch.device) -> QuantizedWeight:
         """Return the quantized product that replaces `wide`, on the device; it can be taken once."""
         values, scales = self._of_product.pop(id(wide))
+        shard = self._shards.get(id(wide))
+        if shard is not None:
+            order, form = shard.order_K.to(device), shard.format_of(self._form)
+            return QuantizedWeight(self._numbers(values).to(device), scales.to(device), form, order)
         width = values.shape[-1]
         times = self._form.num_scales(width) // self._stored.num_scales(width)
         spread = scales if times == 1 else scales.repeat_interleave(times, -1)

@@ -58,7 +58,8 @@ class WeightQuantizer:
             for address in addresses(places[name]):
                 products.pop(address, None)
         for product in products.values():
-            if not form.takes(product.shape[-1]):
+            is_divided = as_stored is not None and as_stored.is_divided(product)
+            if not is_divided and not form.takes(product.shape[-1]):
                 raise UnsupportedModelError(
                     f"{form.name} needs rows with a multiple of {form.group or BLOCK} weights, but the "
                     f"model has rows of {product.shape[-1]}; load it without quantization, or use another "

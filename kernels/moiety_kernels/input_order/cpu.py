@@ -24,7 +24,7 @@ class GatherArguments(NamedTuple):
     order_K: Address  # int32
     out_TK: Address  # float32, contiguous
     tokens: Int64  # T
-    width: Int64  # K
+    width: Int64  # K of the order
     x_stride: Int64  # bytes from one row of x to the next
 
 
@@ -41,8 +41,8 @@ def fits(x_TK: Tensor, order_K: Tensor) -> bool:
 
 
 def gather_inputs(x_TK: Tensor, order_K: Tensor) -> Tensor:
-    """Return x[:, order]."""
-    tokens, width = x_TK.shape
+    """Return x[:, order], with zeros where the order is -1."""
+    tokens, width = len(x_TK), len(order_K)
     out_TK = torch.empty(tokens, width)
     args = GatherArguments(
         x_TK=x_TK.data_ptr(),
@@ -63,7 +63,18 @@ def gather_row(row_K: int, order_K: int, width: int, out_K: int) -> None:
         store_f32(out_K, k, load_f32(row_K, load_i32(order_K, k)))
 
 
+@jit
+def _gather_padded_row(row_K: int, order_K: int, width: int, out_K: int) -> None:
+    """Write a row as `gather_row`, with zeros where the order is -1."""
+    for k in range(width):
+        index = load_i32(order_K, k)
+        value = 0.0
+        if index >= 0:
+            value = load_f32(row_K, index)
+        store_f32(out_K, k, value)
+
+
 def _task(args: GatherArguments, task: int, scratch: int) -> None:
     width = args.width
     for t in range(task * _BLOCK, min(args.tokens, (task + 1) * _BLOCK)):
-        gather_row(args.x_TK + t * args.x_stride, args.order_K, width, args.out_TK + 4 * width * t)
+        _gather_padded_row(args.x_TK + t * args.x_stride, args.order_K, width, args.out_TK + 4 * width * t)

@@ -23,9 +23,9 @@ def linear(
     as zero; products and sums are float32. With `invariant`, a row's bits do not depend on the other rows; where that
     is not possible it is an error.
     """
-    require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
     if isinstance(weight_ND, QuantizedWeight) and weight_ND.order_K is not None:
         x_TD, weight_ND = gather_inputs(x_TD, weight_ND.order_K), weight_ND.in_stored_order()
+    require_shape("weight", weight_ND, (-1, x_TD.shape[-1]))
     if x_TD.is_cpu and _cpu().fits(x_TD, weight_ND):
         fast: Tensor = _cpu().linear(x_TD, weight_ND, bias_N)
         return fast

@@ -152,7 +152,8 @@ def dense_glu(
         require_shape("weight", weight_T1, (x_TD.shape[0], 1))
     if onto_TD is not None:
         require_shape("onto", onto_TD, (x_TD.shape[0], w_down_DF.shape[0]))
-    if x_TD.is_cpu and (onto_TD is None or onto_TD.is_contiguous()):
+    is_padded = w_down_DF.shape[1] * activation.num_inputs != w_gate_up_2FD.shape[0]  # its order has places for zeros
+    if x_TD.is_cpu and not is_padded and (onto_TD is None or onto_TD.is_contiguous()):
         as_experts = w_gate_up_2FD.unsqueeze(0), w_down_DF.unsqueeze(0)
         if _cpu().fits(x_TD, None, *as_experts, *biases, adapters):
             fast: Tensor = _cpu().experts(x_TD, weight_T1, None, *as_experts, activation, *biases, onto_TD, adapters)

@@ -36,8 +36,11 @@ def quantize(weight_NK: Tensor, form: WeightFormat) -> QuantizedWeight:
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """Return the weight [..., N, K], float32, with its inputs in the layer's order."""
     if weight.order_K is not None:
-        stored_NK = dequantize(weight.in_stored_order())
-        place_NK = weight.order_K.long().unsqueeze(-2).expand_as(stored_NK)
+        stored_NK, order_K = dequantize(weight.in_stored_order()), weight.order_K
+        if order_K.dim() == 1:  # a shard of a matrix may store inputs that do not exist
+            exists_K = order_K >= 0
+            stored_NK, order_K = stored_NK[:, exists_K], order_K[exists_K]
+        place_NK = order_K.long().unsqueeze(-2).expand_as(stored_NK)
         return torch.empty_like(stored_NK).scatter_(-1, place_NK, stored_NK)
     form, q_NK = weight.format, unpack(weight.values_NK, weight.format)
     if form.floating and form.bits == 4:

@@ -102,8 +102,8 @@ class QuantizedWeight:
 
     `values`: uint8 for four bits, float8_e4m3fn or int8, in the kernels' order (see `reference.pack`). `scales`:
     float32, for a format with offsets (scale, offset) of each group. Both have the shape of a weight [..., N, K] in all
-    but their last dimension. `order`: int32 [..., K], the layer's input that each stored one is; None if they are in
-    the layer's order.
+    but their last dimension. `order`: int32 [..., K], the layer's input that each stored one is, or -1 for one that
+    counts as zero; None if they are in the layer's order.
     """
 
     values_NK: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moiety_kernels.linear import linear
 from moiety_kernels.moe import experts
-from moiety_kernels.quantization import INT4, QuantizedWeight, quantize
+from moiety_kernels.quantization import INT4, QuantizedWeight, dequantize, quantize
 from moiety_kernels.quantization.weight import GPU_PACK
 
 FORM = replace(INT4, pack=GPU_PACK, ordered=True)
@@ -42,3 +42,13 @@ def test_a_linear_map_gathers_its_inputs(device: str) -> None:
     assert weight.order_K is not None
     gathered = linear(x[:, weight.order_K.long()].contiguous(), weight.in_stored_order())
     assert torch.equal(linear(x, weight), gathered)
+
+
+def test_a_linear_map_takes_a_shard_with_places_for_zeros(device: str) -> None:
+    order = torch.full((WIDTH,), -1)
+    order[torch.randperm(WIDTH)[:70]] = torch.randperm(70)
+    weight = quantize(torch.randn(96, WIDTH, device=device) / 11, FORM)
+    weight = replace(weight, order_K=order.int().to(device))
+    x = torch.randn(5, 70, device=device).half()
+    expected = x.float() @ dequantize(weight).T
+    torch.testing.assert_close(linear(x, weight).float(), expected, rtol=5e-3, atol=5e-3 * float(expected.abs().max()))
