@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -210,7 +210,7 @@ class Replica:
         """Stand for a draft model: it records which tokens' KV it has, and computes the others."""
         if self._held is None:
             return plan
-        return replace(plan, chunks=[self._with_draft(self._held, chunk) for chunk in plan.chunks])
+        return msgspec.structs.replace(plan, chunks=[self._with_draft(self._held, chunk) for chunk in plan.chunks])
 
     def _with_draft(self, held: DraftedKv, chunk: Chunk) -> Chunk:
         if not chunk.draft:

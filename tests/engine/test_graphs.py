@@ -5,7 +5,6 @@ the same bits."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def test_a_padded_batch_says_of_every_row_where_it_reads_and_writes(loops: Any) 
     assert host.query_start_S1.tolist() == list(range(9))
     assert host.wanted_rows_L.tolist() == [0, 1, 2]
     assert host.adapter_T is None  # padding rows have no adapter, and steps with adapters are not replayed
-    every = [getattr(host, field.name) for field in dataclasses.fields(host) if field.name.endswith("_T")]
+    every = [getattr(host, name) for name in host.__struct_fields__ if name.endswith("_T")]
     lengths = {len(values) for values in every if values is not None}
     assert lengths == {8}
 

@@ -6,8 +6,12 @@ wanted, d width of a compressed entry, N blocks, E places for entries per block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
 from moiety_kernels.paged_attention.inputs import AttentionMetadata
@@ -94,9 +98,11 @@ class SelectedTokens:
     count_T: Tensor | None = None  # int32, slots of each query; the rest of its row is void
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first."""
+class Batch(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """Tokens of one step for one group of ranks. Decodes (sequences with exactly one query token) come first.
+
+    Each step creates one, and a struct with so many fields is created faster than a frozen dataclass.
+    """
 
     token_ids_T: Tensor  # int64
     positions_T: Tensor  # int64, rotary positions; after an image they are less than the places in the context
@@ -118,13 +124,13 @@ class Batch:
     num_shards: int = 1  # ranks that divide the positions of a sequence's cache; see AttentionMetadata
     shard: int = 0  # index of this rank; `slots_T` has those of its positions and -1 for the others
     rank_slots: tuple[Tensor, ...] = ()  # slots of the tokens of each rank with a copy of the cache; (): no copies
-    selected: SelectedTokens = field(default_factory=SelectedTokens, compare=False)  # of sparse attention
-    attention: AttentionMetadata = field(init=False)  # the sequences as attention kernels take them
+    selected: SelectedTokens = msgspec.field(default_factory=SelectedTokens)  # of sparse attention
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def attention(self) -> AttentionMetadata:
+        """Sequences as attention kernels take them, made once for all layers of a step that does not replay others."""
         bounds = self.max_query, self.max_context, self.num_decode, self.num_shards, self.shard
-        metadata = AttentionMetadata(self.query_start_S1, self.context_len_S, self.block_table_SB, *bounds)
-        object.__setattr__(self, "attention", metadata)  # once for all layers of a step
+        return AttentionMetadata(self.query_start_S1, self.context_len_S, self.block_table_SB, *bounds)
 
     def by_cache_group(self) -> tuple[Batch, ...]:
         """Return the batch as the layers of each cache group see it: with the slots and block tables of the group."""

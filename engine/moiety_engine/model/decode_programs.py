@@ -18,11 +18,12 @@ S sequences, T tokens of the step (as many), D model width, V vocabulary, B bloc
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from moiety_engine.model.adapter_stacks import AdaptedRows

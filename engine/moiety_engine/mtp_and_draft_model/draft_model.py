@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from moiety_engine.messages import CoreSubmit

@@ -9,10 +9,10 @@ T tokens of the pass, S sequences of it, B blocks a row, D sequences that get a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from moiety_engine.moe.tenants import NO_TENANT
 from moiety_engine.runner.block_tables import BlockTables

@@ -8,10 +8,10 @@ T tokens of the pass, L rows that get a draft token, D model width, N blocks, P 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.runner.inputs import BatchBuilder

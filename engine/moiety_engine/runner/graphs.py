@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import bisect
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from moiety_engine.model.batch import Batch, GroupTable, KvCache

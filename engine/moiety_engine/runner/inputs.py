@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter, getitem
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from moiety_engine.images.feature_cache import FeatureCache
@@ -36,8 +38,7 @@ _ONE_TOKEN = (1, True, 0)  # kind of a decode
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class HostBatch:
+class HostBatch(msgspec.Struct, frozen=True, eq=False):
     """Inputs of a step in host memory, with the fields of `Batch`.
 
     Tokens that only the device knows are 0 here: row `pending_rows_P[i]` takes the token that the running step samples

@@ -9,10 +9,11 @@ T tokens of a group, S sequences.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from moiety_engine.runner.block_tables import HostTable
 from moiety_engine.runner.inputs import HostBatch

@@ -5,10 +5,10 @@ L rows whose results are wanted.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from moiety_engine.runner.micro_batches import cut
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from moiety_engine.scheduling.step_time.step_time_model import StepShape
 from moiety_engine.sequence import PENDING, Sequence
@@ -48,8 +49,7 @@ class KvLoad(NamedTuple):
     state_slot: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step.
 
     Decode chunks come first: a single token each, or one token and a draft. `preempted` sequences left the batch to
@@ -65,14 +65,14 @@ class Plan:
     num_decode: int
     num_rows: int  # tokens and pads; at most the budget
     preempted: list[Sequence]
-    shape: StepShape = field(default_factory=StepShape)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    state_replays: list[tuple[int, int]] = field(default_factory=list)
-    state_copies: list[tuple[int, int]] = field(default_factory=list)
-    kv_loads: list[KvLoad] = field(default_factory=list)
+    shape: StepShape = StepShape()
+    swap_out: list[tuple[int, int]] = []
+    swap_in: list[tuple[int, int]] = []
+    state_replays: list[tuple[int, int]] = []
+    state_copies: list[tuple[int, int]] = []
+    kv_loads: list[KvLoad] = []
     planned_ns: int = 0
-    catch_ups: list[DraftCatchUp] = field(default_factory=list)
+    catch_ups: list[DraftCatchUp] = []
 
     @property
     def wants_drafts(self) -> bool:
