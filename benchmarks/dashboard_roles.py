@@ -48,6 +48,7 @@ STORES = ("full", "empty")
 HEIGHT = 900
 NUM_DAYS = 28
 SETTLED = "[data-testid=stApp][data-test-script-state=notRunning]"
+SIMULATED = {"simulator": "Simulate", "contract-check": "Check"}  # buttons of pages that run the simulator
 PARTS = ("End users and tags", "Quotas", "Keys", "Settings")
 
 
@@ -163,6 +164,16 @@ class Photographer:
             page.get_by_text("Decode speed").wait_for()
             page.wait_for_timeout(6500)
             self.shoot(f"{path}-answer")
+        elif path in SIMULATED and (start := page.get_by_role("button", name=SIMULATED[path], exact=True)).count():
+            if path == "contract-check":  # a part that is soon simulated
+                page.get_by_role("combobox", name="Simulated part").click()
+                page.get_by_role("option", name="busiest 10 min").click()
+                page.get_by_role("combobox", name="Step time model").click()
+                page.get_by_role("option", name="h200").first.click()
+            start.click()
+            page.get_by_role("button", name="Cancel", exact=True).wait_for()
+            page.get_by_role("button", name="Cancel", exact=True).wait_for(state="detached", timeout=300_000)
+            self.shoot(f"{path}-result")
         elif path == "audit" and (verify := page.get_by_role("button", name="Verify the chain")).count():
             verify.click()
             self.shoot(f"{path}-verified")

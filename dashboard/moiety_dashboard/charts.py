@@ -15,7 +15,6 @@ import pandas as pd
 from moiety_dashboard import colours
 
 HEIGHT = 190
-SIDES = ("now", "then")
 PREFIXED = "~s"  # format of numbers with k, M and G, which writes zero as 0k beside 1k
 GREY = "#8a8f98"  # readable on light and dark backgrounds
 PLOT_WIDTH = 430  # approximate pixels of a chart's bars
@@ -100,14 +99,14 @@ def with_gaps(frame: pd.DataFrame, column: str, field: str, step: timedelta) -> 
     return pd.concat([frame, empty.assign(**{column: None})], ignore_index=True)
 
 
-def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str]) -> alt.Chart:
-    """Return bars of a figure by `class`, two beside each other: `side` now, paler, and simulated."""
+def sides(frame: pd.DataFrame, figure: Figure, classes: Mapping[str, str], names: Sequence[str]) -> alt.Chart:
+    """Return bars of a figure by `class`, two beside each other: the two `names` of `side`, the first one paler."""
     shown = [name for name in classes if name in set(frame["class"])]
     scale = alt.Scale(domain=shown, range=[classes[name] for name in shown])
-    opacity = alt.Scale(domain=list(SIDES), range=[0.4, 1.0])
+    opacity = alt.Scale(domain=list(names), range=[0.4, 1.0])
     base = alt.Chart(frame[["class", "side", figure.column]]).encode(
         x=alt.X("class:N", sort=shown, title=None, axis=alt.Axis(labelAngle=0, grid=False)),
-        xOffset=alt.XOffset("side:N", sort=list(SIDES)),
+        xOffset=alt.XOffset("side:N", sort=list(names)),
         y=alt.Y(
             f"{figure.column}:Q",
             title=figure.unit,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +132,28 @@ class AdminClient:
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Return the decoded answer of a POST that changes nothing. Raises ApiError."""
-        url, data = shlex.quote(f"{self._shown_url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
-        query = f'curl -s {url} -H "Authorization: Bearer $MOIETY_ADMIN_KEY" \\\n  --json {data}'
-        return Answer(self._decode(self._send("POST", path, json=body), path), query)
+        return Answer(self._decode(self._send("POST", path, json=body), path), self._post_command(path, body))
+
+    def ask_slowly(self, path: str, body: Mapping[str, Any], on_wait: Callable[[], None]) -> Answer:
+        """Return the decoded answer of a POST whose answer begins with blanks while the gateway works. Raises ApiError.
+
+        `on_wait` is called for each of them; an exception of it closes the connection, which ends the work.
+        """
+        parts = []
+        try:
+            with self._http.stream("POST", f"{self.url}{ADMIN}{path}", headers=self._headers, json=body) as response:
+                if response.is_error:
+                    response.read()
+                    _check_answer(response)
+                for part in response.iter_bytes():
+                    parts.append(part)
+                    on_wait()
+        except httpx.HTTPError as exc:
+            raise GatewayUnreachable(
+                f"The gateway at {self._shown_url} does not respond ({type(exc).__name__})"
+            ) from exc
+        answer = httpx.Response(response.status_code, content=b"".join(parts))
+        return Answer(self._decode(answer, path), self._post_command(path, body))
 
     def change(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, if_match: str | None = None
@@ -155,11 +174,7 @@ class AdminClient:
             raise GatewayUnreachable(
                 f"The gateway at {self._shown_url} does not respond ({type(exc).__name__})"
             ) from exc
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            known = read_error(response, "code") == "missing_role"
-            raise (RoleRefused if known else KeyRefused)(read_message(response))
-        if response.is_error:
-            raise ApiRefused(read_message(response), read_error(response, "code"))
+        _check_answer(response)
         return response
 
     def _decode(self, response: httpx.Response, path: str) -> Any:
@@ -168,6 +183,10 @@ class AdminClient:
         except ValueError as exc:
             raise ApiRefused(f"{path} did not return JSON; check that {self._shown_url} is a gateway") from exc
 
+    def _post_command(self, path: str, body: Mapping[str, Any]) -> str:
+        url, data = shlex.quote(f"{self._shown_url}{ADMIN}{path}"), shlex.quote(json.dumps(body))
+        return f'curl -s {url} -H "Authorization: Bearer $MOIETY_ADMIN_KEY" \\\n  --json {data}'
+
     def _command(self, path: str, parameters: Mapping[str, Any]) -> str:
         """Return the same request as a shell command that reads the key from its environment."""
         words = [f"  --data-urlencode {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
@@ -175,6 +194,15 @@ class AdminClient:
             f'curl -sG {shlex.quote(f"{self._shown_url}{ADMIN}{path}")} -H "Authorization: Bearer $MOIETY_ADMIN_KEY"'
         )
         return " \\\n".join([first, *words])
+
+
+def _check_answer(response: httpx.Response) -> None:
+    """Raise ApiError for an error answer."""
+    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        known = read_error(response, "code") == "missing_role"
+        raise (RoleRefused if known else KeyRefused)(read_message(response))
+    if response.is_error:
+        raise ApiRefused(read_message(response), read_error(response, "code"))
 
 
 def path_with(path: str, **parameters: str | None) -> str:

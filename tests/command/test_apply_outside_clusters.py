@@ -196,6 +196,7 @@ def test_a_dry_run_changes_nothing_and_is_refused_where_it_would(serve: Any, moi
             ("DELETE", f"/tenants/{made['id']}/data"),
             ("DELETE", "/prices"),
             ("POST", "/simulations"),
+            ("POST", "/contract-checks"),
             ("POST", "/engines/x/sleep"),
             ("POST", "/keys/x/revoke"),
             ("PUT", "/declarations"),

@@ -20,6 +20,7 @@ from moiety_platform.administration.catalog import ACTIONS
 from moiety_platform.administration.router import admin_router
 from moiety_platform.agent_runs.controller import RunController
 from moiety_platform.alerts.controller import AlertController
+from moiety_platform.contracts.controller import ContractCheckController
 from moiety_platform.controllers import with_services
 from moiety_platform.experts.controller import ExpertController
 from moiety_platform.model_catalog.controller import ModelCatalogController
@@ -68,6 +69,7 @@ class HostileGateway:
             with_services(WebhookController, reach=nothing, tester=nothing),
             with_services(AdapterController, adapter_cache=nothing, adapter_storage=nothing, objects=nothing),
             with_services(SimulationController, simulations=nothing, engines=nothing),
+            with_services(ContractCheckController, contract_checks=nothing, engines=nothing),
             with_services(RequestContentController, content_cipher=nothing),
         ]
         router = admin_router(nothing, nothing, nothing, nothing, nothing, nothing, nothing, more=more)
@@ -166,6 +168,7 @@ class HostileGateway:
             ("BudgetView", "kind"): "money_per_month",
             ("UsageMinuteSum", "group"): self._group,
             ("SimulationView", "state"): self.simulation,
+            ("ContractCheckView", "state"): "done",
             ("SimulationView", "settings"): self._simulation_settings,
             ("TraceDetail", "spans"): self._spans,
             ("TraceDetail", "linked"): self._linked,

@@ -1,8 +1,9 @@
-"""The client of the admin API: requests that are sent at the same time."""
+"""The client of the admin API: requests at the same time, and slow answers."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -46,3 +47,41 @@ def test_a_refusal_of_one_of_them_is_raised_and_an_absent_gateway_shows_the_last
     assert [one.data for one in client_of(transport, state).get_all([("/a", {})])] == [{"n": 1}]
     with pytest.raises(GatewayUnreachable):
         client_of(transport, state).get_all([("/a", {}), ("/unknown", {})])
+
+
+class Parts(httpx.SyncByteStream):
+    """A body in parts, whose end is noted."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts, self.is_closed = parts, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.parts
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Leaves(Exception):
+    """The user opens another page."""
+
+
+def test_a_slow_answer_is_waited_for_and_left_with_the_page() -> None:
+    body = Parts(b" ", b" ", b'{"state":', b'"done"}')
+    client = client_of(httpx.MockTransport(lambda _: httpx.Response(200, stream=body)), GatewayState())
+    waits: list[int] = []
+    answer = client.ask_slowly("/contract-checks", {"a": 1}, lambda: waits.append(1))
+    assert (answer.data, len(waits)) == ({"state": "done"}, 4)
+    assert answer.query.startswith("curl ") and "--json" in answer.query
+
+    def leave() -> None:
+        raise Leaves
+
+    body.is_closed = False
+    with pytest.raises(Leaves):
+        client.ask_slowly("/contract-checks", {}, leave)
+    assert body.is_closed
+
+    refused = httpx.MockTransport(lambda _: httpx.Response(409, json={"error": {"message": "busy", "code": "b"}}))
+    with pytest.raises(ApiRefused, match="busy"):
+        client_of(refused, GatewayState()).ask_slowly("/contract-checks", {}, leave)

@@ -213,13 +213,15 @@ def test_simulation_results_are_compared_side_by_side() -> None:
     now["classes"] = {"standard": of_class}
     result: dict[str, Any] = {"now": now, "then": now | {"longest_wait_s": 90.0}}
     frame = simulations.sides_frame(result)
-    assert list(zip(frame["class"], frame["side"], strict=True)) == [("standard", "now"), ("standard", "then")]
+    assert list(zip(frame["class"], frame["side"], strict=True)) == [("standard", "Current"), ("standard", "Simulated")]
     assert list(frame["ttft_p99_s"]) == [0.3, 0.3]
     totals = simulations.totals_frame(result).set_index("figure")
     assert tuple(totals.loc["Longest queue time"]) == ("500 ms", "90.0 s")
     assert tuple(totals.loc["Rejected"]) == ("2", "2")
-    drawn = charts.sides(frame, charts.Figure("attainment", "kept", ".1%"), colours.of_classes(["standard"])).to_dict()
-    assert colours.SHIPPED["standard"] in str(drawn)
+    figure, names = charts.Figure("attainment", "kept", ".1%"), list(simulations.SIDES.values())
+    drawn = str(charts.sides(frame, figure, colours.of_classes(["standard"]), names).to_dict())
+    assert colours.SHIPPED["standard"] in drawn
+    assert "'domain': ['Current', 'Simulated']" in drawn and "'now'" not in drawn
 
 
 def test_keys_are_shown_by_what_they_are_for_and_never_whole() -> None:

@@ -248,6 +248,10 @@ def look_at_changes(looks: Looks, gateway: HostileGateway) -> None:
     looks.confirm("Delete price", "delete a price", "Delete")
     looks.go("Adapters")
     looks.confirm("Delete adapter", "delete an adapter", "Delete")
+    looks.go("Contract check")
+    looks.press("Check")
+    looks.see("Accepted")
+    looks.look("the result of a contract check")
     for gateway.simulation in ("running", "failed", "cancelled"):
         looks.go("Audit")
         looks.go("Simulator")

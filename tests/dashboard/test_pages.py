@@ -51,9 +51,10 @@ PAGES = (
     "Webhooks",
     "Playground",
     "Simulator",
+    "Contract check",
     "Audit",
 )
-FOR_OPERATORS = {"Engines", "Simulator", "Webhooks"}
+FOR_OPERATORS = {"Engines", "Simulator", "Contract check", "Webhooks"}
 
 pytestmark = pytest.mark.timeout(900)
 needs_browser = pytest.mark.skipif(
@@ -122,6 +123,21 @@ def test_behind_every_panel_and_row_of_figures_of_every_page_stands_a_query(
         num_queries[view.path] = len(queries)
     assert min(num_queries[path] for path in ("overview", "tenants", "classes", "engines", "quotas", "audit")) > 0
     assert num_queries["engines"] == 7
+
+
+def test_a_contract_is_checked_on_its_page(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = sign_in(open_app(monkeypatch, serve.url), serve.admin_key)
+    app._page_hash = calc_hash("contract-check")
+    app.run()
+    for field in app.number_input:
+        if field.label in ("Input tokens per request", "Output tokens per request"):
+            field.set_value(20)
+    next(button for button in app.button if button.label == "Check").click()
+    app.run()
+    assert not app.exception and not app.error
+    assert [found.value.startswith("**Accepted**: 1 replica carries the tenant") for found in app.success] == [True]
+    assert "New tenant's attainment" in {metric.label for metric in app.metric}
+    assert "Cancel" not in {button.label for button in app.button}
 
 
 def test_a_gateway_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

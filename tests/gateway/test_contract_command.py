@@ -1,12 +1,15 @@
-"""`moiety contract check` reads recent traffic, classes and step times from the gateway."""
+"""Contract checks of a running gateway: what the command reads from it, and a check whose client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from moiety_platform.cli.admin_client import AdminClient
@@ -69,3 +72,30 @@ def test_a_report_says_what_is_missing(
     show_report(ContractReport(verdict, 1, needed, classes, {}, [run]), ContractTerms("standard", 60), 10, 5)
     printed = capsys.readouterr().out
     assert words in printed and "new tenant 50.0%; flex 100.0%; misses: contract" in printed
+
+
+def simulators() -> list[psutil.Process]:
+    children = psutil.Process(os.getpid()).children()
+    return [child for child in children if "simulate" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]]
+
+
+@pytest.mark.timeout(300)  # a process that shares the processor with other tests
+async def test_a_check_ends_when_its_client_leaves(start_gateway: StartGateway, new_card: NewCard) -> None:
+    """The simulation of an hour with fifty requests a second takes longer than this test waits."""
+    body = {"requests_per_minute": 3000, "window_s": 3600, "input_tokens": 900, "output_tokens": 300}
+    body |= {"device": "a10g-llama2-7b"}
+    async with start_gateway([FakeEngineClient(new_card("engine-1", "tiny"))]) as gateway:
+        headers = {"Authorization": f"Bearer {gateway.admin_key}"}
+        url = f"{gateway.url}/admin/v1/contract-checks"
+        async with httpx.AsyncClient(headers=headers, timeout=60) as http, asyncio.timeout(240):
+            async with http.stream("POST", url, json=body) as response:
+                assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
+                blanks = response.aiter_bytes()
+                while not simulators():
+                    assert (await anext(blanks)).strip() == b""
+                refused = await http.post(url, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (409, "contract_check_running")
+            while simulators():  # noqa: ASYNC110 - processes, which send no event
+                await asyncio.sleep(0.05)
+            again = await http.post(url, json=body | {"requests_per_minute": 6, "window_s": 60})
+            assert (again.status_code, again.json()["state"]) == (200, "done"), again.text

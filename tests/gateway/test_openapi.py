@@ -44,7 +44,7 @@ CALL = '<tool_call>\n{"name": "tool0", "arguments": {"a": 1}}\n</tool_call>'
 BATCH = "/v1/messages/batches/{message_batch_id}"
 OF_ENDED = {f"GET {BATCH}/results", f"DELETE {BATCH}"}  # of a batch that has ended, which none does here
 # Steps that depend on each other, and routes that take a token of a person: see tests/tenancy.
-UPLOADED_OR_SIMULATED = r"^/admin/v1/(adapters|simulations|me|invitations)\b"
+UPLOADED_OR_SIMULATED = r"^/admin/v1/(adapters|simulations|contract-checks|me|invitations)\b"
 
 
 def call_a_tool(submit: Submit) -> list[tuple[Any, ...]]:

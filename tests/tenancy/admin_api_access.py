@@ -175,12 +175,8 @@ ASKS = [
     Ask("GET /traces", EVERYBODY, query={"tenant_id": "{tenant_id}"}),
     Ask("GET /traces/{trace_id}", OWN_ONLY),
     Ask("POST /engines/{engine_id}/sleep", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
-    Ask(
-        "POST /engines/{engine_id}/expert-ranks",
-        OPERATORS_FIND_NONE,
-        path={"engine_id": "none"},
-        body={"num_ranks": 2},
-    ),
+    Ask("POST /engines/{engine_id}/expert-ranks", OPERATORS_FIND_NONE,
+        path={"engine_id": "none"}, body={"num_ranks": 2}),
     Ask("POST /engines/{engine_id}/wake", OPERATORS_FIND_NONE, path={"engine_id": "none"}),
     Ask("GET /webhooks", OPERATORS),
     Ask("POST /webhooks", OPERATORS_MAKE, body={"url": "https://example.com/{new}"}),
@@ -233,6 +229,7 @@ ASKS = [
     Ask("POST /simulations", "400 400   400 400   403 403   403 403   403 403", body={"minutes": 5}),
     Ask("GET /simulations/{simulation_id}", OPERATORS_FIND_NONE, path={"simulation_id": "none"}),
     Ask("DELETE /simulations/{simulation_id}", OPERATORS_FIND_NONE, path={"simulation_id": "none"}),
+    Ask("POST /contract-checks", "400 400   400 400   403 403   403 403   403 403", body={"hours": 0}),
 ]  # fmt: skip
 
 

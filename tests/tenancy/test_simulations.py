@@ -249,6 +249,7 @@ async def test_the_patience_with_simulations_is_what_the_settings_say(
     stores, caches = (database, database, objects), (AdapterCache(database, clock), Replicas([]), DocumentTextCache(0))
     async with Administration(live.now, *stores, (PEPPER, PepperRotation()), clock, *caches) as made:
         made.followed_by(live)
-        assert (made.simulations.limit_s, made.simulations.niceness) == (300, 10)
+        runners = made.simulations, made.contract_checks
+        assert [(one.limit_s, one.niceness) for one in runners] == [(300, 10)] * 2
         await live.change(GatewaySettings(simulation_limit_s=7, simulation_niceness=3))
-        assert (made.simulations.limit_s, made.simulations.niceness) == (7, 3)
+        assert [(one.limit_s, one.niceness) for one in runners] == [(7, 3)] * 2

@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.charts import SIDES
 from moiety_dashboard.formatting import NO_VALUE, percent, short
 
 Rows = Sequence[Mapping[str, Any]]
+SIDES = {"now": "Current", "then": "Simulated"}  # names of the two runs
 
 TERMS = (
     *("rank", "weight", "ttft_s", "ttft_per_1k_s", "tpot_s", "completion_s", "max_queue_s"),
@@ -59,13 +59,13 @@ def sides_frame(result: Mapping[str, Any]) -> pd.DataFrame:
     rows = [
         {
             "class": name,
-            "side": side,
+            "side": name_of_side,
             **{count: figures[count] for count in _COUNTS},
             "ttft_p50_s": figures["ttft_s"]["p50"],
             "ttft_p99_s": figures["ttft_s"]["p99"],
             "tpot_p99_s": figures["tpot_s"]["p99"],
         }
-        for side in SIDES
+        for side, name_of_side in SIDES.items()
         for name, figures in result[side]["classes"].items()
     ]
     return pd.DataFrame(rows)

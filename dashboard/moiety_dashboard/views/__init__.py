@@ -13,6 +13,7 @@ from moiety_dashboard.views import (
     batches,
     catalogue,
     classes,
+    contract_check,
     engines,
     experts,
     overview,
@@ -63,5 +64,6 @@ PAGES = (
     View("Webhooks", ":material/webhook:", "webhooks", webhooks.draw, "webhooks.read"),
     View("Playground", ":material/chat:", "playground", playground.draw),
     View("Simulator", ":material/science:", "simulator", simulator.draw, "simulations.run"),
+    View("Contract check", ":material/handshake:", "contract-check", contract_check.draw, "contracts.check"),
     View("Audit", ":material/history:", "audit", audit.draw, "audit.read"),
 )

@@ -214,7 +214,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
             panels.panel(title, note, [known], key=f"simulated {figure.column}", frame=measured),
         ):
             panels.draw(
-                partial(charts.sides, measured, figure, inks),
+                partial(charts.sides, measured, figure, inks, list(simulations.SIDES.values())),
                 measured,
                 "None, current or simulated.",
                 f"chart {figure.column}",
@@ -222,7 +222,7 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     totals = simulations.totals_frame(result)
     said = f"{short(result['num_requests'])} requests{left_out}"
     with panels.panel("All requests", said, [known], key="simulated totals", frame=totals):
-        panels.table(totals, {"figure": "Metric", "now": "Current", "then": "Simulated"}, "", max_rows=20)
+        panels.table(totals, {"figure": "Metric", **simulations.SIDES}, "", max_rows=20)
 
 
 def tiles(result: Mapping[str, Any]) -> list[Tile]:

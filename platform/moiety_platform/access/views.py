@@ -32,6 +32,7 @@ PLAN_EXPERTS = AdminAction("experts.plan", READERS)
 DELETE_STORED_ANSWERS = AdminAction("stored_answers.delete", OPERATORS, OWN_WRITERS)
 READ_TRACES = AdminAction("traces.read", READERS, OWN_READERS)
 SIMULATE = AdminAction("simulations.run", OPERATORS)
+CHECK_CONTRACTS = AdminAction("contracts.check", OPERATORS)
 READ_SETTINGS = AdminAction("settings.read", READERS)
 READ_ALERTS = AdminAction("alerts.read", READERS, OWN_READERS)
 READ_MODELS = AdminAction("models.read", READERS, OWN_READERS | SELF_SERVICE)
@@ -58,6 +59,7 @@ VIEW_ACTIONS = (
     DELETE_STORED_ANSWERS,
     READ_TRACES,
     SIMULATE,
+    CHECK_CONTRACTS,
     READ_SETTINGS,
     READ_ALERTS,
     READ_MODELS,

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from ipaddress import ip_network
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from litestar import Router
 
@@ -17,6 +17,8 @@ from moiety_platform.alert_watch.watch import AlertThresholds, AlertWatch
 from moiety_platform.alerts.controller import AlertController
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import Clock
+from moiety_platform.contracts.controller import ContractCheckController
+from moiety_platform.contracts.runner import ContractChecks
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
@@ -69,9 +71,9 @@ class Administration:
         self._engine_notice = EngineNotice(self.database, self._holders_of_tenant_data)
         self.reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
-        self.simulations = Simulations(
-            self.report_database, limit_s=settings.simulation_limit_s, niceness=settings.simulation_niceness
-        )
+        bounds: Any = {"limit_s": settings.simulation_limit_s, "niceness": settings.simulation_niceness}
+        self.simulations = Simulations(self.report_database, **bounds)
+        self.contract_checks = ContractChecks(self.report_database, **bounds)
         thresholds = AlertThresholds.of(settings)
         self._watch = AlertWatch(self.database, self.replicas.states, settings.data_dir, self.clock, thresholds)
         self._stack = AsyncExitStack()
@@ -90,6 +92,7 @@ class Administration:
         peppers = [one for one in (pepper, turn.previous) if one is not None]
         self._tester = WebhookTester(poster, peppers, self.clock)
         self._stack.push_async_callback(self.simulations.stop)
+        self._stack.push_async_callback(self.contract_checks.stop)
         self._engine_notice.start()
         self._stack.push_async_callback(self._engine_notice.stop)
         return self
@@ -111,6 +114,7 @@ class Administration:
             with_services(EngineController, replicas=self.replicas),
             with_services(ExpertController, experts=ExpertService(self.replicas, self.clock)),
             with_services(SimulationController, simulations=self.simulations, engines=self.replicas.states),
+            with_services(ContractCheckController, contract_checks=self.contract_checks, engines=self.replicas.states),
             with_services(WebhookController, reach=self.reach, tester=self._tester),
             with_services(AlertController),
             with_services(ModelCatalogController, replicas=self.replicas),
@@ -144,8 +148,9 @@ class Administration:
         self._adapter_storage.max_tenant_bytes = settings.max_adapter_bytes_per_tenant
 
     def _set_simulation_limits(self, settings: GatewaySettings) -> None:
-        self.simulations.limit_s = settings.simulation_limit_s
-        self.simulations.niceness = settings.simulation_niceness
+        for runner in (self.simulations, self.contract_checks):
+            runner.limit_s = settings.simulation_limit_s
+            runner.niceness = settings.simulation_niceness
 
 
 def networks_of(settings: GatewaySettings) -> tuple[Network, ...]:

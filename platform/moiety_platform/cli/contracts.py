@@ -18,7 +18,7 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
-from moiety_platform.contracts.arrivals import Arrival, ContractTerms, busiest_window, contract_arrivals
+from moiety_platform.contracts.arrivals import MAX_REQUESTS, Arrival, ContractTerms, busiest_window, contract_arrivals
 from moiety_platform.contracts.check import ContractCheck, ContractReport, Verdict
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.simulator import ContractSimulator
@@ -27,7 +27,6 @@ from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import StepCosts
 from moiety_workload.simulations import DEVICES
 
-MAX_REQUESTS = 200_000
 REFUSED_STATUS = 1
 
 app = typer.Typer(help="Check whether a new tenant's limits and class can be served.")
@@ -83,7 +82,7 @@ def check(
     classes = {row["name"]: service_of(row) for row in admin.client.get("/classes")["data"]}
     engines = [one for one in admin.client.get("/engines")["data"] if one["healthy"] and serves(one, model)]
     try:
-        recent = busiest_window(recent_arrivals(admin.client, hours, model, classes), window_s)
+        _, recent = busiest_window(recent_arrivals(admin.client, hours, model, classes), window_s)
         own = contract_arrivals(terms, recent, window_s, seed)
         with tempfile.TemporaryDirectory(prefix="moiety-contract-") as name:
             folder = Path(name)

@@ -16,6 +16,7 @@ from moiety_platform.contracts.errors import ContractProblem
 CONTRACT = "contract"  # the tenant's name in the simulation, and that of its class, which has terms of its own there
 HEAD = "arrival_s,tenant,input_tokens,output_tokens,class\n"
 OUTPUT_WEIGHT = 2  # of an output token in the work of a request, as in the scheduler's fairness counters
+MAX_REQUESTS = 200_000  # of the recent traffic, and of the new tenant
 
 
 class Arrival(NamedTuple):
@@ -43,8 +44,11 @@ class ContractTerms:
     weight: float = 1.0
 
 
-def busiest_window(arrivals: Sequence[Arrival], window_s: float) -> list[Arrival]:
-    """Return the arrivals of the `window_s` seconds with the most work, from 0 on; all of them if they span less."""
+def busiest_window(arrivals: Sequence[Arrival], window_s: float) -> tuple[float, list[Arrival]]:
+    """Return the start of the `window_s` seconds with the most work, and their arrivals, from 0 on.
+
+    All arrivals if they span less.
+    """
     ordered = sorted(arrivals, key=attrgetter("at_s"))
     best, best_work, start, work = (0, 0), -1, 0, 0
     for end, arrival in enumerate(ordered):
@@ -55,19 +59,21 @@ def busiest_window(arrivals: Sequence[Arrival], window_s: float) -> list[Arrival
         if work > best_work:
             best, best_work = (start, end + 1), work
     chosen = ordered[slice(*best)]
-    return [one._replace(at_s=one.at_s - chosen[0].at_s) for one in chosen]
+    first_s = chosen[0].at_s if chosen else 0.0
+    return first_s, [one._replace(at_s=one.at_s - first_s) for one in chosen]
 
 
 def contract_arrivals(terms: ContractTerms, recent: Sequence[Arrival], window_s: float, seed: int) -> list[Arrival]:
     """Return the new tenant's requests at its full limits: Poisson arrivals for `window_s` seconds.
 
-    Raises ContractProblem without recent traffic to take lengths from.
+    Their lengths are the contract's, otherwise those of `recent` requests. Raises ContractProblem without requests to
+    take lengths from, and for limits that allow too few requests or too many.
     """
     is_given = terms.input_tokens is not None and terms.output_tokens is not None
     if not recent and not is_given:
         raise ContractProblem(
-            "no request was served in this period, from which the contract could take its lengths; give --input-tokens "
-            "and --output-tokens"
+            "no request was served in this period, from which the contract could take its lengths; give the input "
+            "tokens and the output tokens of a request"
         )
     random = Random(f"contract {seed}")
     lengths = [
@@ -77,6 +83,11 @@ def contract_arrivals(terms: ContractTerms, recent: Sequence[Arrival], window_s:
     rate_per_s = terms.requests_per_minute / 60
     if terms.tokens_per_minute is not None:
         rate_per_s = min(rate_per_s, terms.tokens_per_minute / mean_tokens / 60)
+    if rate_per_s * window_s > MAX_REQUESTS:
+        raise ContractProblem(
+            f"the limits allow more than {MAX_REQUESTS:,} requests in {window_s / 60:g} minutes; give a shorter "
+            "window or lower limits"
+        )
     found: list[Arrival] = []
     at_s = random.expovariate(rate_per_s)
     while at_s < window_s:
@@ -84,7 +95,7 @@ def contract_arrivals(terms: ContractTerms, recent: Sequence[Arrival], window_s:
         at_s += random.expovariate(rate_per_s)
     if not found:
         raise ContractProblem(
-            f"the limits allow fewer than one request in {window_s / 60:g} minutes; give a longer --window-s"
+            f"the limits allow fewer than one request in {window_s / 60:g} minutes; give a longer window"
         )
     return found
 

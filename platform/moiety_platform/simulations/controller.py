@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from litestar import Controller, delete, get, post
 from litestar.di import NamedDependency
@@ -16,11 +15,11 @@ from moiety_platform.classes.service import apply_change, load_classes
 from moiety_platform.classes.terms import ClassTerms
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import BadRequest, Conflict, NotFound
+from moiety_platform.errors import BadRequest
 from moiety_platform.openapi.described import fails
 from moiety_platform.simulations import store
 from moiety_platform.simulations.child import SimulationVariant
-from moiety_platform.simulations.learned_device import device_fields
+from moiety_platform.simulations.learned_device import device_of_engine
 from moiety_platform.simulations.runner import Plan, Simulations
 from moiety_platform.simulations.schemas import (
     MAX_MINUTES,
@@ -68,7 +67,7 @@ class SimulationController(Controller):
         async with database.read() as session:
             now = await load_classes(session)
         then = changed(now, data)
-        device = data.device or learned_device(engines(), data.engine_id or "")
+        device = data.device or device_of_engine(engines(), data.engine_id or "")
         plan = Plan(
             data,
             device,
@@ -134,25 +133,3 @@ def changed(now: Mapping[str, ClassTerms], request: NewSimulation) -> dict[str, 
 
 def services(terms: Iterable[ClassTerms]) -> dict[str, ServiceClass]:
     return {one.service.name: one.service for one in terms}
-
-
-def learned_device(engines: Sequence[EngineState], engine_id: str) -> dict[str, Any]:
-    """Return an engine's step-time model and limits, as a device of the simulator. Raises NotFound, Conflict."""
-    load = next((one.load for one in engines if one.load is not None and one.load.engine_id == engine_id), None)
-    if load is None:
-        raise NotFound("There is no engine with this id; list them with GET /admin/v1/engines.", param="engine_id")
-    costs = load.step_costs
-    if costs is None:
-        raise Conflict(
-            "This engine has not learned yet what its steps take, or is none of ours: let it serve some requests, or "
-            "give 'device'.",
-            code="no_step_time_model",
-        )
-    return device_fields(
-        engine_id,
-        costs,
-        kv_blocks_total=load.kv_blocks_total,
-        block_size=load.block_size,
-        max_batch_tokens=load.max_batch_tokens,
-        max_running=load.max_running,
-    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from moiety_platform.engine_client.base import EngineState
+from moiety_platform.errors import Conflict, NotFound
 from moiety_wire.engine_load import StepCosts
 
 
@@ -27,3 +30,25 @@ def device_fields(
         "kv_token_bytes": 0,
         "fit_error": costs.relative_error,
     }
+
+
+def device_of_engine(engines: Sequence[EngineState], engine_id: str) -> dict[str, Any]:
+    """Return an engine's step-time model and limits, as a device of the simulator. Raises NotFound, Conflict."""
+    load = next((one.load for one in engines if one.load is not None and one.load.engine_id == engine_id), None)
+    if load is None:
+        raise NotFound("There is no engine with this id; list them with GET /admin/v1/engines.", param="engine_id")
+    costs = load.step_costs
+    if costs is None:
+        raise Conflict(
+            "This engine has not learned yet what its steps take, or is none of ours: let it serve some requests, or "
+            "give 'device'.",
+            code="no_step_time_model",
+        )
+    return device_fields(
+        engine_id,
+        costs,
+        kv_blocks_total=load.kv_blocks_total,
+        block_size=load.block_size,
+        max_batch_tokens=load.max_batch_tokens,
+        max_running=load.max_running,
+    )
