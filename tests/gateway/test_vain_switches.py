@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from moiety_platform.engine_client.base import EngineState
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.wake_on_request.activity import MAX_REFUSED_S, REFUSED_S, ActivityLog
+from moiety_platform.wake_on_request.store import put_switches, read_switches
 from moiety_wire.engine_load import SleepState
 
 from .conftest import NewCard, RunningGateway, StartGateway, Until
@@ -121,6 +122,49 @@ async def test_a_switch_that_serves_a_request_is_not_undone(
         assert (await asked(gateway, "a"))[0] == 200
         await until(lambda: state_of(a) is SleepState.ASLEEP)  # idle
         assert (b.num_sleeps, b.num_wakes) == (1, 0)
+
+
+async def switches_of(gateway: RunningGateway) -> dict[str, str]:
+    async with gateway.database.read() as session:
+        return await read_switches(session)
+
+
+async def test_a_gateway_wakes_an_engine_that_gave_way_to_a_request_of_one_that_is_gone(
+    start_gateway: StartGateway, engines: list[FakeEngineClient], until: Until
+) -> None:
+    a, b = engines
+    async with start_gateway(engines) as gateway, asyncio.timeout(60):
+        for engine in (a, b):
+            engine.set_asleep(asleep=True)
+        await until(lambda: state_of(a) is state_of(b) is SleepState.ASLEEP)
+        async with gateway.database.write() as session:
+            await put_switches(session, {b.state.address: "a"})  # of a gateway that was killed before a was awake
+        await gateway.live.change(gateway.live.now.model_copy(update=SETTINGS))
+        await until(lambda: state_of(b) is SleepState.AWAKE)
+        assert (a.num_wakes, b.num_wakes) == (0, 1)
+        assert (await asked(gateway, "b"))[0] == 200
+        while await switches_of(gateway):  # noqa: ASYNC110 - an administrator can let b sleep again
+            await asyncio.sleep(0.02)
+
+
+async def test_a_switch_is_known_to_all_gateways_until_it_has_ended(
+    start_gateway: StartGateway, engines: list[FakeEngineClient], until: Until
+) -> None:
+    a, b = engines
+    b.token_s = 600.0
+    async with start_gateway(engines, **SETTINGS) as gateway, asyncio.timeout(60):
+        a.set_asleep(asleep=True)
+        busy = asyncio.create_task(asked(gateway, "b"))
+        await until(lambda: b.submits)
+        waiting = asyncio.create_task(asked(gateway, "a"))
+        await until(lambda: b.num_sleeps)
+        assert await switches_of(gateway) == {b.state.address: "a"}, "recorded before the command"
+        busy.cancel()  # the client's connection is closed, and b falls asleep
+        await asyncio.wait({busy})
+        assert (await waiting)[0] == 200
+        while await switches_of(gateway):  # noqa: ASYNC110 - rows, which send no event
+            await asyncio.sleep(0.02)
+        assert (state_of(b), b.num_wakes) == (SleepState.ASLEEP, 0)
 
 
 def test_an_engine_that_fails_again_and_again_pauses_longer_each_time(engines: list[FakeEngineClient]) -> None:

@@ -7,14 +7,17 @@ import asyncio
 from sqlalchemy import update
 
 from moiety_platform.db.session import Database
-from moiety_platform.wake_on_request.models import WakeDemand, WakeLease
+from moiety_platform.wake_on_request.models import WakeDemand, WakeLease, WakeSwitch
 from moiety_platform.wake_on_request.plan import ModelDemand
 from moiety_platform.wake_on_request.store import (
     WakeKind,
     claim_lease,
+    end_switches,
     note_time,
     put_demands,
+    put_switches,
     read_demands,
+    read_switches,
     read_times,
     release_lease,
 )
@@ -71,3 +74,15 @@ async def test_measured_times_are_averaged_by_model_and_kind(database: Database)
         await note_time(session, "a", WakeKind.WAKE, 4.0)
     async with database.read() as session:
         assert await read_times(session) == {WakeKind.WAKE: {"a": 3.0}, WakeKind.START: {"a": 60.0}}
+
+
+async def test_switches_are_kept_until_they_end(database: Database) -> None:
+    async with database.write() as session:
+        await put_switches(session, {"tcp://b:1": "a", "tcp://c:1": "a", "tcp://d:1": "a"})
+        await put_switches(session, {"tcp://c:1": "b"})
+        await end_switches(session, ["tcp://b:1"], ["tcp://c:1", "tcp://d:1"])
+    async with database.write() as session:
+        assert await read_switches(session) == {"tcp://c:1": "b", "tcp://d:1": "a"}, "their commands are under way"
+        await session.execute(update(WakeSwitch).where(WakeSwitch.address == "tcp://d:1").values(at_ms=1))
+        await end_switches(session, [], ["tcp://c:1", "tcp://d:1"])
+        assert await read_switches(session) == {"tcp://c:1": "b"}, "the other engine has followed, and is awake again"

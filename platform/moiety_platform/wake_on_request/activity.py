@@ -5,7 +5,7 @@ An engine reports its requests of all gateways, so every gateway observes the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -86,6 +86,21 @@ class ActivityLog:
         found.command_s, found.was_woken = now_s, not asleep
         if asleep:
             found.gave_way_to = gave_way_to
+
+    def adopt_switches(self, switches: Mapping[str, str]) -> set[str]:
+        """Take over what another gateway has recorded: the models for which engines, by address, gave way.
+
+        Returns the engines whose switch is known now; an engine that is still awake is not among them.
+        """
+        for address, model in switches.items():
+            found = self._engines.get(address)
+            if found is not None and found.sleep is not SleepState.AWAKE and not found.gave_way_to:
+                found.gave_way_to = model
+        return {address for address in switches if (one := self._engines.get(address)) and one.gave_way_to}
+
+    def ended_switches(self, addresses: Collection[str]) -> list[str]:
+        """Return those of the engines that gave way and do no longer: they, or the model in their place, are awake."""
+        return [one for one in addresses if one in self._engines and not self._engines[one].gave_way_to]
 
     def awaits_command(self, address: str, now_s: float, timeout_s: float, *, asleep: bool) -> bool:
         """Return whether the engine got the same command within the timeout, and has not followed it yet."""

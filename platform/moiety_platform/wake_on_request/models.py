@@ -10,6 +10,7 @@ from moiety_platform.prices.models import MAX_MODEL_LENGTH
 
 OWNER_LENGTH = 64
 NAME_LENGTH = 16
+ADDRESS_LENGTH = 300
 
 
 class WakeDemand(DeploymentTable, Base):
@@ -43,3 +44,13 @@ class WakeTime(DeploymentTable, Base):
     model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH), primary_key=True)
     kind: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     wake_ms: Mapped[int] = mapped_column(BigInteger)
+
+
+class WakeSwitch(DeploymentTable, Base):
+    """An engine of a device group that was put to sleep for another model, until that model or the engine is awake."""
+
+    __tablename__ = "wake_switches"
+
+    address: Mapped[str] = mapped_column(String(ADDRESS_LENGTH), primary_key=True)
+    model: Mapped[str] = mapped_column(String(MAX_MODEL_LENGTH))  # for which it gave way
+    at_ms: Mapped[int] = mapped_column(BigInteger)

@@ -1,19 +1,23 @@
-"""Waiting requests of all gateways, the lease of the gateway that decides, and measured wake times, in transactions."""
+"""Waiting requests of all gateways, the lease of the gateway that decides, its switches, and measured wake times.
+
+All of them within the caller's transaction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
-from moiety_platform.wake_on_request.models import WakeDemand, WakeLease, WakeTime
+from moiety_platform.wake_on_request.models import WakeDemand, WakeLease, WakeSwitch, WakeTime
 from moiety_platform.wake_on_request.plan import ModelDemand
 
 LEASE_NAME = "engines"
+FOLLOWED_MS = 10_000  # after which an engine has followed a command
 
 
 class WakeKind(StrEnum):
@@ -70,6 +74,25 @@ async def claim_lease(session: AsyncSession, owner: str, lease_ms: int) -> bool:
 async def release_lease(session: AsyncSession, owner: str) -> None:
     """Give the lease back, so that another gateway process can decide at once."""
     await session.execute(delete(WakeLease).where(WakeLease.owner == owner))
+
+
+async def put_switches(session: AsyncSession, switches: Mapping[str, str]) -> None:
+    """Record engines, by address, that are put to sleep for another model."""
+    for address, model in switches.items():
+        fields = {"model": model, "at_ms": now_ms()}
+        insert = insert_into(session, WakeSwitch).values(address=address, **fields)
+        await session.execute(insert.on_conflict_do_update(index_elements=["address"], set_=fields))
+
+
+async def read_switches(session: AsyncSession) -> dict[str, str]:
+    """Return the models for which engines gave way, by the engines' addresses."""
+    return {one.address: one.model for one in await session.scalars(select(WakeSwitch))}
+
+
+async def end_switches(session: AsyncSession, ended: Collection[str], awake: Collection[str]) -> None:
+    """Remove the switches of the `ended` engines, and of `awake` ones that must have followed an earlier command."""
+    is_over = and_(WakeSwitch.address.in_(awake), WakeSwitch.at_ms < now_ms() - FOLLOWED_MS)
+    await session.execute(delete(WakeSwitch).where(or_(WakeSwitch.address.in_(ended), is_over)))
 
 
 async def note_time(session: AsyncSession, model: str, kind: WakeKind, seconds: float) -> None:

@@ -29,9 +29,12 @@ from moiety_platform.wake_on_request.plan import ModelDemand, SleepView, WakeTer
 from moiety_platform.wake_on_request.store import (
     WakeKind,
     claim_lease,
+    end_switches,
     note_time,
     put_demands,
+    put_switches,
     read_demands,
+    read_switches,
     read_times,
     release_lease,
 )
@@ -93,7 +96,8 @@ class EngineWaker:
         self._engines: list[SleepView] = []
         self._times: dict[WakeKind, dict[str, float]] = {kind: {} for kind in WakeKind}
         self._measured: list[tuple[str, WakeKind, float]] = []  # times that are not in the database yet
-        self._holds_lease = self._has_written = self._is_new = False
+        self._switches: set[str] = set()  # engines that gave way, by the database, and that this process knows
+        self._holds_lease = self._has_written = self._is_new = self._is_unread = False
         self._decided_s = -math.inf
         self._failure = ""  # why nothing could be decided lately
         self._decided_for: list[tuple[str, SleepState]] = []  # states of the engines at the last decision
@@ -259,8 +263,11 @@ class EngineWaker:
         own = self._own_demands()
         self._rounds.every_s = FAST_POLL_S if any(one.num_waiting for one in self._demands.values()) else POLL_S
         seen = [(one.address, one.sleep) for one in self._engines]
+        if seen != self._decided_for and self._has_groups():
+            self._is_unread = True  # another gateway may have brought about the change, and be gone
         is_due = self._is_new or seen != self._decided_for or now_s - self._decided_s >= DECIDE_S
-        if not is_due or not (own or self._holds_lease or self._has_written or self._measured or self._may_act(now_s)):
+        has_news = own or self._holds_lease or self._has_written or self._measured or self._is_unread
+        if not is_due or not (has_news or self._may_act(now_s)):
             return
         self._is_new, self._decided_s, self._decided_for = False, now_s, seen
         try:
@@ -279,19 +286,31 @@ class EngineWaker:
             holds_lease = await claim_lease(session, self._owner, round(LEASE_S * 1000))
             demands = await read_demands(session)
             times = await read_times(session)
+            switches = await read_switches(session) if self._has_groups() else {}
+            if holds_lease and switches:
+                ended = self._activity.ended_switches(self._switches & switches.keys())
+                awake = [one.address for one in self._engines if one.sleep is SleepState.AWAKE]
+                await end_switches(session, ended, awake)
+                switches = {address: model for address, model in switches.items() if address not in ended}
             if holds_lease and not demands:
                 await release_lease(session, self._owner)  # so that another gateway's request need not wait for its end
         del self._measured[: len(measured)]  # after the commit, since a failed transaction has stored none
         self._times = dict(times)
         is_new_holder = holds_lease and bool(demands) and not self._holds_lease
         self._has_written, self._holds_lease, self._all_demands = bool(own), holds_lease and bool(demands), demands
+        known = self._activity.adopt_switches(switches)
+        is_adopted, self._switches, self._is_unread = bool(known - self._switches), known, False
         if not holds_lease:
             self._pools.request_scale((), ())
             return
-        if is_new_holder and any(one.group for one in self._engines):
+        if is_adopted or (is_new_holder and self._has_groups()):
             self._is_new = True  # the commands of the last holder may not be in this process's loads yet
             return
         plan = plan_sleep(self._engines, demands, self._terms())
+        if begun := {address: model for address, model in plan.gave_way.items() if address not in self._switches}:
+            async with self._database.write() as session:  # before the command, so that no switch is unknown
+                await put_switches(session, begun)
+            self._switches |= begun.keys()
         for address in (*plan.wake, *plan.restore):
             self._command(address, now_s, asleep=False)
         for address in plan.sleep:
@@ -318,7 +337,11 @@ class EngineWaker:
     def _may_act(self, now_s: float) -> bool:
         """Return whether engines are to sleep, to be woken again or to be stopped, as far as this process knows."""
         plan = plan_sleep(self._engines, self._all_demands, self._terms())
-        return bool(plan.sleep or plan.restore) or bool(self._pools.idle_models(self._engines, now_s))
+        has_ended = bool(self._activity.ended_switches(self._switches))
+        return has_ended or bool(plan.sleep or plan.restore) or bool(self._pools.idle_models(self._engines, now_s))
+
+    def _has_groups(self) -> bool:
+        return any(one.group for one in self._engines)
 
     # ── observations ──
 
