@@ -129,6 +129,22 @@ def latencies() -> list[list[Panel]]:
     ]  # fmt: skip
 
 
+def quotes() -> list[list[Panel]]:
+    guaranteed = f"sum by (service_class) (rate(moiety_quote_guarantees_total{{{OF}}}[{RATE}]))"
+    met = f'sum by (service_class) (rate(moiety_quote_guarantees_total{{{OF},met="true"}}[{RATE}]))'
+    exact = "1 is exact, above 1 is later than predicted. Only requests with a quote."
+    return [
+        [
+            Panel("Quotes: TTFT, actual ÷ predicted", "short",
+                  percentiles("moiety_quote_ttft_ratio", OF, quantiles=(0.5, 0.9)), exact),
+            Panel("Quotes: duration, actual ÷ predicted", "short",
+                  percentiles("moiety_quote_duration_ratio", OF, quantiles=(0.5, 0.9)), exact),
+            Panel("Quotes: guarantees met", "percentunit", [(f"{met} / {guaranteed}", "{{service_class}}")],
+                  "Share of ended requests with a quote's guarantee.", at_most_one=True),
+        ],
+    ]  # fmt: skip
+
+
 def batches() -> list[list[Panel]]:
     used = f"max by (engine) (moiety_engine_kv_blocks_used{{{ENGINE}}})"
     total = f"max by (engine) (moiety_engine_kv_blocks{{{ENGINE}}})"
@@ -282,7 +298,7 @@ class Variable:
 
 MODEL, CLASS = Variable("model", "moiety_requests_total"), Variable("service_class", "moiety_requests_total")
 BOARDS = {
-    "overview": ("Moiety: overview and SLOs", (slos, latencies), (MODEL, CLASS)),
+    "overview": ("Moiety: overview and SLOs", (slos, latencies, quotes), (MODEL, CLASS)),
     "engines": ("Moiety: engines", (batches, decisions), (Variable("engine", "moiety_engine_up"),)),
     "tenants": ("Moiety: tenants and quotas", (usage, ledger), ()),
 }

@@ -198,6 +198,12 @@ def test_every_query_of_every_board_names_metrics_and_labels_that_there_are() ->
             assert label in names[metric]
         titles = [panel["title"] for panel in board["panels"]]
         assert len(titles) == len(set(titles)) >= 9
+    quotes = [one for one in found["overview"]["panels"] if one["title"].startswith("Quotes")]
+    assert {re.findall(r"moiety_quote_\w+", one["targets"][0]["expr"])[0] for one in quotes} == {
+        "moiety_quote_ttft_ratio_bucket",
+        "moiety_quote_duration_ratio_bucket",
+        "moiety_quote_guarantees_total",
+    }
 
 
 def test_every_alert_names_metrics_and_labels_that_there_are_and_a_runbook() -> None:
