@@ -38,7 +38,7 @@ RESULT: dict[str, Any] = {
 def test_the_first_run_is_compared_with_the_traffic_before_it() -> None:
     frame = contracts.attainment_frame(RESULT)
     assert list(frame["class"]) == ["flex", "standard", contracts.NEW_TENANT]
-    assert list(frame["with"]) == [1.0, 0.9, 0.6] and list(frame["slo"]) == ["attained", "missed", "missed"]
+    assert list(frame["with"]) == [1.0, 0.9, 0.6] and list(frame["state"]) == ["attained", "missed", "missed"]
     assert list(frame["before"])[:2] == [1.0, 0.999] and pd.isna(frame["before"][2])
     sides = contracts.sides_frame(RESULT)
     assert len(sides) == 5 and set(sides["side"]) == set(contracts.SIDES)
@@ -52,7 +52,7 @@ def test_every_run_has_a_row() -> None:
     assert list(frame["run"]) == ["standard, 2 replicas", "standard, 3 replicas"]
     assert frame["missed"][0] == "standard, new tenant" and pd.isna(frame["missed"][1])
     assert list(frame["of standard"]) == [0.9, 0.998]
-    assert list(frame["verdict"]) == ["does not carry it", "carries the tenant"]
+    assert list(frame["state"]) == ["does not carry it", "carries the tenant"]
 
 
 def test_without_recent_traffic_only_the_tenant_has_figures() -> None:

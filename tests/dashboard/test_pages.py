@@ -130,7 +130,7 @@ def test_a_contract_is_checked_on_its_page(serve: Any, monkeypatch: pytest.Monke
     app._page_hash = calc_hash("contract-check")
     app.run()
     for field in app.number_input:
-        if field.label in ("Input tokens per request", "Output tokens per request"):
+        if field.label in ("Input tokens", "Output tokens"):
             field.set_value(20)
     next(button for button in app.button if button.label == "Check").click()
     app.run()

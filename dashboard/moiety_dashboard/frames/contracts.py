@@ -11,6 +11,8 @@ NEW_TENANT = "new tenant"
 CONTRACT = "contract"  # the gateway's name of the new tenant in `missed`
 SIDES = ("Without the tenant", "With the tenant")
 
+CARRIES, CARRIES_NOT = "carries the tenant", "does not carry it"
+
 Result = Mapping[str, Any]
 
 
@@ -22,12 +24,12 @@ def attainment_frame(result: Result) -> pd.DataFrame:
             "class": name,
             "before": result["before"].get(name),
             "with": run["attainment"].get(name),
-            "slo": _state(name in run["missed"]),
+            "state": _state(name in run["missed"]),
         }
         for name in sorted({*result["before"], *run["attainment"]})
     ]
     own = {"class": NEW_TENANT, "before": None, "with": run["tenant_attainment"]}
-    frame = pd.DataFrame([*rows, {**own, "slo": _state(CONTRACT in run["missed"])}])
+    frame = pd.DataFrame([*rows, {**own, "state": _state(CONTRACT in run["missed"])}])
     return frame.astype({"before": float, "with": float})
 
 
@@ -46,7 +48,7 @@ def runs_frame(result: Result) -> pd.DataFrame:
     rows = [
         {
             "run": f"{run['service_class']}, {replicas_in_words(run['replicas'])}",
-            "verdict": "carries the tenant" if not run["missed"] else "does not carry it",
+            "state": CARRIES if not run["missed"] else CARRIES_NOT,
             "tenant": run["tenant_attainment"],
             **{f"of {name}": share for name, share in run["attainment"].items()},
             "missed": ", ".join(NEW_TENANT if name == CONTRACT else name for name in run["missed"]) or None,

@@ -24,12 +24,18 @@ HOURS = {168: "last 7 days", 24: "last 24 h", 6: "last 6 h", 744: "last 31 days"
 WINDOWS_S = {1800: "busiest 30 min", 600: "busiest 10 min", 3600: "busiest 1 h", 7200: "busiest 2 h"}
 NO_TENANT = "No tenant"
 ALL_MODELS = "All models"
+EACH = "Of each request. If empty, the lengths are drawn from those of recent requests."
 VERDICTS = {
     "accepted": (st.success, "Accepted", ":material/check_circle:"),
     "needs_more": (st.warning, "Something has to be added", ":material/add_circle:"),
     "refused": (st.error, "Refused", ":material/cancel:"),
 }
-STATES = {"attained": colours.GOOD, "missed": colours.BAD}
+STATES = {
+    "attained": colours.GOOD,
+    "missed": colours.BAD,
+    contracts.CARRIES: colours.GOOD,
+    contracts.CARRIES_NOT: colours.BAD,
+}
 NEW_TENANT_INK = "#d05a9a"
 
 
@@ -57,58 +63,66 @@ def ask(client: AdminClient) -> dict[str, Any] | None:
         [("/classes", {}), ("/engines", {}), ("/tenants", {"limit": 500}), ("/simulations", {})]
     )
     with st.container(border=True):
-        copied = ask_tenant({one["id"]: one["name"] for one in tenants.data["data"]})
+        body = ask_tenant(
+            [terms["name"] for terms in classes.data["data"]], {one["id"]: one["name"] for one in tenants.data["data"]}
+        )
         with st.form("contract check", border=False):
-            body = ask_contract([terms["name"] for terms in classes.data["data"]], is_copied=copied is not None)
+            body |= ask_limits(is_copied=body["copy_tenant_id"] is not None)
             body |= ask_traffic(engines.data["data"], known.data)
-            body["copy_tenant_id"] = copied
             if st.form_submit_button("Check", type="primary", icon=":material/handshake:"):
                 return {name: value for name, value in body.items() if value is not None}
     return None
 
 
-def ask_tenant(names: Mapping[str, str]) -> str | None:
-    """Return the tenant to copy; outside the form, whose fields depend on it."""
-    column, _ = st.columns([1, 3])
-    copied: str | None = column.selectbox(
+def ask_tenant(classes: list[str], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the class, and the tenant to copy; outside the form, whose fields depend on it."""
+    first, second, third = st.columns(3)
+    at = classes.index("standard") if "standard" in classes else 0
+    name = first.selectbox("Class", classes, at, format_func=show_unseen)
+    copied = second.selectbox(
         "Copy a tenant", [None, *names], format_func=lambda one: NO_TENANT if one is None else show_unseen(names[one]),
         help="Its weight, limits per minute and lengths of requests are used where a field is empty.",
     )  # fmt: skip
-    return copied
+    required = third.number_input("Required SLO attainment, %", 0.0, 100.0, 99.0, 0.5)
+    return {"service_class": name, "copy_tenant_id": copied, "required": required / 100}
 
 
-def ask_contract(classes: list[str], *, is_copied: bool) -> dict[str, Any]:
-    """Return the terms of the contract; those that are left empty are the copied tenant's, or the traffic's."""
-    copied = "as copied"
-    lengths = copied if is_copied else "as recent requests"
-    first, second, third, fourth = st.columns(4)
-    at = classes.index("standard") if "standard" in classes else 0
-    name = first.selectbox("Class", classes, at, format_func=show_unseen)
-    requests = second.number_input(
-        "Requests per minute", 0.001, 1e6, None if is_copied else 60.0, placeholder=copied if is_copied else "required",
+def ask_limits(*, is_copied: bool) -> dict[str, Any]:
+    """Return the limits of the contract; those that are left empty are the copied tenant's, or the traffic's."""
+
+    def unless_copied(text: str) -> str:
+        return "as copied" if is_copied else text
+
+    first, second, third = st.columns(3)
+    requests = first.number_input(
+        "Requests per minute", 0.001, 1e6, None if is_copied else 60.0, placeholder=unless_copied("required"),
         help="The tenant sends at this limit all the time.",
     )  # fmt: skip
-    tokens = third.number_input("Tokens per minute", 1, 10**12, None, placeholder=copied if is_copied else "no limit")
-    weight = fourth.number_input("Weight", 0.001, 1000.0, None, placeholder=copied if is_copied else "1")
-    first, second, third, _ = st.columns(4)
-    prompt = first.number_input("Input tokens per request", 1, 10_000_000, None, placeholder=lengths)
-    output = second.number_input("Output tokens per request", 1, 10_000_000, None, placeholder=lengths)
-    required = third.number_input("Required SLO attainment, %", 0.0, 100.0, 99.0, 0.5)
+    tokens = second.number_input("Tokens per minute", 1, 10**12, None, placeholder=unless_copied("no limit"))
+    weight = third.number_input("Weight", 0.001, 1000.0, None, placeholder=unless_copied("1"))
+    first, second, third = st.columns(3)
+    prompt = first.number_input("Input tokens", 1, 10_000_000, None, placeholder=unless_copied("as recent"), help=EACH)
+    output = second.number_input(
+        "Output tokens", 1, 10_000_000, None, placeholder=unless_copied("as recent"), help=EACH
+    )
+    replicas = third.number_input("Replicas", 1, 1000, None, placeholder="as now", help="The healthy engines if empty.")
     return {
-        "service_class": name, "requests_per_minute": requests, "tokens_per_minute": tokens,
-        "input_tokens": prompt, "output_tokens": output, "weight": weight, "required": required / 100,
+        "requests_per_minute": requests, "tokens_per_minute": tokens, "weight": weight,
+        "input_tokens": prompt, "output_tokens": output, "replicas": replicas,
     }  # fmt: skip
 
 
 def ask_traffic(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recent traffic, the replicas, and the step-time model."""
-    first, second, third, fourth = st.columns(4)
+    """Return the recent traffic, the replicas to try, and the step-time model."""
+    first, second, third = st.columns(3)
     hours = first.selectbox("Arrivals", list(HOURS), format_func=lambda one: HOURS[one])
     window_s = second.selectbox(
         "Simulated part", list(WINDOWS_S), format_func=lambda one: WINDOWS_S[one], help="A longer part takes longer."
     )
+    most = third.number_input("Max replicas to try", 1, 1000, 16)
+    first, second, _ = st.columns(3)
     models = contracts.models_of(engines)
-    model = third.selectbox(
+    model = first.selectbox(
         "Model", [None, *models], format_func=lambda one: ALL_MODELS if one is None else show_unseen(one)
     )
     devices: dict[tuple[str, str], str] = {
@@ -116,15 +130,10 @@ def ask_traffic(engines: list[dict[str, Any]], known: Mapping[str, Any]) -> dict
     }
     devices |= {("device", name): name for name in known["devices"]}
     description = "Learned by an engine while it served, or computed for a known model on a known device."
-    field, name = fourth.selectbox(
+    field, name = second.selectbox(
         "Step time model", list(devices), format_func=lambda one: show_unseen(devices[one]), help=description
     )
-    first, second, _, _ = st.columns(4)
-    replicas = first.number_input("Replicas", 1, 1000, None, placeholder="the healthy engines")
-    most = second.number_input("Max replicas to try", 1, 1000, 16)
-    return {
-        "hours": hours, "window_s": window_s, "model": model, field: name, "replicas": replicas, "max_replicas": most,
-    }  # fmt: skip
+    return {"hours": hours, "window_s": window_s, "model": model, field: name, "max_replicas": most}
 
 
 def check(client: AdminClient, body: Mapping[str, Any]) -> Answer:
@@ -195,7 +204,7 @@ def class_columns() -> dict[str, Any]:
         "class": "Class",
         "before": column.NumberColumn("Without the tenant", format="percent"),
         "with": column.NumberColumn("With the tenant", format="percent"),
-        "slo": column.TextColumn("SLO", help="Missed: less than required, and less than without the tenant"),
+        "state": column.TextColumn("SLO", help="Missed: less than required, and less than without the tenant"),
     }
 
 
@@ -204,7 +213,7 @@ def run_columns(runs: Any) -> dict[str, Any]:
     names = [name for name in runs.columns if name.startswith("of ")]
     return {
         "run": "Class and replicas",
-        "verdict": "Result",
+        "state": "Result",
         "tenant": column.NumberColumn("New tenant", format="percent"),
         **{name: column.NumberColumn(show_unseen(name.removeprefix("of ")), format="percent") for name in names},
         "missed": "Missed",
