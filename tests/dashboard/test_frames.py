@@ -218,8 +218,8 @@ def test_simulation_results_are_compared_side_by_side() -> None:
     totals = simulations.totals_frame(result).set_index("figure")
     assert tuple(totals.loc["Longest queue time"]) == ("500 ms", "90.0 s")
     assert tuple(totals.loc["Rejected"]) == ("2", "2")
-    figure, names = charts.Figure("attainment", "kept", ".1%"), list(simulations.SIDES.values())
-    drawn = str(charts.sides(frame, figure, colours.of_classes(["standard"]), names).to_dict())
+    figure, sides = charts.Figure("attainment", "kept", ".1%"), list(simulations.SIDES.values())
+    drawn = str(charts.sides(frame, figure, colours.of_classes(["standard"]), sides).to_dict())
     assert colours.SHIPPED["standard"] in drawn
     assert "'domain': ['Current', 'Simulated']" in drawn and "'now'" not in drawn
 
