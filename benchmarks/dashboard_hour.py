@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 import msgspec
 from dashboard_deployment import attributed, earlier_days
-from dashboard_pictures import picture_experts, take_pictures
+from dashboard_pictures import take_pictures, take_pictures_of_model
 from sqlalchemy import select
 
 from moiety_platform.db.session import Database
@@ -277,17 +277,17 @@ def main() -> None:
         default=400.0,
         help="seconds of requests to the demo model before the screenshot of its experts",
     )
-    parser.add_argument("--only-experts", action="store_true", help="take only the screenshots of the page of experts")
+    parser.add_argument("--only-model", action="store_true", help="take only the screenshots that need the demo model")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.only_experts:
+    if not options.only_model:
         with served("--scripted", engine=("--scripted-step-ms", "12")) as (url, dashboard, admin_key, data):
             show(url, dashboard, admin_key, data, options)
     with served() as (url, dashboard, admin_key, _):
         made = make_tenants(Admin(url, admin_key))
         with sending(url, made, TASKS):
             time.sleep(options.experts_s)
-            picture_experts(dashboard, admin_key, options.out)
+            take_pictures_of_model(dashboard, admin_key, made[1].key, options.out)
     print(f"pictures are in {options.out}")
 
 
@@ -347,7 +347,7 @@ def show(url: str, dashboard: str, admin_key: str, data: Path, options: argparse
     change_something(admin, made)
     with sending(url, made, {}):
         time.sleep(options.live_s)
-        take_pictures(dashboard, admin_key, made[1].key, options.out)
+        take_pictures(dashboard, admin_key, options.out)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ PAGES = (
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 
-def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
-    """Take a screenshot of every page, light and dark, at the size of a laptop screen."""
+def take_pictures(dashboard: str, admin_key: str, out: Path) -> None:
+    """Take a screenshot of every page that needs no model, light and dark, at the size of a laptop screen."""
     from playwright.sync_api import Page, sync_playwright
 
     def settle(page: Page) -> None:
@@ -63,12 +63,6 @@ def take_pictures(dashboard: str, admin_key: str, key: str, out: Path) -> None:
                     shoot(page, out / f"trace-{theme}.png")
             simulate(page)
             shoot(page, out / f"simulator-{theme}.png")
-            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
-            page.get_by_role("textbox", name="API key").fill(key)
-            page.get_by_role("button", name="Send").click()
-            page.get_by_text("Decode speed").wait_for()
-            page.get_by_text("Open trace").or_(page.get_by_text("The trace was not sampled")).first.wait_for()
-            shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()
 
@@ -89,8 +83,8 @@ def simulate(page: Any) -> None:
     page.wait_for_timeout(2500)
 
 
-def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
-    """Take a screenshot of the page of experts, which needs a model."""
+def take_pictures_of_model(dashboard: str, admin_key: str, key: str, out: Path) -> None:
+    """Take screenshots of the pages that need a model: its experts, and its answer in the playground."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -103,6 +97,12 @@ def picture_experts(dashboard: str, admin_key: str, out: Path) -> None:
             page.get_by_test_id("stVegaLiteChart").nth(2).wait_for()
             page.wait_for_timeout(2500)
             shoot(page, out / f"experts-{theme}.png")
+            page.get_by_test_id("stSidebarNav").get_by_role("link", name="Playground").click()
+            page.get_by_role("textbox", name="API key").fill(key)
+            page.get_by_role("button", name="Send").click()
+            page.get_by_text("Decode speed").wait_for()
+            page.get_by_text("Open trace").or_(page.get_by_text("The trace was not sampled")).first.wait_for()
+            shoot(page, out / f"playground-{theme}.png")
             page.close()
         browser.close()
 
