@@ -70,6 +70,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
     | {"shared_intermediate_size": 64, "mamba_n_heads": 2, "mamba_n_groups": 2, "mamba_d_state": 32},
+    "granitemoehybrid, one group": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    | {"shared_intermediate_size": 128, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 32},
     "kimi_linear": {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
     | {"intermediate_size": 64, "moe_intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}

@@ -211,6 +211,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "num_attention_heads": 4},
     "kimi_linear": {"linear_num_heads": 4},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_n_groups": 4},
+    "granitemoehybrid, one group": {},
     "jamba": {},
 }
 
@@ -255,7 +256,7 @@ def spec_of(folder: Path, family: str) -> ModelSpec:
     from transformers import AutoConfig
 
     settings: dict[str, Any] = SMALL | SETTINGS[family] | FAMILIES[family]
-    AutoConfig.for_model(family, **settings).save_pretrained(folder)
+    AutoConfig.for_model(family.partition(",")[0], **settings).save_pretrained(folder)
     return read_spec(folder)
 
 

@@ -36,10 +36,11 @@ ALSO_SHOWN = {
     ("zaya", ("pp", 2)),  # stages pass on the input of their last router
     ("zaya", ("tp", 2, "ep", 2)),  # a rank has all queries, keys and values, and attends with a part of the heads
     ("minimax", ("tp", 2, "ep", 2)),  # the ranks' heads are normalized together
+    ("granitemoehybrid, one group", ("tp", 2)),  # the ranks' heads read and write states by the same vectors
     ("jetmoe", ("tp", 2, "ep", 2)),  # a rank has a part of the query heads of each expert of attention
 }
 OF_TWO_HEADS = ("qwen3_next", "granitemoehybrid", "kimi_linear", "nemotron_h", "nemotron_h, latent")
-RECURRENT = (*OF_TWO_HEADS, "deepseek_v4", "jamba", "minimax", "zaya")
+RECURRENT = (*OF_TWO_HEADS, "granitemoehybrid, one group", "deepseek_v4", "jamba", "minimax", "zaya")
 REFUSED: set[tuple[str, tuple[str | int, ...]]] = {(family, ("tp", 4, "ep", 4)) for family in OF_TWO_HEADS}
 CUT = [
     (pytest.param if family == shown_by or (family, cuts) in ALSO_SHOWN else thorough)(
@@ -230,7 +231,7 @@ def test_parallel_steps_that_overlap_swap_and_sleep_say_the_same(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_attention": 2, "ep": 2}, {"pp": 2}, {"ffn_ranks": 1}], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4", "granitemoehybrid", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4", "granitemoehybrid, one group", "kimi_linear"])
 def test_parallel_ranks_undo_drafts_over_recurrent_layers_alike(
     processes: RankProcesses, alone: Alone, family: str, layout: dict[str, Any]
 ) -> None:

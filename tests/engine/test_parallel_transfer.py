@@ -257,7 +257,7 @@ PAIRS = {  # of different layouts: prefill and decode
 }
 OF_LATENT_ROWS = ["DCP 2 to 1", "1 to DCP 2", "DCP 2 to 4", "DCP 4 to 2 × 2", "DCP 2 to PP 2"]
 KINDS = ["deepseek_v3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "nemotron_h", "gpt_oss"]
-KINDS += ["deepseek_v4", "minimax", "zaya"]
+KINDS += ["deepseek_v4", "minimax", "zaya", "granitemoehybrid, one group"]
 
 
 @pytest.mark.parametrize(

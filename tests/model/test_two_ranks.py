@@ -26,9 +26,14 @@ from .conftest import Driver, Sequence
 from .recent_variants import RECENT_VARIANTS
 
 REFUSED = {
-    "falcon_h1, no norms": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
-    "granitemoehybrid, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
-    "nemotron_h, dense": "1 groups of Mamba-2 heads cannot be divided by --tp 2",
+    "falcon_h1, no norms": "3 Mamba-2 heads cannot be divided by --tp 2",
+}
+UNDIVIDED_EXPERTS = {
+    "falcon_h1",  # as the next ones, without experts
+    "granitemoehybrid, dense",
+    "nemotron_h, dense",
+    "gemma4_text, embeddings by layer",
+    "flex_olmo",  # with seven
 }
 DIVIDED = [name for name in RECENT_VARIANTS if name not in REFUSED]
 PROMPT = [3 + (i * i * 31 + i * 7) % 370 for i in range(90)]
@@ -104,8 +109,8 @@ def logprobs_of_two_ranks(folder: Path, layout: Layout) -> Tensor:
 @pytest.mark.parametrize("variant", [*DIVIDED, "olmoe, clipped, linear rope"])
 def test_two_ranks_say_what_transformers_says(make_checkpoint: Any, variant: str, layout: Layout) -> None:
     checkpoint = make_checkpoint(variant)
-    if variant in ("falcon_h1", "flex_olmo", "gemma4_text, embeddings by layer"):
-        layout = Layout(tp=2)  # no experts; seven are not divided by two
+    if variant in UNDIVIDED_EXPERTS:
+        layout = Layout(tp=2)
     ours = logprobs_of_two_ranks(checkpoint.folder, layout)
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 
@@ -115,6 +120,16 @@ def test_heads_that_are_normalised_together_may_outnumber_the_key_heads(make_che
     family, settings = RECENT_VARIANTS["minimax_m2"]
     one = {"one key head": (family, settings | {"num_key_value_heads": 1})}
     checkpoint = make_checkpoint("one key head", variants=one)
+    ours = logprobs_of_two_ranks(checkpoint.folder, Layout(tp=2))
+    assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("of_norm", [{"mamba_rms_norm": False}, {"mamba_norm_before_gate": True}, {}], ids=str)
+def test_heads_of_one_mamba_group_are_divided(make_checkpoint: Any, of_norm: dict[str, Any]) -> None:
+    """Both ranks have the vectors of the group, and its norm covers the heads of both."""
+    family, settings = RECENT_VARIANTS["falcon_h1"]
+    one = {"one group": (family, settings | {"mamba_n_groups": 1} | of_norm)}
+    checkpoint = make_checkpoint("one group", variants=one)
     ours = logprobs_of_two_ranks(checkpoint.folder, Layout(tp=2))
     assert (ours - checkpoint.logprobs(PROMPT)).abs().max() <= 1e-4
 

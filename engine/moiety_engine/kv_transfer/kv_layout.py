@@ -289,7 +289,11 @@ def _ranges(spec: StatePart, shard: CacheShard, bounds: tuple[int, int]) -> Sequ
             raise ValueError(f"a state of layer {shard.layer} cannot be divided")
         return None
     found, begin = [], 0
-    for width in spec.sections:
+    for index, width in enumerate(spec.sections):
+        if index in spec.copied:
+            found.append(slice(begin, begin + width))
+            begin += width
+            continue
         if width % num_held:
             raise ValueError(f"{width} values of a state of layer {shard.layer} cannot be divided by {num_held}")
         each = width // num_held

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from moiety_engine.distribution.collectives import RankCollectives
     from moiety_engine.model.arithmetic import Arithmetic
     from moiety_engine.model.batch import RecurrentRows, RecurrentStateCache
 
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
 class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
     """State space model with one decay per head and a state of fixed size for each sequence."""
 
-    def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, spec: Mamba2Spec, weights: Mamba2Weights, arithmetic: Arithmetic, *, group: RankCollectives
+    ) -> None:
+        """Create the layer. `group`: the ranks that share its heads."""
         super().__init__(spec, weights, arithmetic)
+        self._group = group
         self._conv = CausalConvWeights(weights.conv_WC, weights.conv_bias_C, silu=True)
         self._rate_M, self._unit_rate_M = weights.decay_M.exp(), torch.zeros_like(weights.decay_M)
         self._factor_C: Tensor | None = None
@@ -58,14 +63,26 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
         """Return the output of all heads times the SiLU of its gate, with each group normalized before or after."""
         spec, weight_C = self._spec, self._weights.norm_C
         if weight_C is None:
-            gate_TC = gate_TC.contiguous()
-            silu_TC = output_gate(gate_TC.clone().unsqueeze(1), gate_TC, "sigmoid").squeeze(1)  # torch's depends on T
-            return out_TC * silu_TC
+            return out_TC * _silu(gate_TC)
+        if spec.is_one_group and self._group.size > 1:
+            return self._normed_over_ranks(out_TC, _silu(gate_TC), weight_C)
         by_group = -1, spec.num_groups, spec.output_width // spec.num_groups
         kind: Gate = "silu_first" if spec.norm == "gate_first" else "silu"
         return gated_norm(
             out_TC.view(by_group), gate_TC.view(by_group), weight_C.view(by_group[1:]), spec.norm_eps, kind
         ).flatten(1)
+
+    def _normed_over_ranks(self, out_TC: Tensor, silu_TC: Tensor, weight_C: Tensor) -> Tensor:
+        """Return the gated output, normalized by the squares of all ranks' heads; all ranks call it together.
+
+        Sums are float64, so that their order, which may depend on the number of rows, does not show in float32.
+        """
+        gates_first = self._spec.norm == "gate_first"
+        x_TC = out_TC.float() * silu_TC if gates_first else out_TC.float()
+        squares_T1 = self._group.sum(x_TC.double().square().sum(dim=1, keepdim=True))
+        mean_T1 = squares_T1 / (self._spec.output_width * self._group.size)
+        normed_TC = x_TC * torch.rsqrt(mean_T1 + self._spec.norm_eps).float() * weight_C.float()
+        return (normed_TC if gates_first else normed_TC * silu_TC).to(out_TC.dtype)
 
     def replay(self, inputs_TC: Sequence[Tensor], rows: RecurrentRows, cache: RecurrentStateCache) -> None:
         """Advance states by tokens whose inputs were recorded."""
@@ -97,3 +114,9 @@ class Mamba2(RecurrentMixer[Mamba2Spec, Mamba2Weights]):
         steps_TG = torch.cat((step_TM, step_TM), dim=1)
         negative_TM, _ = delta_gates(steps_TG, self._unit_rate_M, self._weights.step_bias_M)
         return -negative_TM, negative_TM * self._rate_M
+
+
+def _silu(gate_TC: Tensor) -> Tensor:
+    """Return the SiLU of the gate; torch's depends on the number of rows."""
+    gate_TC = gate_TC.contiguous()
+    return output_gate(gate_TC.clone().unsqueeze(1), gate_TC, "sigmoid").squeeze(1)

@@ -24,7 +24,7 @@ from moiety_engine.model.recurrent_specs import (
     MambaSpec,
     ShortConvSpec,
 )
-from moiety_engine.model.recurrent_weights import LightningWeights, MambaWeights
+from moiety_engine.model.recurrent_weights import LightningWeights, Mamba2Weights, MambaWeights
 from moiety_engine.model.short_convolution import ShortConvolution
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention | ConvAttention
 _LAYERS: dict[type, Any] = {
     GatedDeltaSpec: GatedDeltaNet,
-    Mamba2Spec: Mamba2,
     KimiDeltaSpec: KimiDeltaAttention,
     ShortConvSpec: ShortConvolution,
 }
@@ -67,5 +66,8 @@ def recurrent_layer(
     if isinstance(spec, MambaSpec):
         assert isinstance(weights, MambaWeights)
         return Mamba(spec, weights, arithmetic, group=group)
+    if isinstance(spec, Mamba2Spec):
+        assert isinstance(weights, Mamba2Weights)
+        return Mamba2(spec, weights, arithmetic, group=group)
     layer: RecurrentLayer = _LAYERS[type(spec)](spec, weights, arithmetic)
     return layer

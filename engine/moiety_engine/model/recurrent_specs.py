@@ -17,13 +17,15 @@ class StatePart:
 
     `shape` is that of one sequence, on one rank. `exact`: float32; otherwise the part has the type of activations.
     Dimension `divided_dim` consists of `sections`, given by their widths: tensor parallelism divides each of them
-    evenly, and a rank's part has its share of each, in their order. (): every rank has the whole part.
+    evenly, and a rank's part has its share of each, in their order. (): every rank has the whole part. `copied`:
+    indices of sections that every rank has whole.
     """
 
     shape: tuple[int, ...]
     exact: bool = True
     sections: tuple[int, ...] = ()
     divided_dim: int = 0
+    copied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,10 @@ class RecurrentSpec(ABC):
         """Names of the fields that tensor parallelism divides, each with what it counts, for error messages."""
 
     def _matrices_and_tail(
-        self, shape: tuple[int, ...], conv_taps: int, conv_sections: tuple[int, ...]
+        self, shape: tuple[int, ...], conv_taps: int, conv_sections: tuple[int, ...], copied: tuple[int, ...] = ()
     ) -> tuple[StatePart, ...]:
         """Return the parts of a state of matrices, one per head, and of the last inputs of a convolution."""
-        return StatePart(shape, sections=shape[:1]), _tail(conv_taps, conv_sections)
+        return StatePart(shape, sections=shape[:1]), _tail(conv_taps, conv_sections, copied)
 
     @property
     def matrix_values(self) -> int:
@@ -73,9 +75,10 @@ class RecurrentSpec(ABC):
         return sum(math.prod(part.shape) for part in self.state_parts if part.exact)
 
 
-def _tail(conv_taps: int, sections: tuple[int, ...]) -> StatePart:
+def _tail(conv_taps: int, sections: tuple[int, ...], copied: tuple[int, ...] = ()) -> StatePart:
     """Return the last inputs of a convolution, whose channels are these sections one after the other."""
-    return StatePart((conv_taps - 1, sum(sections)), exact=False, sections=sections, divided_dim=1)
+    shape = conv_taps - 1, sum(sections)
+    return StatePart(shape, exact=False, sections=sections, divided_dim=1, copied=copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,8 @@ class Mamba2Spec(RecurrentSpec):
     C are convolved; the outputs of a group are normalized together, after a gate. `state_width`: length of B and C.
     `conv_taps`: tokens that the convolution sees. `bias`: biases of both projections. `norm`: whether outputs are
     normalized after their gate, before it, or not at all. `section_factors`: factors of the sections of the input
-    projection, biases included. `output_factor`: factor of the layer's output.
+    projection, biases included. `output_factor`: factor of the layer's output. `is_one_group`: the layer has one group;
+    of several ranks each has a part of its heads, and the whole of its B and C.
     """
 
     num_heads: int
@@ -153,6 +157,7 @@ class Mamba2Spec(RecurrentSpec):
     norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
     section_factors: tuple[float, ...] = (1.0,) * 5
     output_factor: float = 1.0
+    is_one_group: bool = False
 
     @property
     def sections(self) -> tuple[int, ...]:
@@ -177,14 +182,16 @@ class Mamba2Spec(RecurrentSpec):
 
     @property
     def divided_heads(self) -> tuple[tuple[str, str], ...]:
-        """Fields that tensor parallelism divides: the groups, whose outputs are normalized together, and the heads."""
-        return ("num_groups", "groups of Mamba-2 heads"), ("num_heads", "Mamba-2 heads")
+        """Fields that tensor parallelism divides: the heads, and their groups if there are several."""
+        groups = () if self.is_one_group else (("num_groups", "groups of Mamba-2 heads"),)
+        return *groups, ("num_heads", "Mamba-2 heads")
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """A matrix per head, and the last inputs of the convolution."""
         shape = self.num_heads, self.state_width, self.head_width
-        return self._matrices_and_tail(shape, self.conv_taps, self.sections[1:4])
+        copied = (1, 2) if self.is_one_group else ()
+        return self._matrices_and_tail(shape, self.conv_taps, self.sections[1:4], copied)
 
     @property
     def input_widths(self) -> tuple[int, ...]:

@@ -32,4 +32,5 @@ def read_mamba2(config: Config, inner: int, inner_name: str) -> Mamba2Spec:
         norm_eps=float(config["rms_norm_eps"]),
         conv_bias=bool(config["mamba_conv_bias"]),
         bias=bool(config["mamba_proj_bias"]),
+        is_one_group=groups == 1,
     )

@@ -115,15 +115,17 @@ def _mamba2(config: Config) -> Mamba2Spec:
     """Return the Mamba-2 layer; older files have some of its sizes under other keys."""
     require(config, "nemotron_h", mamba_hidden_act="silu")
     require_unlimited_time_steps(config, "mamba_dt_limit" if "mamba_dt_limit" in config else "time_step_limit")
+    groups = first(config, "mamba_n_groups", "n_groups")
     return Mamba2Spec(
         num_heads=config["mamba_num_heads"],
-        num_groups=first(config, "mamba_n_groups", "n_groups"),
+        num_groups=groups,
         head_width=config["mamba_head_dim"],
         state_width=config["ssm_state_size"],
         conv_taps=first(config, "mamba_d_conv", "conv_kernel"),
         norm_eps=float(config["layer_norm_epsilon"]),
         conv_bias=bool(first(config, "mamba_conv_bias", "use_conv_bias")),
         bias=bool(config["use_bias"]),
+        is_one_group=groups == 1,
     )
 
 
