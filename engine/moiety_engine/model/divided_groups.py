@@ -53,7 +53,7 @@ class InputShard:
     def scales(self, whole_NG: Tensor, form: WeightFormat) -> Tensor:
         """Return the scales of each block, [N, B · s], of those of each group, [N, G · s]."""
         numbers = 2 if form.offsets else 1
-        return whole_NG.unflatten(1, (-1, numbers)).index_select(1, self.group_B).flatten(1)
+        return whole_NG.view(len(whole_NG), -1, numbers).index_select(1, self.group_B).flatten(1)
 
     def format_of(self, form: WeightFormat) -> WeightFormat:
         """Return the format of the shard, of a product in `form`."""

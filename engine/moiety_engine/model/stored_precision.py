@@ -126,8 +126,8 @@ class StoredPrecision:
         values, scales = self._of_product.pop(id(wide))
         shard = self._shards.get(id(wide))
         if shard is not None:
-            order, form = shard.order_K.to(device), shard.format_of(self._form)
-            return QuantizedWeight(self._numbers(values).to(device), scales.to(device), form, order)
+            form = shard.format_of(self._form)
+            return QuantizedWeight(self._numbers(values).to(device), scales.to(device), form, shard.order_K.to(device))
         width = values.shape[-1]
         times = self._form.num_scales(width) // self._stored.num_scales(width)
         spread = scales if times == 1 else scales.repeat_interleave(times, -1)
