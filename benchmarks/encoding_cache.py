@@ -4,9 +4,9 @@
 
 Two gateways run in turn as `moiety bench gateway` starts them, on one core with the scripted engine, keys, limits and
 the ledger: one with the default `encoding_cache_bytes`, one with 0. Each conversation begins with the same
-instructions of 400 words of its tenant (about 2,500 tokens), and every turn sends all earlier messages and a new one of random words, up to
-about 7,000 tokens, the context of the scripted engine. The
-gateways get the same requests. The figure is processor time per request of the gateway, all of its threads.
+instructions of 400 words of its tenant (about 2,500 tokens), and every turn sends all earlier messages and a new one of
+random words, up to about 7,000 tokens, since the scripted engine takes 8,192. The gateways get the same requests. The
+figure is processor time per request of the gateway, all of its threads.
 """
 
 from __future__ import annotations
