@@ -42,7 +42,7 @@ from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.runner import adapter_loading
 from moiety_engine.startup import load_loop
-from moiety_kernels.cpu import dots, tiles
+from moiety_kernels.cpu import paths
 from moiety_wire.experts import ExpertLoadQuery, unpack_counts
 
 WORKER = "moiety_engine.distribution.rank_processes.MODULE"  # of ranks that rank 0 starts
@@ -405,8 +405,7 @@ def answer_by(work: Work) -> Answer:
         if work.lacks == "links":
             stack.enter_context(patch("moiety_engine.distribution.rank_group.LONGEST_TRANSFER", timedelta(seconds=3)))
         if work.exact:
-            stack.enter_context(patch.object(tiles, "usable", lambda: False))
-            stack.enter_context(patch.object(dots, "usable", lambda _: False))
+            stack.enter_context(patch.object(paths, "is_usable", lambda path: path is paths.FLOATS))
         if work.rendezvous is None or rank == 0:
             return work_through(work)
         with lacking(work.lacks):
