@@ -23,7 +23,7 @@ from moiety_engine.model.loading import load_model
 from moiety_engine.model.weights import products_of
 from moiety_engine.quantize.report import quantize_and_measure
 from moiety_engine.quantize.writing import write_quantized
-from moiety_kernels.cpu import dots
+from moiety_kernels.cpu import paths
 from moiety_kernels.quantization import INT4, INT8, QuantizedWeight, WeightFormat, dequantize, quantize
 from moiety_kernels.quantization.reference import round_to
 
@@ -57,7 +57,7 @@ def widen(plain: Any, narrow: Any) -> None:
 @pytest.fixture
 def as_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in few bits are unpacked, as on matrix tiles, not multiplied as they lie."""
-    monkeypatch.setattr(dots, "usable", lambda _: False)
+    monkeypatch.setattr(paths, "is_usable", lambda path: path is paths.FLOATS)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
