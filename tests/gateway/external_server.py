@@ -58,6 +58,7 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self.usages: list[dict[str, Any]] = []
+        self.probes: list[str] = []  # paths
         self.running = self.waiting = 0
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
@@ -106,6 +107,7 @@ class Server:
             return
 
     async def _tell(self, writer: asyncio.StreamWriter, path: str) -> None:
+        self.probes.append(path)
         model: dict[str, Any] = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "them"}
         match self.kind, path:
             case _, "/health":

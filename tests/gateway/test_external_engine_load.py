@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from moiety_platform.external_engines.client import Heartbeat
 from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD
 
@@ -65,6 +66,35 @@ async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refu
         assert caught.value.code == "overloaded"
         assert int(caught.value.response.headers["retry-after"]) > 0
         assert len(server.bodies) == 1
+
+
+async def test_unchanged_metrics_are_read_less_often_until_they_change_or_a_request_comes(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
+) -> None:
+    server = await start_server()
+    engine = client_of(server)
+    async with start_over(engine) as gateway:
+        server.probes.clear()
+        await until(lambda: server.probes.count("/health") >= 40)
+        assert 1 <= server.probes.count("/metrics") <= 20
+        assert engine.state.load_is_fresh
+        server.running = 7
+        await until(lambda: engine.state.load.num_running == 7)
+        server.running = 0
+        server.probes.clear()
+        await gateway.client.chat.completions.create(**ASK)
+        await until(lambda: "/metrics" in server.probes)
+
+
+async def test_the_end_of_an_idle_server_is_noticed_before_the_next_check(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
+) -> None:
+    server = await start_server()
+    engine = client_of(server, heartbeat=Heartbeat(interval_s=3600))
+    async with start_over(engine):
+        await server.kill()
+        await until(lambda: not engine.state.healthy)
+        assert "cannot be reached" in engine.state.reason
 
 
 def test_the_wait_is_the_queue_times_the_pace_of_ends_and_less_for_a_better_rank() -> None:

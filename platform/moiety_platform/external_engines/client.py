@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from random import random
 
 import httpx
 import structlog
@@ -39,6 +40,7 @@ from moiety_platform.external_engines.liveness import Liveness
 from moiety_platform.external_engines.llama_cpp import LlamaCpp
 from moiety_platform.external_engines.metrics import ExternalMetrics
 from moiety_platform.external_engines.probe import ModelListUnavailable, NoResponse, Prober, UnhealthyServer
+from moiety_platform.external_engines.probe_connection import ProbeConnection
 from moiety_platform.external_engines.waiting import EndedRequests, class_loads
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import Load
@@ -49,6 +51,9 @@ CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # shorter than the servers' own, so that they close no connection during a new request
 LINGER_S = 0.1  # after an answer, until its connection is free
+MAX_SKIPS = 4  # health checks without metrics, of a server whose metrics do not change
+DROPS_APART_S = 10.0  # between two checks because a kept connection was closed
+JITTER = 0.1  # of the interval, by which a check is earlier, so that many servers are not checked at once
 STREAM_SILENCE_S = 600.0  # within an answer: a request may be queued, or preempted between two tokens
 
 log = structlog.get_logger(__name__)
@@ -93,11 +98,13 @@ class ExternalEngineClient:
             trust_env=False,
             verify=_shared_tls(),
         )
+        self._probe_now = asyncio.Event()
+        self._probes = ProbeConnection(address.root_url, _shared_tls(), self._note_dropped)
         self.use_key(api_key)
         self._dialect: Dialect = LlamaCpp(address) if address.kind is ExternalKind.LLAMA_CPP else Completions(address)
         self._prober: Prober | HostedProvider
         if hosted is None:
-            self._prober = Prober(address, self._http, self._dialect.max_num_logprobs, heartbeat.timeout_s)
+            self._prober = Prober(address, self._probes, self._dialect.max_num_logprobs, heartbeat.timeout_s)
         else:
             self._prober = HostedProvider(address, _chat_dialect(address).max_num_logprobs)
         self._running: dict[str, tuple[EngineStream, ExternalAnswer, asyncio.Task[None]]] = {}
@@ -109,13 +116,15 @@ class ExternalEngineClient:
         self._load: Load | None = None
         self._num_loads = 0
         self._num_ended = 0
+        self._num_asked = 0  # requests when the metrics were last read
+        self._num_quiet = self._num_skips = 0  # health checks without metrics: wanted, and made since the last metrics
         self._ends = EndedRequests()
         self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # this gateway's requests, by class
         self._num_connections = 0
         self._liveness = Liveness(clock, heartbeat.silence_s)
         self._load_at_s = self._since_s = clock.monotonic()
+        self._dropped_at_s = -DROPS_APART_S
         self._has_broken = False  # a stream broke since the last check: the server may have restarted
-        self._probe_now = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -145,6 +154,7 @@ class ExternalEngineClient:
         self._http.headers.update(VERSION_HEADERS if is_anthropic else {})
         if api_key:
             self._http.headers[name] = api_key if is_anthropic else f"Bearer {api_key}"
+        self._probes.use_headers(NO_ENCODING | ({name: self._http.headers[name]} if api_key else {}))
 
     def on_state_change(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
@@ -181,6 +191,7 @@ class ExternalEngineClient:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
             self._watcher = None
+        self._probes.close()
         if tasks := self._fail_all():
             await asyncio.wait(tasks)
         await self._http.aclose()
@@ -228,6 +239,8 @@ class ExternalEngineClient:
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
+        if self._num_skips:
+            self._probe_now.set()  # read the metrics, which are some seconds old
         name = submit.service.name
         self._admitted[name] = submit.service, self._admitted.get(name, (submit.service, 0))[1] + 1
         try:
@@ -265,7 +278,7 @@ class ExternalEngineClient:
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat.interval_s):
+                async with asyncio.timeout(self._heartbeat.interval_s * (1 - JITTER * random())):
                     await self._probe_now.wait()
 
     async def _probe(self) -> None:
@@ -274,8 +287,7 @@ class ExternalEngineClient:
             await self._prober.check_health()
             self._liveness.record_data()
             card = None if self._is_healthy and not has_broken else await self._prober.card()
-            self._figures = await self._prober.metrics()
-            self._note_load()
+            await self._probe_load()
             if card is not None:
                 self._connected(card)
         except UnhealthyServer as error:
@@ -288,6 +300,18 @@ class ExternalEngineClient:
             if self._liveness.is_lost:
                 self._lost(str(error))
                 self._fail_all()
+
+    async def _probe_load(self) -> None:
+        """Read the server's metrics, less often while they do not change and this gateway has no request there."""
+        asked = self._num_ended + len(self._running)
+        if self._num_skips < self._num_quiet and asked == self._num_asked and not self._running:
+            self._num_skips += 1
+        else:
+            before, self._figures = self._figures, await self._prober.metrics()
+            is_quiet = self._figures == before and asked == self._num_asked and not self._running
+            self._num_quiet = min(self._num_quiet + 1, MAX_SKIPS) if is_quiet else 0
+            self._num_skips, self._num_asked = 0, asked
+        self._note_load()
 
     def _connected(self, card: ModelCard) -> None:
         self._card, self._is_healthy = card, True
@@ -309,6 +333,13 @@ class ExternalEngineClient:
         warn_of_broken_connection("engine_connection_broken", self.address, reason, len(self._running))
         self._has_broken = self._address.hosted is None  # a provider has not restarted because of a broken stream
         self._probe_now.set()
+
+    def _note_dropped(self) -> None:
+        """Check a server at once that closed the kept connection, unless it closes each after a short time."""
+        now_s = self._clock.monotonic()
+        if now_s - self._dropped_at_s >= DROPS_APART_S:
+            self._dropped_at_s = now_s
+            self._probe_now.set()
 
     def _fail_all(self) -> list[asyncio.Task[None]]:
         """Fail all streams and return their tasks, which have yet to end."""

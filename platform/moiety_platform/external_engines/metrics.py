@@ -104,16 +104,22 @@ def read_metrics(kind: ExternalKind, text: str) -> ExternalMetrics | None:
 
 def _parse(text: str, names: set[str]) -> defaultdict[str, list[tuple[dict[str, str], float]]]:
     found: defaultdict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-    for line in text.splitlines():
-        match = _SERIES.match(line)
-        if match is None or match[1] not in names:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        if math.isfinite(value) and value >= 0:
-            found[match[1]].append((dict(_LABEL.findall(match[2] or "")), value))
+    text = f"\n{text}"
+    for name in filter(None, names):
+        begin = text.find(f"\n{name}")
+        while begin >= 0:  # hundreds of other series are skipped without a look at their lines
+            end = text.find("\n", begin + 1)
+            line = text[begin + 1 :] if end < 0 else text[begin + 1 : end]
+            begin = text.find(f"\n{name}", begin + 1)
+            match = _SERIES.match(line.rstrip())
+            if match is None or match[1] != name:
+                continue
+            try:
+                value = float(match[3])
+            except ValueError:
+                continue
+            if math.isfinite(value) and value >= 0:
+                found[name].append((dict(_LABEL.findall(match[2] or "")), value))
     return found
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import msgspec
 
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind
-from moiety_platform.external_engines.content_encoding import content_of
-from moiety_platform.external_engines.dialect import MalformedAnswer, count_of
+from moiety_platform.external_engines.dialect import count_of
 from moiety_platform.external_engines.events import BOM
 from moiety_platform.external_engines.metrics import NAMES, ExternalMetrics, read_metrics
+from moiety_platform.external_engines.probe_connection import InvalidBody, ProbeConnection, ProbeFailed
 from moiety_text.folder import TextModel, read_text_model
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard
-
-MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 class UnhealthyServer(Exception):
@@ -40,11 +37,11 @@ class Prober:
     """Queries health, model and load of one server."""
 
     def __init__(
-        self, address: ExternalAddress, http: httpx.AsyncClient, max_num_logprobs: int, timeout_s: float
+        self, address: ExternalAddress, connection: ProbeConnection, max_num_logprobs: int, timeout_s: float
     ) -> None:
         """Read the tokenizer. Raises moiety_text's errors if it cannot be used."""
         self._address = address
-        self._http = http
+        self._connection = connection
         self._max_num_logprobs = max_num_logprobs
         self._timeout_s = timeout_s
         assert address.tokenizer is not None, "only hosted providers have no tokenizer"
@@ -137,31 +134,19 @@ class Prober:
 
     async def _get(self, path: str) -> bytes:
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._http.stream("GET", self._address.root_url + path) as response,
-            ):
-                if response.status_code in (401, 403):
-                    raise UnhealthyServer(
-                        "refuses the API key; set external_engine_api_key, or key_file= in its address"
-                    )
-                if response.status_code != 200:
-                    may_pass = response.status_code == 429 or response.status_code >= 500
-                    kind = (
-                        ModelListUnavailable
-                        if may_pass and self._address.kind is ExternalKind.GENERIC
-                        else UnhealthyServer
-                    )
-                    raise kind(f"answers {path} with status {response.status_code}")
-                body = bytearray()
-                async for chunk in content_of(response):
-                    body += chunk
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise UnhealthyServer(f"answers {path} with more than {MAX_ANSWER_BYTES} bytes")
-                return bytes(body)
-        except MalformedAnswer as error:
-            raise UnhealthyServer(f"answers {path} with an invalid body: {error}") from error
-        except (TimeoutError, httpx.TimeoutException) as error:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._connection.get(path)
+        except InvalidBody as error:
+            raise UnhealthyServer(f"answers {path} with {error}") from error
+        except TimeoutError as error:
             raise NoResponse(f"did not answer {path} within {self._timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise UnhealthyServer(f"cannot be reached: {error or type(error).__name__}") from error
+        except ProbeFailed as error:
+            raise UnhealthyServer(f"cannot be reached: {error}") from error
+        if answer.status in (401, 403):
+            raise UnhealthyServer("refuses the API key; set external_engine_api_key, or key_file= in its address")
+        if answer.status != 200:
+            may_pass = answer.status == 429 or answer.status >= 500
+            is_generic = self._address.kind is ExternalKind.GENERIC
+            kind = ModelListUnavailable if may_pass and is_generic else UnhealthyServer
+            raise kind(f"answers {path} with status {answer.status}")
+        return answer.body
