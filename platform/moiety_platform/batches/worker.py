@@ -42,6 +42,7 @@ from moiety_platform.files.store import Now
 from moiety_platform.periodic_task import PeriodicTask
 
 POLL_S = 1.0
+IDLE_POLLS = 4  # without open batches, a poll is so many times as rare; a batch of this process wakes it
 BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, per transaction
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
@@ -135,7 +136,7 @@ class BatchWorker:
         if now_s - self._renewed_s >= self.lease_s / 3:
             await self._renew()
             self._renewed_s = now_s
-        if now_s - self._polled_s >= self.poll_s:
+        if now_s - self._polled_s >= (self.poll_s if self._batches else IDLE_POLLS * self.poll_s):
             self._polled_s = now_s
             await self._look()
         await self._claim()

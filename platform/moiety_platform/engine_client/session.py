@@ -49,6 +49,8 @@ from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 
 MESSAGES_A_TURN = 512  # then other tasks of the event loop run
 FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
+LATE_S = 1.2 * HEARTBEAT_INTERVAL_S  # after which the next message is late
+TICK_GRID_S = 0.05  # heartbeats are sent at multiples of it, up to as much earlier than their interval
 REPORT_DELAY_S = 0.1  # a load report contains all requests that were sent so long before it arrived
 
 _READABLE = int(zmq.POLLIN)  # an int, since arithmetic with the library's flags is slow
@@ -95,6 +97,7 @@ class Session:
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._heard_at_s = clock.monotonic()
         self._num_heartbeats = 0
+        self._is_idle_beat = True  # so that the first one is sent
         self._drain_is_due = False
         self._unsent: list[ToEngine] = []
         self._encoded: list[bytes] = []  # of each unsent message
@@ -120,19 +123,33 @@ class Session:
 
     async def run(self) -> str:
         """Keep the session alive and return why it was lost."""
-        beat_at_s = self.clock.monotonic()
-        while True:
-            self._beat()
-            done, _ = await asyncio.wait({self._lost}, timeout=HEARTBEAT_INTERVAL_S)
-            if done:
-                return self._lost.result()
-            since_s, beat_at_s = self.clock.monotonic() - beat_at_s, self.clock.monotonic()
-            if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has dropped this process meanwhile
-                return f"this process stood still for {since_s:.1f} s"
+        self._ticked_at_s = self.clock.monotonic()
+        self._beat()
+        self._schedule_tick()
+        try:
+            return await self._lost
+        finally:
+            self._next_tick.cancel()
+
+    def _schedule_tick(self) -> None:
+        """Schedule the next heartbeat. Sessions of many engines share the wake-ups of their event loop."""
+        at_s = self._loop.time() + HEARTBEAT_INTERVAL_S
+        self._next_tick = self._loop.call_at(at_s - at_s % TICK_GRID_S, self._tick)
+
+    def _tick(self) -> None:
+        """Send a heartbeat, or end the session if the engine is silent. A callback costs a tenth of a task's turn."""
+        self._schedule_tick()
+        since_s, self._ticked_at_s = self.clock.monotonic() - self._ticked_at_s, self.clock.monotonic()
+        if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has dropped this process meanwhile
+            self._lose(f"this process stood still for {since_s:.1f} s")
+            return
+        if self.clock.monotonic() - self._heard_at_s > LATE_S:
             self._drain()  # count unread messages as activity, even if this process was too busy to read them
-            silent_s = self.clock.monotonic() - self._heard_at_s
-            if self.card is not None and silent_s > SILENCE_LIMIT_S:
-                return f"silent for {silent_s:.1f} s"
+        silent_s = self.clock.monotonic() - self._heard_at_s
+        if self.card is not None and silent_s > SILENCE_LIMIT_S:
+            self._lose(f"silent for {silent_s:.1f} s")
+            return
+        self._beat()
 
     def send(self, message: ToEngine) -> None:
         """Queue a message. All messages of one turn of the event loop are sent together.
@@ -188,8 +205,10 @@ class Session:
         else:
             self._on_beat()
             self._flush()
-            self._try_send(encode(Heartbeat(self._num_heartbeats)))
-            self._num_heartbeats += 1
+            self._is_idle_beat = not self.streams and not self._is_idle_beat
+            if not self._is_idle_beat:  # without requests, every second one is left out
+                self._try_send(encode(Heartbeat(self._num_heartbeats)))
+                self._num_heartbeats += 1
 
     def _try_send(self, frame: bytes) -> bool:
         if self._socket.closed:
