@@ -18,6 +18,7 @@ from moiety_kernels.cpu.values import LANES, Addresses, BFloats, Bytes, Float, F
 
 TILE_ROWS = 6 if WIDE else 3  # rows of the largest dot tile: TILE_ROWS × TILE_COLS accumulators fill the registers
 TILE_COLS = 4
+TILES_AHEAD = 2  # prefetch distance in tiles of weight rows
 AXPY_ROWS = 4 if WIDE else 2
 _LINE, _LINES_AT_ONCE = 64, 4  # bytes of a cache line, and lines prefetched per iteration
 
@@ -38,17 +39,17 @@ def _dot(e: Emitter, args: DotArguments, *, rows: int, cols: int, widen: bool) -
     x_M = args.rows_M.arrays(rows, Floats)
     w = args.w_NK.as_(BFloats if widen else Floats)
     w_N = w.rows(args.w_stride, cols)
-    ahead = args.w_stride * cols
+    ahead = w.moved(args.w_stride * (cols * TILES_AHEAD))
     sums_MN = [e.constant(0.0)] * (rows * cols)
     for k in e.loop(args.k, LANES, sums_MN):
-        w_values = [w[k] for w in w_N]
-        if widen:  # straight from memory: prefetch the next tile's rows
-            for w in w_N:
-                w.moved(ahead).prefetch(k)
-        for m, x in enumerate(x_M):
-            x_values = x[k]
-            for n in range(cols):
-                sums_MN[m * cols + n] = e.fma(x_values, w_values[n], sums_MN[m * cols + n])
+        if widen:  # straight from memory: prefetch the following tiles' rows, one after the other
+            for line in range(0, 2 * LANES * cols, _LINE):
+                ahead.prefetch(k * cols + line // 2, locality=2)
+        x_values_M = [x[k] for x in x_M]
+        for n, w_K in enumerate(w_N):  # a register for one weight vector, so that all sums have theirs
+            w_values = w_K[k]
+            for m, x_values in enumerate(x_values_M):
+                sums_MN[m * cols + n] = e.fma(x_values, w_values, sums_MN[m * cols + n])
     e.store_lane_sums(sums_MN, cols, args.out_MN, args.out_stride)
 
 
