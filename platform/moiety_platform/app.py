@@ -212,7 +212,10 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     quotes = quote_service_of(pipeline, reader, settings, counts)
     has_operations = settings.has_operations_on_port
     models = ModelServices(services.authenticator, replicas, texts, bodies, *files, rules, counts, adapters)
-    probes = Probes(replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine)
+    probes = Probes(
+        replicas, services.store, services.objects, with_reasons=has_operations, machine=services.machine,
+        num_open_requests=lambda: services.recorder.num_open,
+    )  # fmt: skip
     operations = _operations_routes(services, ServedDocuments(lambda: bodies.limits.shape)) if has_operations else []
     app = GatewayApp(
         route_handlers=[
@@ -308,7 +311,7 @@ def create_operations_app(
     """Return the application of the operations listener. Its OpenAPI documents describe the gateway's `app`."""
     probes = Probes(
         services.replicas, services.store, services.objects, with_reasons=True, is_stopping=is_stopping,
-        machine=services.machine,
+        machine=services.machine, num_open_requests=lambda: services.recorder.num_open,
     )  # fmt: skip
     documents = ServedDocuments(lambda: ShapeLimits.of(settings()), app)
     return GatewayApp(

@@ -34,20 +34,23 @@ class Health(TypedDict):
 class Readiness(TypedDict):
     """Readiness, with the reasons why not; `reason` is `reasons` in one line.
 
-    `warnings` are faults with which the gateway still serves, such as a full disk.
+    `warnings` are faults with which the gateway still serves, such as a full disk. `open_requests` is the number of
+    requests that have not ended.
     """
 
     status: Literal["ready", "not ready"]
     reason: NotRequired[str]
     reasons: NotRequired[list[str]]
     warnings: NotRequired[list[str]]
+    open_requests: NotRequired[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
     """State that the probes report. Without `store` and `objects`, readiness depends on the engines alone.
 
-    Reasons name engines and the stores, so that `with_reasons` is for listeners of operators.
+    Reasons name engines and the stores, and the number of open requests tells the load of all tenants, so that
+    `with_reasons` is for listeners of operators.
     """
 
     replicas: Replicas
@@ -56,6 +59,7 @@ class Probes:
     with_reasons: bool
     is_stopping: Callable[[], bool] = lambda: False
     machine: MachineLimits | None = None
+    num_open_requests: Callable[[], int] | None = None
 
     async def why_not_ready(self) -> list[str]:
         """Return the reasons why the gateway cannot serve requests; empty if it can."""
@@ -95,6 +99,8 @@ class ProbeController(Controller):
                 fields |= {"reason": "; ".join(reasons), "reasons": reasons}
             if warnings := probes.warnings():
                 fields["warnings"] = warnings
+            if probes.num_open_requests is not None:
+                fields["open_requests"] = probes.num_open_requests()
         if not reasons:
             return Response(fields)
         return Response(fields, status_code=503, headers=RETRY_SOON)

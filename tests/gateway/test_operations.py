@@ -122,6 +122,14 @@ async def test_the_probes_are_on_both_and_only_the_operations_listener_gives_rea
         assert operator.json()["reasons"]
 
 
+async def test_the_number_of_open_requests_is_on_the_operations_listener_alone(
+    running: Callable[..., AbstractAsyncContextManager[Both]],
+) -> None:
+    async with running(operations_port=0) as both:
+        assert "open_requests" not in (await both.public.get("/readyz")).json()
+        assert (await both.operations.get("/readyz")).json()["open_requests"] == 0
+
+
 async def test_on_loopback_one_port_serves_all(running: Callable[..., AbstractAsyncContextManager[Both]]) -> None:
     async with running() as both:
         for path in PAGES:
