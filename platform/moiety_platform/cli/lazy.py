@@ -36,6 +36,7 @@ EXTRA_OF_PACKAGE = {
     "altair": "dashboard",
     "pandas": "dashboard",
     "vl_convert": "plot",
+    "grpc": "endpoint-picker",
 }
 Target = str | Callable[[], Any]
 COMPLETION = ("install_completion", "show_completion")  # shell completion calls `moiety`, not a subcommand

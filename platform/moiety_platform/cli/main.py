@@ -53,6 +53,10 @@ COMMANDS: dict[str, tuple[Target, str]] = {
         "moiety_platform.cli.controller.command:controller",
         "Apply custom resources of Kubernetes: Tenants, ApiKeys and Limits.",
     ),
+    "endpoint-picker": (
+        "moiety_platform.cli.endpoint_picker:endpoint_picker",
+        "Choose a gateway for each request of an Envoy proxy (Gateway API Inference Extension).",
+    ),
     "contract": ("moiety_platform.cli.contracts:app", "Check whether a new tenant's limits and class can be served."),
     "verify-receipt": (
         "moiety_platform.cli.receipts:verify_receipt",
@@ -105,6 +109,7 @@ ORDER = [
     "curve-keygen",
     "cluster",
     "controller",
+    "endpoint-picker",
     "bench",
     "simulate",
     "advise",

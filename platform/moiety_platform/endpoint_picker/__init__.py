@@ -1,0 +1,1 @@
+"""Endpoint picker of the Gateway API Inference Extension: it chooses a gateway for each request of an Envoy proxy."""
