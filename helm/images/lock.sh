@@ -16,7 +16,7 @@ lock() { # name, then what uv takes
 }
 
 lock build - "$@" <<<'hatchling>=1.27'
-lock gateway pyproject.toml --extra gateway "$@"
+lock gateway pyproject.toml --extra gateway --extra endpoint-picker "$@"
 lock dashboard pyproject.toml --extra dashboard "$@"
 lock engine-cuda pyproject.toml --extra engine --constraint constraints.txt "$@"
 lock engine-cpu pyproject.toml --extra engine --constraint <(echo "torch==$TORCH+cpu") \
