@@ -26,7 +26,10 @@ JSON_TYPES = {int: "integer", float: "number", bool: "boolean"}
 
 
 PODS = "podDefaults"
-COMPONENTS = (("gateway",), ("dashboard",), ("traces",), ("jobs",), ("database", "bundled"), ("enginePoolDefaults",))
+COMPONENTS = (
+    ("gateway",), ("dashboard",), ("traces",), ("jobs",), ("database", "bundled"), ("inferencePool", "picker"),
+    ("enginePoolDefaults",),
+)  # fmt: skip
 NOT_OF_A_POOL = ("serviceAccountAnnotations",)  # all pools have one service account
 IN_TEXT = ("array", "object")  # types that a setting also accepts as text, as in an environment variable
 NOT_IN_THE_CHART = ("title", "default", "reload", "format", "writeOnly")

@@ -84,8 +84,8 @@ async def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, again.set)
-    cluster = Cluster(folder, namespace, release.of_kind("NetworkPolicy"))
     with FakeSecretsApi(folder / "account", namespace=namespace, host=ROUTER, port=API_PORT) as api:
+        cluster = Cluster(folder, namespace, release.of_kind("NetworkPolicy"), api)
         for one in secrets:
             where, _, value = one.partition("=")
             secret, _, entry = where.partition(".")

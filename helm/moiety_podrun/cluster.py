@@ -26,9 +26,9 @@ class Cluster:
     `namespace` is the one that the release was rendered for.
     """
 
-    def __init__(self, folder: Path, namespace: str, policies: list[Object]) -> None:
+    def __init__(self, folder: Path, namespace: str, policies: list[Object], api: FakeSecretsApi) -> None:
         self._network = Network([one["spec"] for one in policies])
-        self._names, self._folder = folder / "names", folder
+        self._names, self._folder, self._api = folder / "names", folder, api
         self._sets: dict[tuple[str, str], list[Pod]] = {}
         self._serial = 0
         self._stateful: dict[str, Object] = {}  # StatefulSets of the release
@@ -178,7 +178,17 @@ class Cluster:
             {"pod": pod.name, "part": pod.part, "address": pod.peer.address, "process": pod.process}
             for pod in self.pods()
         ]
+        self._api.pods = [_document(pod) for pod in self.pods()]
         (self._folder / "pods.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def _document(pod: Pod) -> Object:
+    """Return what the Kubernetes API tells of a running pod."""
+    status = {"phase": "Running", "podIP": pod.peer.address}
+    return {
+        "apiVersion": "v1", "kind": "Pod", "status": status,
+        "metadata": {"name": pod.name, "labels": dict(pod.labels), "resourceVersion": "1"},
+    }  # fmt: skip
 
 
 def _replicas(workload: Object) -> int:

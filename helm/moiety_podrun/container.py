@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 
 from moiety_podrun.images import PROGRAMS, image
@@ -110,6 +111,8 @@ class Container:
             url = f"http://{self._place.address}:{self._port(wanted['port'])}{wanted['path']}"
             async with httpx.AsyncClient(timeout=limit, trust_env=False) as client:
                 return (await client.get(url)).status_code < httpx.codes.BAD_REQUEST
+        if "grpc" in terms:
+            return await _serves(f"{self._place.address}:{terms['grpc']['port']}", terms["grpc"].get("service", ""))
         if "tcpSocket" in terms:
             _, writer = await asyncio.open_connection(self._place.address, self._port(terms["tcpSocket"]["port"]))
             writer.close()
@@ -147,6 +150,17 @@ class Container:
                 [*inside, sys.executable, str(LAUNCH), str(spec)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+
+async def _serves(address: str, service: str) -> bool:
+    """Return whether a gRPC health check reports the service as serving. The messages have one field each."""
+    name = service.encode()
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            return bool(await check(b"\x0a" + bytes([len(name)]) + name) == b"\x08\x01")
+        except grpc.aio.AioRpcError:
+            return False
 
 
 def _filled(word: str, variables: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Local fake of the Kubernetes API for Secrets and the scale of StatefulSets: for tests and the chart's runner.
+"""Local fake of the Kubernetes API for Secrets, the scale of StatefulSets and Pods: for tests and the chart's runner.
 
 Like the real one it requires a token, speaks TLS with its own certificate, and refuses a write to an object that
 changed since it was read.
@@ -11,6 +11,8 @@ import json
 import secrets
 import ssl
 import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
@@ -19,6 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import parse_qs
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,12 +29,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 LOOPBACK = "127.0.0.1"
+WATCH_S, WATCH_POLL_S = 2.0, 0.05
 VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch"}
 
 
 @dataclass
 class FakeSecretsApi:
-    """Server on loopback with Secrets and the wanted replicas of StatefulSets, by name.
+    """Server on loopback with Secrets and the wanted replicas of StatefulSets, by name, and the running Pods.
 
     `folder` receives the files that Kubernetes mounts into a pod. `refuses` are verbs that the account may not use.
     """
@@ -43,6 +47,7 @@ class FakeSecretsApi:
     refuses: set[str] = field(default_factory=set)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
     scales: dict[str, int] = field(default_factory=dict)
+    pods: Sequence[Mapping[str, Any]] = ()  # documents of Pods; replaced as a whole after each change
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __enter__(self) -> Self:
@@ -80,6 +85,8 @@ class FakeSecretsApi:
         sets = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/"
         if path.startswith(sets) and path.endswith("/scale"):
             return self._answer_scale(method, path.removeprefix(sets).removesuffix("/scale"), body)
+        if method == "GET" and path.partition("?")[0] == f"/api/v1/namespaces/{self.namespace}/pods":
+            return self._answer_pods(parse_qs(path.partition("?")[2]))
         base = f"/api/v1/namespaces/{self.namespace}/secrets"
         name = body["metadata"]["name"] if method == "POST" and body else path.removeprefix(f"{base}/")
         verb = VERBS[method]
@@ -97,6 +104,19 @@ class FakeSecretsApi:
         metadata = {**body["metadata"], "resourceVersion": str(int(_version(stored or {}) or 0) + 1)}
         self.secrets[name] = {**body, "metadata": metadata}
         return (200 if stored else 201), self.secrets[name]
+
+    def _answer_pods(self, query: Mapping[str, list[str]]) -> tuple[int, dict[str, Any]]:
+        """List the Pods with the labels of the selector, or answer a watch with one event after any change."""
+        before, version = self.pods, {"resourceVersion": "1"}
+        if query.get("watch") == ["true"]:
+            until = time.monotonic() + WATCH_S
+            while self.pods is before and time.monotonic() < until:
+                time.sleep(WATCH_POLL_S)
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "any", **version}}
+            return 200, {"type": "MODIFIED", "object": pod}
+        wanted = dict(one.split("=") for one in query.get("labelSelector", [""])[0].split(",") if one)
+        items = [one for one in before if wanted.items() <= one["metadata"]["labels"].items()]
+        return 200, {"apiVersion": "v1", "kind": "PodList", "metadata": version, "items": items}
 
     def _answer_scale(self, method: str, name: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]]:
         """Read or patch the scale of a StatefulSet."""

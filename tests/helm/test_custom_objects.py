@@ -1,6 +1,6 @@
-"""The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, the
-Prometheus operator's monitoring.coreos.com/v1, KEDA's v1alpha1, LeaderWorkerSet v1. Here stand those fields that the
-chart uses."""
+"""The objects that Kubernetes itself does not know have the fields of their published references: Gateway API v1, its
+Inference Extension v1, the Prometheus operator's monitoring.coreos.com/v1, KEDA's v1alpha1, LeaderWorkerSet v1. Here
+stand those fields that the chart uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 import kubernetes_validate
 from pydantic import BaseModel, ConfigDict, Field
 
-from .conftest import pod_templates
+from moiety_platform.cli.endpoint_picker import labels_of
+
+from .conftest import Render, pod_templates, value_sets
 
 
 class Strict(BaseModel):
@@ -49,15 +51,23 @@ class Timeouts(Strict):
     request: str = Field(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")
 
 
-class BackendRef(Strict):
+class ServiceRef(Strict):
     name: str
     port: int = Field(ge=1, le=65535)
+
+
+class PoolRef(Strict):
+    """A reference to an InferencePool, which has the port itself."""
+
+    group: Literal["inference.networking.k8s.io"]
+    kind: Literal["InferencePool"]
+    name: str
 
 
 class RouteRule(Strict):
     matches: list[RouteMatch] = Field(min_length=1)
     timeouts: Timeouts
-    backend_refs: list[BackendRef] = Field(alias="backendRefs")
+    backend_refs: list[ServiceRef | PoolRef] = Field(alias="backendRefs")
 
 
 class RouteSpec(Strict):
@@ -73,6 +83,29 @@ class HttpRoute(CustomObject[RouteSpec]):
 
 class LabelSelector(Strict):
     match_labels: dict[str, str] = Field(alias="matchLabels")
+
+
+class PortNumber(Strict):
+    number: int = Field(ge=1, le=65535)
+
+
+class PickerRef(Strict):
+    """A reference to a Service, for which a port is required."""
+
+    name: str
+    port: PortNumber
+    failure_mode: Literal["FailOpen", "FailClose"] = Field(alias="failureMode")
+
+
+class PoolSpec(Strict):
+    selector: LabelSelector
+    target_ports: list[PortNumber] = Field(alias="targetPorts", min_length=1, max_length=8)
+    endpoint_picker_ref: PickerRef = Field(alias="endpointPickerRef")
+
+
+class InferencePool(CustomObject[PoolSpec]):
+    api_version: Literal["inference.networking.k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["InferencePool"]
 
 
 class Endpoint(Strict):
@@ -193,6 +226,7 @@ class LeaderWorkerSet(CustomObject[GroupSpec]):
 
 KINDS: dict[str, type[Strict]] = {
     "HTTPRoute": HttpRoute,
+    "InferencePool": InferencePool,
     "LeaderWorkerSet": LeaderWorkerSet,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,
@@ -216,3 +250,28 @@ def test_the_pods_of_groups_are_pods_of_kubernetes(all_objects: list[dict[str, A
         metadata = {"name": "pod", **template["metadata"]}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         kubernetes_validate.validate(pod, "1.34", strict=True)
+
+
+def test_a_pool_selects_the_gateways_and_its_picker_watches_the_same_pods(render: Render) -> None:
+    objects = render(value_sets()["a pool of gateways"])
+    (pool,) = (one for one in objects if one["kind"] == "InferencePool")
+    wanted = pool["spec"]["selector"]["matchLabels"]
+    templates = [template for one in objects for template in pod_templates(one)]
+    (chosen,) = (one for one in templates if wanted.items() <= one["metadata"]["labels"].items())
+    (container,) = chosen["spec"]["containers"]
+    assert container["name"] == "gateway"
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    (service,) = (
+        one
+        for one in objects
+        if (one["kind"], one["metadata"]["name"]) == ("Service", pool["spec"]["endpointPickerRef"]["name"])
+    )
+    assert [one["port"] for one in service["spec"]["ports"]] == [pool["spec"]["endpointPickerRef"]["port"]["number"]]
+    picker = next(one for one in templates if service["spec"]["selector"].items() <= one["metadata"]["labels"].items())
+    options = dict(one.partition("=")[::2] for one in picker["spec"]["containers"][0]["args"])
+    assert labels_of(options["--selector"]) == wanted
+    assert (options["--target-port"], options["--operations-port"]) == (str(ports["http"]), str(ports["operations"]))
+    (route,) = (one for one in objects if one["kind"] == "HTTPRoute")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])

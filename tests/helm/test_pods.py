@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from tests.conftest import free_port, wait_for
+from tests.endpoint_picker.picker_process import exchange, request_headers, response_headers
 
 from .running import NEEDS_ROOT, Running, environment, running
 
@@ -22,6 +27,8 @@ VALUES = """
 networkPolicies: {enabled: true}
 gateway: {replicas: 2, deregisterSeconds: 1, drainSeconds: 20}
 objectStore: {volume: {accessMode: ReadWriteMany}}
+httpRoute: {enabled: true, parentRefs: [{name: public}]}
+inferencePool: {enabled: true}
 engines:
   - {name: demo, replicas: 2, drainSeconds: 20, options: {scripted: true, scripted-step-ms: 40}}
 declared:
@@ -42,9 +49,17 @@ pytestmark = [
 ]
 
 
+PICKER = "rel-moiety-endpoint-picker"
+
+
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("pods"), VALUES) as found:
+def picker_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory, picker_port: int) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("pods"), VALUES, "--forward", f"{picker_port}={PICKER}") as found:
         yield found
 
 
@@ -94,6 +109,29 @@ def test_the_commands_of_the_install_page_create_a_tenant_and_a_key(release: Run
     assert answer.status_code == httpx.codes.OK
 
 
+def test_the_endpoint_pickers_name_the_gateway_pods_that_run(release: Running, picker_port: int) -> None:
+    place = ("127.0.0.1", picker_port)
+    certificate = wait_for(partial(_certificate, place), "the picker's certificate").encode()
+    name = (("grpc.ssl_target_name_override", "moiety-endpoint-picker"),)
+
+    def chosen() -> set[str]:
+        """Return the destinations of requests with many keys, over one connection, which one of the pickers has."""
+        credentials = grpc.ssl_channel_credentials(certificate)
+        try:
+            with grpc.secure_channel("{}:{}".format(*place), credentials, options=name) as channel:
+                asked = [[request_headers(f"key-{one}"), response_headers()] for one in range(16)]
+                answers = [exchange(channel, one)[0] for one in asked]
+        except grpc.RpcError:
+            return set()
+        return {one.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"] for one in answers}
+
+    def gateways() -> set[str]:
+        return {f"{one['address']}:8000" for one in release.pods() if one["part"] == "gateway"}
+
+    assert len(gateways()) == 2
+    wait_for(lambda: chosen() == gateways(), "the pickers to know the gateways")
+
+
 @pytest.mark.parametrize(
     ("source", "target", "port", "reached"),
     [
@@ -103,6 +141,9 @@ def test_the_commands_of_the_install_page_create_a_tenant_and_a_key(release: Run
         ("dashboard", "database", 5432, False),
         ("engine-demo", "database", 5432, False),
         ("traces", "engine-demo", 5757, False),
+        ("endpoint-picker", "gateway", 8002, True),
+        ("endpoint-picker", "gateway", 8000, False),
+        ("endpoint-picker", "database", 5432, False),
     ],
 )
 def test_a_pod_reaches_what_it_is_meant_to_and_nothing_else(
@@ -112,6 +153,13 @@ def test_a_pod_reaches_what_it_is_meant_to_and_nothing_else(
     address = next(one["address"] for one in release.pods() if one["part"] == target)
     done = release.run_inside(source, f"import socket; socket.create_connection(({address!r}, {port}), 3).close()")
     assert (done.returncode == 0) == reached, done.stderr.decode()
+
+
+def _certificate(place: tuple[str, int]) -> str:
+    try:
+        return ssl.get_server_certificate(place, timeout=30)
+    except OSError:
+        return ""
 
 
 @dataclass

@@ -20,6 +20,13 @@ from .conftest import pod_templates
 if TYPE_CHECKING:
     import helm_python
 
+CUSTOM_GROUPS = (
+    "gateway.networking.k8s.io/",
+    "inference.networking.k8s.io/",
+    "monitoring.coreos.com/",
+    "keda.sh/",
+    "leaderworkerset.",
+)
 OWN_NAMES = ("rel-moiety", "tokens")  # of objects of the release; others are the operator's
 CHART = Path(__file__).parents[2] / "helm" / "moiety"
 
@@ -39,7 +46,13 @@ def test_every_object_is_valid_in_every_version_of_kubernetes(version: str, all_
     assert len(all_objects) > 100
     for one in all_objects:
         if not one["apiVersion"].startswith(
-            ("gateway.networking.k8s.io/", "monitoring.coreos.com/", "keda.sh/", "leaderworkerset.")
+            (
+                "gateway.networking.k8s.io/",
+                "inference.networking.k8s.io/",
+                "monitoring.coreos.com/",
+                "keda.sh/",
+                "leaderworkerset.",
+            )
         ):
             kubernetes_validate.validate(one, version, strict=True)  # the others: see test_custom_objects.py
 

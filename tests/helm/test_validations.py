@@ -24,7 +24,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"secrets": {"existingSecret": "mine"}}, "leave secrets.existingSecret empty, or set database.bundled.enabled=f"),
     ({"engines": []}, "set engines to a list with at least one pool"),
     ({"engines": [{"name": "a"}, {"name": "a"}]}, "two pools of engines are named a: give each its own name"),
-    ({"httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
+    ({"httpRoute": {"enabled": True}}, "needs a Gateway to attach to"),
+    ({"inferencePool": {"enabled": True}}, "set httpRoute.enabled=true and httpRoute.parentRefs"),
+    ({"inferencePool": {"enabled": True}, "httpRoute": {"enabled": True}}, "set httpRoute.parentRefs"),
+    (
+        {
+            "inferencePool": {"enabled": True, "picker": {"tls": False, "tlsSecret": "t"}},
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "p"}]},
+        },
+        "set tls=true, or leave tlsSecret empty",
+    ),
     ({"ingress": {"enabled": True}}, "set ingress.host, such as llm.example.com"),
     (
         {"objectStore": {"url": "s3://b", "volume": {"existingClaim": "c"}}},

@@ -18,6 +18,13 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
+{{/* Of (list root component): the same as text, NAME=VALUE,NAME=VALUE. */}}
+{{- define "moiety.selectorText" -}}
+{{- $pairs := list -}}
+{{- range $name, $value := include "moiety.selector" . | fromYaml }}{{ $pairs = append $pairs (printf "%s=%s" $name $value) }}{{ end -}}
+{{- join "," $pairs -}}
+{{- end -}}
+
 {{- define "moiety.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "moiety.selector" . }}

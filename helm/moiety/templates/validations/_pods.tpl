@@ -5,6 +5,7 @@
 {{- $parts := dict "gateway" .Values.gateway "jobs" .Values.jobs -}}
 {{- if .Values.dashboard.enabled }}{{ $_ := set $parts "dashboard" .Values.dashboard }}{{ end -}}
 {{- if .Values.traces.enabled }}{{ $_ := set $parts "traces" .Values.traces }}{{ end -}}
+{{- if .Values.inferencePool.enabled }}{{ $_ := set $parts "inferencePool.picker" .Values.inferencePool.picker }}{{ end -}}
 {{- if .Values.database.bundled.enabled }}{{ $_ := set $parts "database.bundled" .Values.database.bundled }}{{ end -}}
 {{- range $path, $values := $parts -}}
 {{- include "moiety.validatePart" (list $path (include "moiety.part" (list $ $values) | fromJson)) -}}
@@ -21,7 +22,7 @@
 {{- $part := index . 1 -}}
 {{- include "moiety.validateResources" (list $path $part.resources) -}}
 {{- include "moiety.validateLabels" (list (printf "%s.podLabels" $path) $part.podLabels) -}}
-{{- $chart := list "settings" "data" "objects" "scratch" "curve" "state" "shared-memory" "model" "hub" "login" "declared" "socket" -}}
+{{- $chart := list "settings" "data" "objects" "scratch" "curve" "state" "shared-memory" "model" "hub" "login" "declared" "socket" "tls" -}}
 {{- $volumes := list -}}
 {{- range $part.extraVolumes -}}
 {{- if or (has .name $chart) (has .name $volumes) (hasPrefix "tokenizer-" .name) (hasPrefix "engine-key-" .name) -}}
@@ -34,7 +35,7 @@
 {{- fail (printf "%s.extraVolumeMounts mounts the volume %s, which is not in extraVolumes: add it there" $path .name) -}}
 {{- end -}}
 {{- end -}}
-{{- $containers := list "gateway" "dashboard" "traces" "postgres" "engine" "migrate" "check" "secrets" "owner" "declared" -}}
+{{- $containers := list "gateway" "dashboard" "traces" "postgres" "engine" "migrate" "check" "secrets" "owner" "declared" "endpoint-picker" -}}
 {{- range $part.sidecars -}}
 {{- if or (has .name $containers) (hasPrefix "tokenizer-" .name) -}}
 {{- fail (printf "%s.sidecars has a container %s, and the pod already has a container with this name: give it another name" $path .name) -}}

@@ -123,6 +123,13 @@
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled needs a Gateway to attach to: set httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
 {{- end -}}
+{{- $pool := .Values.inferencePool -}}
+{{- if and $pool.enabled (not .Values.httpRoute.enabled) -}}
+{{- fail "inferencePool.enabled needs a route of a Gateway that leads to the pool: set httpRoute.enabled=true and httpRoute.parentRefs, such as [{name: public, namespace: gateways}]" -}}
+{{- end -}}
+{{- if and $pool.enabled $pool.picker.tlsSecret (not $pool.picker.tls) -}}
+{{- fail "inferencePool.picker.tlsSecret is set, and inferencePool.picker.tls is false: set tls=true, or leave tlsSecret empty" -}}
+{{- end -}}
 {{- $ingress := .Values.ingress -}}
 {{- $hosts := include "moiety.hosts" . | fromJsonArray -}}
 {{- if and $ingress.enabled (not $hosts) -}}
