@@ -356,8 +356,8 @@ class Replica:
             assert not s.pending or self.overlap
         places = self.scheduler.queues
         running = [s for s in sequences if s.state is SequenceState.RUNNING]
-        verifying, decoding = set(places.verifying), {s for s in running if s.decoding or s.padded_row.is_finished}
-        assert set(places.decoding) == decoding - verifying
+        verifying, last = set(places.verifying), {s for s in running if s.decoding or s.padded_row.is_finished}
+        assert set(places.decoding) == last - verifying
         assert set(places.prefilling) == set(running) - set(places.decoding) - verifying
         assert set(places.verifying) <= {s for s in running if s.pending}
         assert places.counts.worst_rank == max((s.service.rank for s in running), default=-1)

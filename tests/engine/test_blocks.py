@@ -147,7 +147,7 @@ class Tiers:
         self.held_on_host: list[int] = []
 
     def retain(self, kept: frozenset[bytes]) -> None:
-        ended = set(self.device.kept or ()) - kept  # type: ignore[call-overload]
+        ended = set(self.device.kept or ()) - kept
         self.device.kept = self.host.pool.kept = kept
         for one in sorted(ended):
             self.device.end_retention(one)

@@ -58,10 +58,13 @@ class StructLayout:
         self.code: str = code.removeprefix("=")
         self._packing = struct.Struct(code)
         self.num_bytes = offset
-        self._inner = [
+        inner = [
             (index, layout_of(kind) if isinstance(kind, type) else None)
             for index, (_, kind) in reversed([*enumerate(self.fields.values())])
             if isinstance(kind, type) or kind.in_place
+        ]
+        self._inner: list[tuple[int, StructLayout | None]] = [
+            (index, layout if layout is not None and layout._inner else None) for index, layout in inner
         ]
 
     def pack_into(self, memory: Any, values: Struct) -> None:
@@ -69,7 +72,10 @@ class StructLayout:
         self._packing.pack_into(memory, 0, *self._flat(values))
 
     def _flat(self, values: Struct) -> Sequence[float]:
-        """Return the values with those of inner structs in their places; every launch of a kernel waits for this."""
+        """Return the values with those of inner structs in their places; every launch of a kernel waits for this.
+
+        An inner struct without inner structs of its own is taken as it is, like the values of a field `in_place`.
+        """
         if not self._inner:
             return values
         flat = list(values)
