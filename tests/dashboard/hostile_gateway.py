@@ -169,6 +169,7 @@ class HostileGateway:
             ("UsageMinuteSum", "group"): self._group,
             ("SimulationView", "state"): self.simulation,
             ("ContractCheckView", "state"): "done",
+            ("ContractCheckView", "window_since"): datetime.now(UTC).isoformat(),
             ("SimulationView", "settings"): self._simulation_settings,
             ("TraceDetail", "spans"): self._spans,
             ("TraceDetail", "linked"): self._linked,
