@@ -194,6 +194,19 @@ def test_a_call_that_the_model_begins_by_itself_keeps_to_the_schema_beside_text(
     assert free.finish is not None and free.finish.detail == "max_tokens"
 
 
+EBNF = """# a comment
+root ::= "<" (word | number) ">"
+word ::= [a-z]{2,4}
+number ::= [0-9]+ ("." [0-9]{2})?
+"""
+
+
+def test_answers_follow_a_grammar_in_ebnf(model: EngineLoop) -> None:
+    done = run_all(model, [asked(key, GrammarSpec(GrammarKind.GRAMMAR, EBNF)) for key in range(8)])
+    ended = [text_of(one.token_ids) for one in done.values() if one.finish.reason is FinishReason.STOP]
+    assert ended and all(re.fullmatch(r"<([a-z]{2,4}|[0-9]+([.][0-9]{2})?)>", text) for text in ended), ended
+
+
 # ── what is refused ──
 
 
@@ -220,7 +233,10 @@ def test_schemas_of_many_kinds_are_kept_to(model: EngineLoop, monkeypatch: pytes
         (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no document can satisfy it"),
         (GrammarKind.CHOICE, '["a", ""]', "none of them empty"),
         (GrammarKind.REGEX, "(a", "the group is not closed"),
-        (GrammarKind.GRAMMAR, "root ::= a", "not in Lark's format"),
+        (GrammarKind.GRAMMAR, "root ::= a", "the EBNF grammar cannot be read: Rule 'a' not found"),
+        (GrammarKind.GRAMMAR, 'expr ::= "a"', "its first rule must be `root ::= …`"),
+        (GrammarKind.GRAMMAR, f'root ::= {"(" * 9000}"a"', "the EBNF grammar cannot be read"),
+        (GrammarKind.GRAMMAR, "root ::= a{1000}\na ::= b{1000}\nb ::= [x]", "the terminal A has more than 50,000"),
         (GrammarKind.GRAMMAR, "of no rule at all", "Expected"),
         (GrammarKind.GRAMMAR, "start: A\nA: B{1000}\nB: C{1000}\nC: /x/", "the terminal A has more than 50,000"),
     ],

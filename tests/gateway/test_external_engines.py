@@ -168,6 +168,8 @@ FORMS = {
     "regex": {"structured_outputs": {"regex": "[a-z]"}},
     "choice": {"guided_choice": ["a", "b"]},
     "grammar": {"guided_grammar": "start: /a/"},
+    "regex of SGLang": {"regex": "[a-z]"},
+    "ebnf of SGLang": {"ebnf": 'root ::= "a"'},
     "strict": {"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]},
 }
 PASSED_ON: dict[str, dict[str, tuple[str, Any]]] = {
@@ -176,6 +178,8 @@ PASSED_ON: dict[str, dict[str, tuple[str, Any]]] = {
         "regex": ("structured_outputs", {"regex": "[a-z]"}),
         "choice": ("structured_outputs", {"choice": ["a", "b"]}),
         "grammar": ("structured_outputs", {"grammar": "start: /a/"}),
+        "regex of SGLang": ("structured_outputs", {"regex": "[a-z]"}),
+        "ebnf of SGLang": ("structured_outputs", {"grammar": 'root ::= "a"'}),
     },
     "llama.cpp": {"json_schema": ("json_schema", SCHEMA)},
     "generic": {},

@@ -178,6 +178,7 @@ def test_incompatible_response_settings_are_refused(account: Any) -> None:
     for more in (
         {"guided_regex": "a", "guided_choice": ["a"]},
         {"guided_regex": "a", "ignore_eos": True},
+        {"regex": "a", "ebnf": 'root ::= "a"'},
         {"structured_outputs": {}},
     ):
         answer = account.post("/v1/completions", {"model": account.server.model, "prompt": "one", **more})

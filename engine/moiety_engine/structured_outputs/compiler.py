@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moiety_engine.structured_outputs.answer_walks import AnswerWalks, has_large_counts
 from moiety_engine.structured_outputs.costly_parts import too_costly
+from moiety_engine.structured_outputs.ebnf import as_lark
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.grammar import answer_of, grammar_of
 from moiety_engine.structured_outputs.grammar_tokenizer import GrammarTokenizer
@@ -136,7 +137,8 @@ class GrammarCompiler:
             if (answer := answer_of(spec)) is not None:
                 self._compile(answer)  # refuses it by its own text, where that is the reason
             self._check_client_grammars(spec)
-            raise GrammarRefused(explain_refusal(spec.kind, spec.text, matcher.get_error()))
+            text = as_lark(spec.text) if spec.kind is GrammarKind.GRAMMAR else spec.text
+            raise GrammarRefused(explain_refusal(spec.kind, text, matcher.get_error()))
         return matcher
 
     def _check_client_grammars(self, spec: GrammarSpec) -> None:

@@ -18,6 +18,7 @@ from moiety_engine.structured_outputs.calls import (
     input_grammars,
     input_grammars_of,
 )
+from moiety_engine.structured_outputs.ebnf import as_lark
 from moiety_engine.structured_outputs.embedded_schemas import with_exact_embedded_schemas
 from moiety_engine.structured_outputs.errors import GrammarRefused
 from moiety_engine.structured_outputs.exact_schemas import exact_schema_of
@@ -128,10 +129,7 @@ def _checked_inputs(inputs: dict[str, str]) -> dict[str, str]:
 
 
 def _lark_grammar(text: str) -> str:
-    if "::=" in text:
-        raise GrammarRefused(
-            "the grammar is not in Lark's format; write its rules as `name: …`, beginning with `start`"
-        )
+    text = as_lark(text)
     check_terminals(text)
     try:
         return LLMatcher.grammar_from_lark(with_exact_embedded_schemas(text))

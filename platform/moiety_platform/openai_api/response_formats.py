@@ -144,7 +144,10 @@ class StructuredOutputs(StrictBody):
 
 
 class StructuredOutputBody(StrictBody):
-    """Fields of a request body that set the response format. `guided_…` are the older names in vLLM."""
+    """Fields of a request body that set the response format.
+
+    `guided_…` are the older names in vLLM, `regex` and `ebnf` the names in SGLang.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -152,22 +155,26 @@ class StructuredOutputBody(StrictBody):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
+    regex: _Text | None = None
+    ebnf: _Text | None = None
     guided_decoding_backend: Annotated[str | None, ignored("The engine has one backend.")] = None
     guided_whitespace_pattern: Annotated[str | None, ignored("JSON may have white space between its parts.")] = None
 
     def grammar(self) -> GrammarSpec | None:
         """Return the grammar of the answer, or None for free text. Raises a validator's error for several grammars."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        if (*guided, self.structured_outputs, self.response_format).count(None) == len(guided) + 2:
+        others = (self.regex, self.ebnf, self.structured_outputs, self.response_format)
+        if (*guided, *others).count(None) == len(guided) + len(others):
             return None
-        found = grammars_of(*guided)
+        found = grammars_of(*guided) + grammars_of(None, self.regex, None, self.ebnf)
         if self.structured_outputs is not None:
             found += self.structured_outputs.grammars()
         if self.response_format is not None and (one := self.response_format.grammar()) is not None:
             found.append(one)
         if len(found) > 1:
             message = (
-                "an answer has one format; send only one of 'response_format', 'structured_outputs' and 'guided_…'"
+                "an answer has one format; send only one of 'response_format', 'structured_outputs', 'guided_…', "
+                "'regex' and 'ebnf'"
             )
             raise refuse(message, UNSUPPORTED_RESPONSE_FORMAT)
         return found[0] if found else None
