@@ -1,4 +1,4 @@
-"""What operators set up beside tenants, keys and requests, so that every page of the dashboard has rows."""
+"""Objects that operators set up beside tenants, keys and requests, so that every page of the dashboard has rows."""
 
 from __future__ import annotations
 

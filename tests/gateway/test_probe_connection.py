@@ -109,7 +109,7 @@ async def test_the_end_of_an_idle_connection_is_told() -> None:
         connection._on_dropped = dropped.set
         await connection.get("/health")
         async with asyncio.timeout(30):
-            await dropped.wait()
+            assert await dropped.wait()
 
 
 @pytest.mark.parametrize(

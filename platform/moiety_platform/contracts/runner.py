@@ -46,7 +46,7 @@ class ContractPlan:
 
 @dataclass(slots=True)
 class _CheckProgress:
-    """What a check has found so far."""
+    """Results of a check so far."""
 
     since: datetime | None = None
     num_recent: int = 0

@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndpointAddress:
-    """Where requests are sent, `ip:port`, and the URL of the endpoint's readiness."""
+    """Address for requests, `ip:port`, and the URL of the endpoint's readiness."""
 
     address: str
     ready_url: str

@@ -32,7 +32,7 @@ class BodyMode(IntEnum):
 
 
 class HeaderMode(IntEnum):
-    """Whether a proxy sends headers or trailers (`ProcessingMode.HeaderSendMode`)."""
+    """Mode in which a proxy sends headers or trailers (`ProcessingMode.HeaderSendMode`)."""
 
     DEFAULT = 0
     SEND = 1
