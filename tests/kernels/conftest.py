@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARITHMETICS = {
     "tiles": (paths.TILES, paths.FLOATS),
     "packed": (paths.PAIRS, paths.WORDS, paths.FLOATS),
-    "packed eights": (paths.WORDS, paths.FLOATS),
+    "words": (paths.WORDS, paths.FLOATS),
     "vectors": (paths.FLOATS,),
 }
 

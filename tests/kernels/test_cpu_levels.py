@@ -80,7 +80,8 @@ def test_a_level_withholds_its_instructions_from_the_choice_and_the_compiler() -
     assert whole["level"] is None and whole["withheld"] == [] and limited["level"] == "avx2"
     for weights, candidates in paths.PATHS.items():
         served = limited["paths"][weights]
-        assert served["path"] == next(one.name for one in candidates if not one.features & {"avx512bw", "avx512bf16"})
+        assert served["path"] in ("words", "floats")
+        assert (served["path"] == "words") == (limited["ymm"] and weights in ("8 bits", "4 bits"))
         assert list(served["not"]) == [one.title for one in candidates[: len(served["not"])]]
     if limited["withheld"]:
         reason = limited["paths"]["4 bits"]["not"][paths.PAIRS.title]

@@ -36,13 +36,13 @@ FORMATS = [*WHOLE, OFFSETS, FP8, MXFP4, NVFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
-    return not form.is_float8 and (arithmetic == "packed" or (arithmetic == "packed eights" and form.bits == 8))
+    return not form.is_float8 and (arithmetic == "packed" or (arithmetic == "words" and not form.floating))
 
 
-def stands_for(weight: QuantizedWeight) -> torch.Tensor:
-    """What a weight that is multiplied as it lies stands for: one in four bits is rounded once it is scaled."""
+def stands_for(arithmetic: str, weight: QuantizedWeight) -> torch.Tensor:
+    """What a weight that is multiplied as it lies stands for: in pairs, four bits are rounded once they are scaled."""
     plain = dequantize(weight)
-    return plain.bfloat16() if weight.format.bits == 4 else plain
+    return plain.bfloat16() if arithmetic == "packed" and weight.format.bits == 4 else plain
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -112,9 +112,9 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
     assert linear_cpu.fits(x, weight)
     ours = linear(x, weight, bias)
     if is_multiplied_as_it_lies(arithmetic, form):  # of eight bits nothing is lost to bfloat16
-        expected = x.double() @ stands_for(weight).double().T + bias.double()
+        expected = x.double() @ stands_for(arithmetic, weight).double().T + bias.double()
         worst = float((ours - expected).abs().max() / (expected - bias).abs().max().clamp(min=0.1))
-        assert worst < (2e-4 if form.bits == 8 else 1e-5)
+        assert worst < (2e-4 if form.bits == 8 or arithmetic == "words" else 1e-5)
     else:
         assert torch.equal(ours, linear(x, dequantize(weight).bfloat16(), bias))
     for some in (slice(0, 1), slice(rows // 2, rows // 2 + 3), slice(rows - 1, rows)):
@@ -140,10 +140,10 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
 def test_any_number_of_groups_and_of_any_size_is_multiplied(arithmetic: str, form: WeightFormat, k: int) -> None:
     x, weight = drawn(9, k).bfloat16().float(), quantize(drawn(6, k) * torch.logspace(-2, 1, k), form)
     as_it_lies = is_multiplied_as_it_lies(arithmetic, form)
-    expected = x.double() @ (stands_for(weight) if as_it_lies else dequantize(weight)).double().T
+    expected = x.double() @ (stands_for(arithmetic, weight) if as_it_lies else dequantize(weight)).double().T
     bound = 2e-2
     if as_it_lies:
-        bound = 2e-4 if form.bits == 8 else 1e-5
+        bound = 2e-4 if form.bits == 8 or arithmetic == "words" else 1e-5
     assert float((linear(x, weight) - expected).abs().max() / expected.abs().max()) < bound
 
 

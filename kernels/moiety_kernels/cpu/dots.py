@@ -14,7 +14,7 @@ weight rows, so that memory is read during computation. For them, a 4-bit weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,13 +24,13 @@ from llvmlite import ir
 from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
 from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
-from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, WORDS_FEATURE
+from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, WIDE, WORDS_FEATURE
 from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Pairs, Vector
 from moiety_kernels.quantization.reference import MAGNITUDES
 
 PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
 PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
-EIGHTS_ROWS = 3  # the same for 8-bit weights, where a group's sums are kept beside the totals
+EIGHTS_ROWS = 3 if WIDE else 2  # the same for 8-bit weights, where a group's sums are kept beside the totals
 GROUP = 128  # inputs of an integer row that share a scale
 BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
@@ -65,11 +65,12 @@ def add_pairs(e: Emitter, sums: Vector, x: Vector, w: Vector) -> Vector:
     return Vector(e, e.builder.asm(kind, code, "=v,0,v,v", [sums.ir, x.ir, w.ir], side_effect=False))
 
 
-def _multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
-    """Multiply 16-bit integers and add neighbouring products (AVX512-BW)."""
+def multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
+    """Multiply 16-bit integers and add neighbouring products (AVX512-BW, or AVX2 with vectors of 8 floats)."""
     if WORDS_FEATURE in EMULATED:
         return multiplied_words(e, x, w)
-    return Vector(e, e.intrinsic("llvm.x86.avx512.pmaddw.d.512", VI32, [_WORDS] * 2, x.ir, w.ir))
+    name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
+    return Vector(e, e.intrinsic(name, VI32, [_WORDS] * 2, x.ir, w.ir))
 
 
 class PackedDotArguments(NamedTuple):
@@ -94,7 +95,7 @@ class PackedDotArguments(NamedTuple):
     out_stride: Int
 
 
-class _Dots:
+class PackedDots:
     """Emits the dot products of `num_rows` packed rows.
 
     With one column, the code runs over all N weight rows in sequence. With several columns, it computes these alone and
@@ -146,7 +147,7 @@ class _Dots:
                 self.args.ahead.prefetch(start + line, locality=2)
 
 
-class _Pairs(_Dots):
+class _Pairs(PackedDots):
     """Dot products with a bfloat16 weight."""
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
@@ -166,15 +167,14 @@ class _FourBits:
     The numbers index a table of all 16 values times the scales of two blocks.
     """
 
-    def __init__(self, e: Emitter, kind: Int, shift: Int, *, halves: bool = False) -> None:
+    def __init__(self, e: Emitter, kind: Int, shift: Int, *, halves: bool = False, offsets: bool = False) -> None:
         """Prepare the table. `kind`: see PackedDotArguments; `shift`: from an input to its scale.
 
         `halves`: each half of a block has a scale; a block's lower numbers are its first half, the upper ones its last.
+        `offsets`: an offset follows each scale.
         """
-        self.e, self.shift, self.halves = e, shift, halves
+        self.e, self.shift, self.halves, self.offsets = e, shift, halves, offsets
         self.numbers = kind.equals(1).choose(e.constant(_E2M1), e.constant(_INT4))
-        self.offsets = kind >> 1  # 1 if an offset follows each scale, else 0
-        self.with_offset = kind.equals(2).choose(e.constant(1.0), e.constant(0.0))
 
     def two_blocks(self, values_K: Bytes, scales_G: Floats, k: Int) -> tuple[Vector, Vector]:
         """Return the inputs from k on, in the order of `pack_fours_row`."""
@@ -199,9 +199,9 @@ class _FourBits:
         return self._read(self._table(scaled, self._scaled(scales_G, k + LANES)), index)
 
     def _scaled(self, scales_G: Floats, k: Int) -> Vector:
-        at = (k >> self.shift) << self.offsets
-        offset = self.e.splat(scales_G.scalar(at + self.offsets)) * self.with_offset
-        return self.numbers * self.e.splat(scales_G.scalar(at)) + offset
+        at = (k >> self.shift) << int(self.offsets)
+        scaled = self.numbers * self.e.splat(scales_G.scalar(at))
+        return scaled + self.e.splat(scales_G.scalar(at + 1)) if self.offsets else scaled
 
     def _table(self, first: Vector, second: Vector) -> Vector:
         return narrowed(self.e, first, second).as_(_WORDS)
@@ -215,10 +215,19 @@ class _FourBits:
 
 
 def _unpack_fours(
-    e: Emitter, values_K: Bytes, scales_G: Floats, k: Int, shift: Int, kind: Int, out_K: Pairs, *, halves: bool
+    e: Emitter,
+    values_K: Bytes,
+    scales_G: Floats,
+    k: Int,
+    shift: Int,
+    kind: Int,
+    out_K: Pairs,
+    *,
+    halves: bool,
+    offsets: bool,
 ) -> None:
     """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`."""
-    bits, whole = _FourBits(e, kind, shift, halves=halves), k & -BLOCKS
+    bits, whole = _FourBits(e, kind, shift, halves=halves, offsets=offsets), k & -BLOCKS
     for i in e.loop_if_any(whole, BLOCKS):
         for number, part in enumerate(bits.two_blocks(values_K, scales_G, i)):
             out_K[i + _PAIR_LANES * number] = part
@@ -227,7 +236,7 @@ def _unpack_fours(
         out_K[at] = bits.block(values_K, scales_G, at)
 
 
-class _Fours(_Dots):
+class _Fours(PackedDots):
     """Dot products with a 4-bit weight in groups of one or more blocks, for few rows.
 
     They equal the products of the output of `_unpack_fours`, in the same order.
@@ -256,6 +265,13 @@ class _Fours(_Dots):
                     sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, parts[part])
 
 
+class _OffsetFours(_Fours):
+    """Dot products with a 4-bit weight in groups that have an offset."""
+
+    def prepare(self) -> None:
+        self.bits = _FourBits(self.e, self.args.table, self.args.shift, offsets=True)
+
+
 class _HalfFours(_Fours):
     """Dot products with a 4-bit weight in groups of half a block."""
 
@@ -263,7 +279,7 @@ class _HalfFours(_Fours):
         self.bits = _FourBits(self.e, self.args.table, self.args.shift, halves=True)
 
 
-class _Eights(_Dots):
+class _Eights(PackedDots):
     """Dot products with an 8-bit weight that has a scale per row."""
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
@@ -293,7 +309,7 @@ class _Eights(_Dots):
             for m, row in enumerate(self.packed_M):
                 x = row.load(at * 2, _WORDS)
                 for n, weights in enumerate(weights_N):
-                    products_MN[m * cols + n] = products_MN[m * cols + n] + _multiplied(e, x, weights)
+                    products_MN[m * cols + n] = products_MN[m * cols + n] + multiplied(e, x, weights)
         group = k >> (GROUP.bit_length() - 1)
         x_scale_M = [e.splat(scales.scalar(group)) for scales in self.x_scales_M]
         values_MN = [products.to_floats() for products in products_MN]
@@ -327,12 +343,14 @@ class DotsKind(NamedTuple):
 
     name: str
     is_there: bool  # whether the CPU has the instructions
-    dots_of: type[_Dots]
+    dots_of: Callable[..., PackedDots]
     few: int  # most rows for which weight rows are multiplied one after the other
     most: int  # rows at a time with COLS weight rows
 
 
-def _emit_dots(e: Emitter, args: PackedDotArguments, *, dots_of: type[_Dots], num_rows: int, cols: int) -> None:
+def _emit_dots(
+    e: Emitter, args: PackedDotArguments, *, dots_of: Callable[..., PackedDots], num_rows: int, cols: int
+) -> None:
     dots_of(e, args, num_rows, cols).emit()
 
 
@@ -347,14 +365,18 @@ def _of_kind(e: Emitter, args: PackedDotArguments, *, kind: DotsKind) -> None:
                 call(e, block_dot, *args)
 
 
-def _function_of(kind: DotsKind) -> Any:
+def dots_function(kind: DotsKind) -> Any:
     """Return the products of packed rows with a kind of weight, for calls in compiled code."""
     return function(f"moiety_{kind.name}", partial(_of_kind, kind=kind), is_there=kind.is_there)
 
 
-unpack_fours_row, unpack_half_fours_row = (
-    function(f"moiety_pack_out_{name}", partial(_unpack_fours, halves=halves), is_there=PAIRS_AVAILABLE)
-    for name, halves in (("fours", False), ("half_fours", True))
+unpack_fours_row, unpack_half_fours_row, unpack_offset_fours_row = (
+    function(
+        f"moiety_pack_out_{name}",
+        partial(_unpack_fours, halves=name == "half_fours", offsets=name == "offset_fours"),
+        is_there=PAIRS_AVAILABLE,
+    )
+    for name in ("fours", "half_fours", "offset_fours")
 )
 
 _MAX_ROWS = 16  # more than any kind takes at once
@@ -363,7 +385,8 @@ FOURS = DotsKind("fours", PAIRS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW)  # in f
 EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  # in eight bits with a scale per row
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
 HALF_FOURS = DotsKind("half_fours", PAIRS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
+OFFSET_FOURS = DotsKind("offset_fours", PAIRS_AVAILABLE, _OffsetFours, FOURS_FEW, FOURS_FEW)  # with offsets
 
 # In compiled code: products of packed rows with a kind of weight.
-pairs, fours, half_fours = map(_function_of, (PAIRS, FOURS, HALF_FOURS))
-eights, grouped_eights = map(_function_of, (EIGHTS, GROUPED_EIGHTS))
+pairs, fours, half_fours, offset_fours = map(dots_function, (PAIRS, FOURS, HALF_FOURS, OFFSET_FOURS))
+eights, grouped_eights = map(dots_function, (EIGHTS, GROUPED_EIGHTS))

@@ -56,8 +56,8 @@ PACKED_CHUNK_BYTES = 512 << 10  # the same where each task packs the rows again
 MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be read
 
 # how a weight is multiplied
-FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED = range(4)  # PACKED: in place, with rows packed for it
-_KINDS = {paths.TILES: BFLOAT16_TILES, paths.PAIRS: PACKED, paths.WORDS: PACKED, paths.FLOATS: BFLOAT16}
+FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED, PACKED_WORDS = range(5)  # PACKED: in place, with rows packed for it
+_KINDS = {paths.TILES: BFLOAT16_TILES, paths.PAIRS: PACKED, paths.WORDS: PACKED_WORDS, paths.FLOATS: BFLOAT16}
 
 # blocking of a product on tiles
 TILES_ROWS = 512  # most rows at once
@@ -88,7 +88,8 @@ def product_kind(weight: Tensor | QuantizedWeight) -> int:
         return BFLOAT16
     weights = "bfloat16"
     if isinstance(weight, QuantizedWeight) and not weight.format.is_float8:
-        weights = f"{weight.format.bits} bits"
+        form = weight.format
+        weights = "4-bit floats" if form.floating else f"{form.bits} bits"
     return _KINDS[paths.serving_path(weights)]
 
 
@@ -105,7 +106,7 @@ def arithmetic() -> str:
 
 def is_unpacked(weight: Tensor | QuantizedWeight) -> bool:
     """Return whether a task widens its rows of the weight before it multiplies them."""
-    return isinstance(weight, QuantizedWeight) and (product_kind(weight) != PACKED or weight.format.is_float8)
+    return isinstance(weight, QuantizedWeight) and (product_kind(weight) < PACKED or weight.format.is_float8)
 
 
 def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
@@ -286,11 +287,11 @@ def weight_rows(weight: WeightArguments, kind: int, first: int, num_rows: int, k
     `after` rows of the first.
     """
     values, scales, numbers, shift = weight.values, weight.scales, weight.numbers, weight.shift
-    if numbers != PLAIN and (kind != PACKED or numbers == E4M3):
+    if numbers != PLAIN and (kind < PACKED or numbers == E4M3):
         unpacked = scratch + UNPACKED_AT + 2 * after * k
         unpack_rows(weight, first, num_rows, k, unpacked)
         values, scales, numbers, shift, first = unpacked, 0, PLAIN, 0, 0
-    if kind == PACKED:
+    if kind >= PACKED:
         at = scratch + DESCRIBED_AT + (DESCRIPTION_BYTES if after else 0)
         return describe(at, values, scales, numbers, shift, first, k)
     return values + first * k * (4 if kind == FLOAT32 else 2)
@@ -327,13 +328,13 @@ def chunk_rows(
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
-        most = PACKED_CHUNK_BYTES if kind in (BFLOAT16_TILES, PACKED) else CHUNK_BYTES
+        most = PACKED_CHUNK_BYTES if kind in (BFLOAT16_TILES, PACKED, PACKED_WORDS) else CHUNK_BYTES
     chunk = max(16, most // row_bytes // 16 * 16)
     if kind == BFLOAT16_TILES and width > TILES_DEPTH:
         chunk = TILES_MOST_COLUMNS
     if is_unpacked(weight):
         chunk = min(chunk, UNPACKED_BYTES // row_bytes // 16 * 16)
-    if kind in (BFLOAT16_TILES, PACKED):
+    if kind in (BFLOAT16_TILES, PACKED, PACKED_WORDS):
         while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * team().num_threads:
             chunk = chunk // 2 // 16 * 16
     return min(chunk, -(-num_rows // 16) * 16)

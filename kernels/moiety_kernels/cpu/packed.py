@@ -19,6 +19,7 @@ from moiety_kernels.cpu.dots import (
     SHARE_BITS,
     unpack_fours_row,
     unpack_half_fours_row,
+    unpack_offset_fours_row,
 )
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
@@ -85,7 +86,7 @@ def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
 
 
 @jit
-def _even_part(left: int, most: int) -> int:
+def even_part(left: int, most: int) -> int:
     """Return how many of the remaining rows are next, so that all parts have about the same size."""
     parts = (left + most - 1) // most
     return (left + parts - 1) // parts
@@ -130,7 +131,7 @@ def multiply_packed(
                 panel = area + PACKED_BYTES
                 _unpack(w, w_bytes, s, s_bytes, k, shift, table, halves, panel)
                 while i < count:
-                    step = _even_part(count - i, most)
+                    step = even_part(count - i, most)
                     of_unpacked(
                         is_many=1, num_rows=step,
                         packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=0,
@@ -140,7 +141,7 @@ def multiply_packed(
                     )  # fmt: skip
                     i += step
             while i < count:
-                step = _even_part(count - i, most if many and not is_fours else few)
+                step = even_part(count - i, most if many and not is_fours else few)
                 ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
                 of_weight(
                     is_many=int(many), num_rows=step,
@@ -171,5 +172,7 @@ def _unpack(
         w, s, target = values + row * row_bytes, scales + row * scales_bytes, panel + row * (2 * k + PAD)
         if halves:
             unpack_half_fours_row(w, s, k, shift, table, target)
+        elif table == 2:
+            unpack_offset_fours_row(w, s, k, shift, table, target)
         else:
             unpack_fours_row(w, s, k, shift, table, target)

@@ -33,14 +33,17 @@ class KernelPath(NamedTuple):
 
 TILES = KernelPath("tiles", "matrix tiles (AMX)", frozenset({"amx-tile", TILES_FEATURE, PAIRS_FEATURE}))
 PAIRS = KernelPath("pairs", "pairs of bfloat16 (AVX512-BF16)", frozenset({PAIRS_FEATURE, WORDS_FEATURE}))
-WORDS = KernelPath("words", "pairs of 16-bit integers (AVX512-BW)", frozenset({WORDS_FEATURE}))
+WORDS = KernelPath(
+    "words", "pairs of 16-bit integers (AVX2 or AVX512-BW)", frozenset({WORDS_FEATURE if WIDE else "avx2"})
+)
 FLOATS = KernelPath("floats", "float32, widened from bfloat16")
 
 # the paths for each kind of weight, the preferred one first; float8 is unpacked and multiplied as bfloat16
 PATHS: dict[str, tuple[KernelPath, ...]] = {
     "bfloat16": (TILES, PAIRS, FLOATS),
     "8 bits": (TILES, WORDS, FLOATS),
-    "4 bits": (TILES, PAIRS, FLOATS),
+    "4 bits": (TILES, PAIRS, WORDS, FLOATS),
+    "4-bit floats": (TILES, PAIRS, FLOATS),
 }
 
 
@@ -49,7 +52,7 @@ def is_usable(path: KernelPath) -> bool:
     """Return whether the CPU has the path's features and, for tiles, the system lets this process use them."""
     if path is FLOATS:
         return True
-    if not (WIDE and path.features <= FEATURES):
+    if not (path.features <= FEATURES and (WIDE or path is WORDS)):
         return False
     return path is not TILES or TILES_FEATURE in EMULATED or _are_tiles_permitted()
 

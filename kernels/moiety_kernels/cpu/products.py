@@ -10,12 +10,13 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_kernels.cpu.compiling import function_address, jit
-from moiety_kernels.cpu.dots import eights, fours, grouped_eights, half_fours, pairs
+from moiety_kernels.cpu.dots import GROUP, eights, fours, grouped_eights, half_fours, offset_fours, pairs
 from moiety_kernels.cpu.gemm import (
     BFLOAT16,
     BFLOAT16_TILES,
     FLOAT32,
     PACKED,
+    PACKED_WORDS,
     PANEL_BYTES,
     PANEL_PAD,
     WIDE_AT,
@@ -28,8 +29,29 @@ from moiety_kernels.cpu.gemm import (
 from moiety_kernels.cpu.memory import call_product
 from moiety_kernels.cpu.packed import multiply_packed
 from moiety_kernels.cpu.structs import Address, Int64
-from moiety_kernels.cpu.unpacking import E2M1_HALVES, E4M3, INT8, PLAIN, WHOLE_ROW, number_format
+from moiety_kernels.cpu.unpacking import E2M1_HALVES, E4M3, INT4, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW, number_format
 from moiety_kernels.cpu.vectors import TILE_COLS, widen_row
+from moiety_kernels.cpu.word_fours import (
+    dots_32,
+    dots_32_offsets,
+    dots_64,
+    dots_64_offsets,
+    dots_128,
+    dots_128_offsets,
+    last_32,
+    last_32_offsets,
+    last_64,
+    last_64_offsets,
+    last_128,
+    last_128_offsets,
+    multiply_fours,
+    sums_32,
+    sums_32_offsets,
+    sums_64,
+    sums_64_offsets,
+    sums_128,
+    sums_128_offsets,
+)
 from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -48,23 +70,25 @@ class Product(NamedTuple):
 def product_of(weight: Tensor | QuantizedWeight) -> Product:
     """Return how this machine multiplies a weight of K columns, its last dimension; compile that if it is new."""
     kind = product_kind(weight)
-    numbers, shift = number_format(weight) if kind == PACKED else (PLAIN, 0)
-    return _product(kind, numbers, shift == WHOLE_ROW)
+    numbers, shift = number_format(weight) if kind >= PACKED else (PLAIN, 0)
+    return _product(kind, numbers, shift)
 
 
 @functools.cache
-def _product(kind: int, numbers: int, is_whole_row: bool) -> Product:
-    function = _FUNCTIONS[kind] if kind != PACKED else _packed(numbers, is_whole_row)
+def _product(kind: int, numbers: int, shift: int) -> Product:
+    function = _FUNCTIONS[kind] if kind < PACKED else _packed(kind, numbers, shift)
     return Product(kind, function_address(function, _NUM_ARGS))
 
 
-def _packed(numbers: int, is_whole_row: bool) -> Callable[..., None]:
+def _packed(kind: int, numbers: int, shift: int) -> Callable[..., None]:
     """Return the function that multiplies packed rows with a weight of a number format."""
     if numbers == INT8:
-        return _in_eights if is_whole_row else _in_grouped_eights
+        return _in_eights if shift == WHOLE_ROW else _in_grouped_eights
+    if kind == PACKED_WORDS and numbers in (INT4, INT4_OFFSETS):
+        return _WORD_FOURS[min(1 << shift, GROUP), numbers == INT4_OFFSETS]
     if numbers in (PLAIN, E4M3):  # whose rows are unpacked before they are multiplied
         return _in_pairs
-    return _in_half_fours if numbers == E2M1_HALVES else _in_fours
+    return {E2M1_HALVES: _in_half_fours, INT4_OFFSETS: _in_offset_fours}.get(numbers, _in_fours)
 
 
 @jit
@@ -115,6 +139,13 @@ def _in_half_fours(
     multiply_packed(half_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
 
 
+def _in_offset_fours(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(offset_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
 def _in_eights(
     rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
@@ -129,6 +160,66 @@ def _in_grouped_eights(
     multiply_packed(
         grouped_eights, grouped_eights, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT
     )
+
+
+def _in_word_fours_32(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_32, sums_32, last_32, 4, 1,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
+
+
+def _in_word_fours_32_offsets(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_32_offsets, sums_32_offsets, last_32_offsets, 8, 2,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
+
+
+def _in_word_fours_64(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_64, sums_64, last_64, 2, 1,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
+
+
+def _in_word_fours_64_offsets(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_64_offsets, sums_64_offsets, last_64_offsets, 4, 2,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
+
+
+def _in_word_fours_128(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_128, sums_128, last_128, 1, 1,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
+
+
+def _in_word_fours_128_offsets(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_fours(
+        dots_128_offsets, sums_128_offsets, last_128_offsets, 2, 2,
+        rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT,
+    )  # fmt: skip
 
 
 def _with_float32(
@@ -174,4 +265,13 @@ _FUNCTIONS: dict[int, Callable[..., None]] = {
     FLOAT32: _with_float32,
     BFLOAT16: _with_bfloat16,
     BFLOAT16_TILES: _on_tiles,
+}
+# by the inputs that share a scale, of each GROUP, and whether there are offsets
+_WORD_FOURS: dict[tuple[int, bool], Callable[..., None]] = {
+    (32, False): _in_word_fours_32,
+    (64, False): _in_word_fours_64,
+    (128, False): _in_word_fours_128,
+    (32, True): _in_word_fours_32_offsets,
+    (64, True): _in_word_fours_64_offsets,
+    (128, True): _in_word_fours_128_offsets,
 }
