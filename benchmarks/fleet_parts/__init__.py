@@ -1,0 +1,1 @@
+"""Parts of the fleet measurements: engines in one process, and their gateways."""
