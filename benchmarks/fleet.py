@@ -1,0 +1,259 @@
+"""A fleet on one machine: gateways on one PostgreSQL with scripted engines, under a rising load until a part breaks.
+
+    python benchmarks/fleet.py [--gateways 8] [--engines 64] [--tenants 1000] [--output FILE]
+
+Every gateway is a real process with all features on; every tenant has a key and limits of requests, tokens and money.
+The engines share one process. Each stage offers a rate of short chats, from all tenants in turn to all gateways in
+turn. The first stage whose answers stay behind is the limit; the report says what was exhausted then: the processor,
+connections of the database, its locks, or none of them. With `--plot FILE` it writes the picture of the stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import psycopg
+from fleet_parts.chart import draw
+from fleet_parts.gateways import Gateway, engines_process, gateway_process
+from fleet_parts.load import offer
+from postgres import Postgres, run_in_folder
+
+from moiety_platform.bench.environment import describe_environment
+from moiety_platform.bench.gateway import LARGE_CAPS, MODEL, SQL_COUNTER, chat_requests
+
+HERE = Path(__file__).parent
+RATES = (25, 50, 100, 200, 300, 400, 600, 800)
+OUTPUT_TOKENS = 8
+LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "money_per_day")
+TABLES = ("usage", "ledger")  # that grow by every request
+MAX_CONNECTIONS = 64  # of the load to each gateway
+BEHIND = 0.97  # of the offered requests, fewer of which are behind
+MAX_P99_MS = 1000.0
+BUSY = 0.9  # of all cores
+SAMPLE_S = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gateways", type=int, default=8)
+    parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--tenants", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of each stage")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="requests per second of the stages")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "fleet.json")
+    parser.add_argument("--plot", type=Path, help="PNG file for a picture of the stages")
+    parser.add_argument("--draw-only", action="store_true", help="draw the picture of the output; measure nothing")
+    options = parser.parse_args()
+    if options.draw_only:
+        draw(json.loads(options.output.read_text()), options.plot)
+        return
+    report = run_in_folder("moiety-fleet-", lambda folder: _measure(options, folder))
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot is not None:
+        draw(report, options.plot)
+    print(json.dumps({"first_limit": report["first_limit"]}, indent=1))
+
+
+async def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    postgres = Postgres(folder)
+    with contextlib.ExitStack() as stack:
+        addresses = stack.enter_context(engines_process("zeromq", options.engines))
+        gateways: list[Gateway] = []
+        shared = {"database_url": postgres.url, "key_pepper": secrets.token_hex(32)}
+        for number in range(options.gateways):
+            home = folder / f"gateway-{number}"
+            home.mkdir()
+            key = gateways[0].admin_key if gateways else ""
+            gateways.append(stack.enter_context(gateway_process(home, addresses, admin_key=key, **shared)))
+        print(f"{len(gateways)} gateways are ready; creating {options.tenants} tenants …", flush=True)
+        begin_s = time.monotonic()
+        keys = await _make_tenants(gateways, options.tenants)
+        setup_s = time.monotonic() - begin_s
+        watch = _Watch(postgres, gateways)
+        idle = await watch.during(asyncio.sleep(options.seconds))
+        print("idle", json.dumps(idle), flush=True)
+        requests = itertools.cycle(chat_requests(keys, OUTPUT_TOKENS, stream=False))
+        await offer([one.port for one in gateways], requests, 20, 5, MAX_CONNECTIONS)
+        stages: list[dict[str, Any]] = []
+        for rate in options.rates:
+            offered = offer([one.port for one in gateways], requests, rate, options.seconds, MAX_CONNECTIONS)
+            stages.append(await watch.during(offered))
+            print(json.dumps(stages[-1]), flush=True)
+            if len(stages) > 1 and stages[-1]["is_behind"] and stages[-2]["is_behind"]:
+                break  # one alone may be of caches that are still cold
+        sizes = watch.sizes()
+        return {
+            "date": date.today().isoformat(),
+            "command": "python benchmarks/fleet.py",
+            "environment": describe_environment() | {"load_average": os.getloadavg(), "postgres": postgres.version},
+            "settings": {name: getattr(options, name) for name in ("gateways", "engines", "tenants", "seconds")},
+            "setup_s": round(setup_s, 1),
+            "max_connections": watch.max_connections,
+            "idle": idle,
+            **sizes,
+            "stages": stages,
+            "first_limit": _first_limit(stages, watch.max_connections),
+        }
+
+
+def _first_limit(stages: Sequence[dict[str, Any]], max_connections: int) -> dict[str, Any]:
+    """Return the highest rate that was answered in time, and what the last stage that was behind exhausted."""
+    good = [stage for stage in stages if not stage["is_behind"]]
+    behind = next((stage for stage in reversed(stages) if stage["is_behind"]), None)
+    found: dict[str, Any] = {"requests_per_s": good[-1]["answered_per_s"] if good else 0, "exhausted": "nothing"}
+    if behind is not None:
+        cores = psutil.cpu_count() or 1
+        if behind["connections"] >= max_connections - 3:
+            found["exhausted"] = "connections of the database"
+        elif sum(behind["cores"].values()) + behind["other_cores"] >= BUSY * cores:
+            found["exhausted"] = f"CPU: all {cores} cores"
+        elif behind["waiting_for_locks"] >= 1:
+            found["exhausted"] = "locks of the database"
+        found |= {"cores": behind["cores"], "other_cores": behind["other_cores"]}
+    return found
+
+
+class _Watch:
+    """Figures of the parts during a stage."""
+
+    def __init__(self, postgres: Postgres, gateways: Sequence[Gateway]) -> None:
+        self._url, self._gateways = postgres.url, gateways
+        self._postmaster = psutil.Process(postgres._server.get_pid())
+        with psycopg.connect(self._url) as connection:
+            row = connection.execute("SHOW max_connections").fetchone()
+        assert row is not None
+        self.max_connections = int(row[0])
+
+    async def during(self, work: Any) -> dict[str, Any]:
+        """Run the work, and return its report with the use of every part meanwhile."""
+        begin_s, cores, counts = time.monotonic(), self._cpu_s(), await self._counts()
+        psutil.cpu_percent()
+        sampling = asyncio.create_task(self._sample())
+        answers = await work
+        during_s, machine = time.monotonic() - begin_s, psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
+        sampling.cancel()
+        used = {name: round((cpu_s - cores[name]) / during_s, 3) for name, cpu_s in self._cpu_s().items()}
+        rates = {name: round((count - counts[name]) / during_s, 1) for name, count in (await self._counts()).items()}
+        figures = {
+            **rates,
+            **self._sampled,
+            "cores": used,
+            "other_cores": round(max(0.0, machine - sum(used.values())), 2),
+        }
+        if answers is None:
+            return figures
+        told = answers.report()
+        is_slow = told["latency_ms"].get("p99", 1e9) > MAX_P99_MS
+        is_behind = is_slow or len(answers.latencies_s) < BEHIND * answers.offered_per_s * answers.seconds
+        return {**told, **figures, "is_behind": is_behind}
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the bytes with indexes that a request leaves in each table, and the number of leases."""
+        with psycopg.connect(self._url) as connection:
+            row = connection.execute("SELECT count(*), (SELECT count(*) FROM quota_leases) FROM usage").fetchone()
+            assert row is not None
+            sizes = {
+                table: connection.execute("SELECT pg_total_relation_size(%s)", [table]).fetchone() for table in TABLES
+            }
+        return {
+            "bytes_per_request": {name: round(size[0] / max(1, row[0])) for name, size in sizes.items() if size},
+            "quota_leases": row[1],
+        }
+
+    async def _sample(self) -> None:
+        """Record the most connections, and the mean number of transactions that wait for a lock."""
+        self._sampled = {"connections": 0, "waiting_for_locks": 0.0}
+        waits: list[int] = []
+        async with await psycopg.AsyncConnection.connect(self._url, autocommit=True) as connection:
+            while True:
+                cursor = await connection.execute(
+                    "SELECT count(*), count(*) FILTER (WHERE wait_event_type = 'Lock') FROM pg_stat_activity"
+                    " WHERE backend_type = 'client backend'"
+                )
+                row = await cursor.fetchone()
+                assert row is not None
+                waits.append(row[1])
+                most = max(self._sampled["connections"], row[0])
+                self._sampled = {"connections": most, "waiting_for_locks": round(sum(waits) / len(waits), 2)}
+                await asyncio.sleep(SAMPLE_S)
+
+    def _cpu_s(self) -> dict[str, float]:
+        times = psutil.Process().cpu_times()
+        database = Counter[str]()
+        for process in (self._postmaster, *self._postmaster.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                database["s"] += sum(process.cpu_times()[:2])  # type: ignore[assignment]
+        engines = next(one for one in psutil.Process().children() if "fleet_parts.engines" in one.cmdline())
+        return {
+            "engines": float(sum(engines.cpu_times()[:2])),
+            "gateways": sum(one.cpu_s for one in self._gateways),
+            "database": float(database["s"]),
+            "load": float(times.user + times.system),
+        }
+
+    async def _counts(self) -> dict[str, float]:
+        statements = 0.0
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+            for gateway in self._gateways:
+                lines = (await client.get(f"{gateway.url}/metrics", headers=gateway.admin_headers)).text.splitlines()
+                statements += float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2])
+        with psycopg.connect(self._url) as connection:
+            row = connection.execute(
+                "SELECT xact_commit, xact_rollback, deadlocks FROM pg_stat_database WHERE datname = current_database()"
+            ).fetchone()
+            rows = connection.execute("SELECT count(*) FROM usage").fetchone()
+        assert row is not None and rows is not None
+        return {
+            "statements_per_s": statements,
+            "commits_per_s": row[0],
+            "rollbacks_per_s": row[1],
+            "deadlocks_per_s": row[2],
+            "usage_rows_per_s": rows[0],
+        }
+
+
+async def _make_tenants(gateways: Sequence[Gateway], count: int) -> list[str]:
+    """Create tenants with one key and LIMITS each, over all gateways; return their keys."""
+    keys: list[str] = []
+    left = iter(range(count))
+
+    async def make(gateway: Gateway) -> None:
+        base = f"{gateway.url}/admin/v1"
+        async with httpx.AsyncClient(
+            base_url=base, headers=gateway.admin_headers, timeout=60, trust_env=False
+        ) as client:
+
+            async def call(method: str, path: str, body: dict[str, Any]) -> Any:
+                return (await client.request(method, path, json=body)).raise_for_status().json()
+
+            for number in left:
+                tenant = await call("POST", "/tenants", {"name": f"fleet-{number}"})
+                project = await call("POST", "/projects", {"name": "default", "tenant_id": tenant["id"]})
+                keys.append((await call("POST", "/keys", {"name": "key", "project_id": project["id"]}))["secret"])
+                for kind in LIMITS:
+                    limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": LARGE_CAPS[kind]}
+                    await call("PUT", "/quotas", limit)
+
+    price = {"model": MODEL, "input": "0.15", "cached_input": "0.075", "output": "0.6"}
+    async with httpx.AsyncClient(headers=gateways[0].admin_headers, timeout=60, trust_env=False) as client:
+        (await client.put(f"{gateways[0].url}/admin/v1/prices", json=price)).raise_for_status()
+    await asyncio.gather(*(make(gateway) for gateway in gateways))
+    return keys
+
+
+if __name__ == "__main__":
+    main()
