@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from moiety_platform.engine_addresses import ExternalKind
+from moiety_platform.external_engines import probe_connection
 from moiety_platform.external_engines.metrics import ExternalMetrics, read_metrics
 from moiety_platform.external_engines.probe_connection import (
     MAX_ANSWER_BYTES,
+    MAX_HEAD_BYTES,
     InvalidBody,
     ProbeConnection,
     ProbeFailed,
@@ -112,6 +114,37 @@ async def test_the_end_of_an_idle_connection_is_told() -> None:
             assert await dropped.wait()
 
 
+async def test_a_second_answer_changes_nothing_and_ends_the_connection() -> None:
+    second = b"HTTP/1.1 503 Busy\r\nContent-Length: 3\r\n\r\nbad"
+    async with answering(says(OK + b"Content-Length: 2\r\n\r\nok" + second)) as (connection, _, counts):
+        for _ in range(2):
+            answer = await connection.get("/health")
+            assert (answer.status, answer.body, answer.headers) == (200, b"ok", {"content-length": "2"})
+        assert counts == [1, 1]
+
+
+async def test_an_address_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, tried = asyncio.get_running_loop(), list[str]()
+    connect = loop.create_connection
+
+    async def addresses(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(0, 0, 0, "", (address, 0)) for address in ("192.0.2.1", "127.0.0.1")]
+
+    async def connect_or_hang(make: object, host: str, port: int, **options: object) -> object:
+        tried.append(host)
+        if host == "192.0.2.1":
+            await asyncio.Event().wait()
+        return await connect(make, host, port, ssl=None)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(probe_connection, "ADDRESS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loop, "getaddrinfo", addresses)
+    async with answering(says(OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nok")) as (connection, _, _counts):
+        monkeypatch.setattr(loop, "create_connection", connect_or_hang)
+        for _ in range(2):
+            assert (await connection.get("/health")).body == b"ok"
+    assert tried == ["192.0.2.1", "127.0.0.1", "127.0.0.1"]  # the good one is tried first afterwards
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
@@ -121,8 +154,15 @@ async def test_the_end_of_an_idle_connection_is_told() -> None:
         (OK + b"Content-Encoding: br\r\nContent-Length: 5\r\n\r\nhello", InvalidBody),
         (OK + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello", InvalidBody),
         (OK + b"\r\n" + bytes(MAX_ANSWER_BYTES + 1), InvalidBody),
+        (OK + b"a:b\r\n" * MAX_HEAD_BYTES, ProbeFailed),
+        (OK + b"a: " + b"x" * 2 * MAX_HEAD_BYTES, ProbeFailed),
+        (b"HTTP/1.1 100 Continue\r\na:b\r\n\r\n" * MAX_HEAD_BYTES, ProbeFailed),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"a:b\r\n" * MAX_HEAD_BYTES, ProbeFailed),
     ],
-    ids=["nothing", "not-http", "cut", "unknown-encoding", "not-gzip", "too-long"],
+    ids=[
+        *("nothing", "not-http", "cut", "unknown-encoding", "not-gzip", "too-long"),
+        *("many-headers", "long-header", "many-heads", "many-trailers"),
+    ],
 )
 async def test_invalid_answers_are_errors(data: bytes, error: type[Exception]) -> None:
     async with answering(says(data, closes=True)) as (connection, _, _counts):

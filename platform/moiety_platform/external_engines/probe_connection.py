@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from moiety_platform.content_codings import CODINGS, ContentDecoder, UndecodableContent, UnknownCoding
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-NO_BODY_STATUSES = (204, 304)
+MAX_HEAD_BYTES = 64 * 1024  # of an answer with its trailer fields and the heads before it
+ADDRESS_TIMEOUT_S = 1.0  # of a connection to one address of a name, if it has others
+READ_HEADERS = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 
 
 class ProbeFailed(Exception):
@@ -33,7 +36,7 @@ class InvalidBody(Exception):
 
 @dataclass(slots=True)
 class ProbeAnswer:
-    """One complete answer. Names of headers are in lower case."""
+    """One complete answer, with the headers of READ_HEADERS."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class ProbeConnection:
         self._heads: dict[str, bytes] = {}
         self._headers: dict[str, str] = {}
         self._protocol: _Answers | None = None
+        self._last_address: str | int = ""  # to which a connection was made
 
     def use_headers(self, headers: Mapping[str, str]) -> None:
         """Set the headers of later requests, in addition to those of the connection itself."""
@@ -72,15 +76,37 @@ class ProbeConnection:
             with contextlib.suppress(_ClosedBeforeAnswer):
                 return await self._ask(kept, path)
         try:
-            made = await asyncio.get_running_loop().create_connection(
-                lambda: _Answers(self._on_dropped), self._host, self._port, ssl=self._tls
-            )
+            made = await self._connect()
         except (OSError, ssl.SSLError) as error:
             raise ProbeFailed(str(error) or type(error).__name__) from error
         try:
-            return await self._ask(made[1], path)
+            return await self._ask(made, path)
         except _ClosedBeforeAnswer as error:
             raise ProbeFailed("it closed the connection without an answer") from error
+
+    async def _connect(self) -> _Answers:
+        """Return a connection to the first address of the server's name that accepts one, the last good one first.
+
+        Raises OSError or SSLError. Addresses that do not answer take ADDRESS_TIMEOUT_S each, except the last one.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        addresses = sorted(dict.fromkeys(one[4][0] for one in found), key=lambda one: one != self._last_address)
+        name = self._host if self._tls else None
+        for address in addresses:
+            is_last = address == addresses[-1]
+            try:
+                async with asyncio.timeout(None if is_last else ADDRESS_TIMEOUT_S):
+                    _, made = await loop.create_connection(
+                        lambda: _Answers(self._on_dropped), address, self._port, ssl=self._tls, server_hostname=name
+                    )
+            except (OSError, ssl.SSLError):  # a timeout is an OSError
+                if is_last:
+                    raise
+            else:
+                self._last_address = address
+                return made
+        raise OSError(f"{self._host} has no address")
 
     async def _ask(self, protocol: _Answers, path: str) -> ProbeAnswer:
         try:
@@ -130,6 +156,8 @@ class _Answers(asyncio.Protocol):
         self._answered = asyncio.get_running_loop().create_future()
         self._parser = HttpResponseParser(self)
         self._answer, self._body, self._has_begun = ProbeAnswer(), bytearray(), False
+        self._num_bytes = self._num_head_bytes = 0
+        self._has_head = False
         self._transport.write(head)
         return await self._answered
 
@@ -138,10 +166,15 @@ class _Answers(asyncio.Protocol):
             self.close()  # bytes that nobody asked for
             return
         self._has_begun = True
+        self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             self._fail(ProbeFailed(f"its answer is not valid HTTP: {error}"))
+        if not self._has_head and self._num_bytes > MAX_HEAD_BYTES:
+            self._fail(ProbeFailed(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"))
+        elif self._num_bytes > MAX_HEAD_BYTES + 2 * MAX_ANSWER_BYTES:  # more than any framing of a body takes
+            self._fail(InvalidBody(f"more than {MAX_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> None:
         """Close the connection, as asyncio does after this."""
@@ -162,18 +195,29 @@ class _Answers(asyncio.Protocol):
         headers = self._answer.headers
         return bool(self._answer.status) and not {"content-length", "transfer-encoding"} & headers.keys()
 
+    def on_message_begin(self) -> None:
+        if self._answered is None or self._answered.done():
+            raise ProbeFailed("it sent more than one answer")  # stops the parser
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        before = self._answer.headers.get(key)
-        self._answer.headers[key] = text if before is None else f"{before}, {text}"
+        self._num_head_bytes += len(name) + len(value) + 4
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._fail(ProbeFailed(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"))
+            raise ProbeFailed("stop the parser")
+        key = name.decode("latin-1").lower()
+        if key in READ_HEADERS:
+            text, before = value.decode("latin-1"), self._answer.headers.get(key)
+            self._answer.headers[key] = text if before is None else f"{before}, {text}"
 
     def on_headers_complete(self) -> None:
         self._answer.status = self._parser.get_status_code()
+        self._has_head = self._answer.status >= 200
 
     def on_body(self, data: bytes) -> None:
         self._body += data
         if len(self._body) > MAX_ANSWER_BYTES:
             self._fail(InvalidBody(f"more than {MAX_ANSWER_BYTES} bytes"))
+            raise ProbeFailed("stop the parser")
 
     def on_message_complete(self) -> None:
         assert self._answered is not None, "the parser reads only answers"
