@@ -106,7 +106,9 @@ def test_the_url_of_readiness_is_that_of_the_operations_listener() -> None:
     assert (six.address, six.ready_url) == ("[fd00::1]:8000", "http://[fd00::1]:8000/readyz")
 
 
-@pytest.mark.parametrize("url", ["10.0.0.1:8000", "https://10.0.0.1", "http://", "http://a:b", "http://a/v1"])
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1:8000", "https://10.0.0.1", "http://", "http://a:b", "http://a/v1", "http://a:8000"]
+)
 def test_a_url_that_is_not_a_gateways_is_refused(url: str) -> None:
     with pytest.raises(BadEndpoint, match="give http://IP:PORT"):
         EndpointAddress.of_url(url)

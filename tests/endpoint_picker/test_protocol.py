@@ -225,6 +225,15 @@ def test_proxies_that_verify_get_the_given_certificate(gateways: list[FakeGatewa
         credentials = grpc.ssl_channel_credentials(chain)
         with grpc.secure_channel(f"127.0.0.1:{picker.port}", credentials, options=name) as channel:
             assert destination(channel) in {one.address for one in gateways}
+        key, chain = self_signed_certificate()
+        (tmp_path / "tls.crt").write_bytes(chain)
+        with grpc.secure_channel(f"127.0.0.1:{picker.port}", credentials, options=name) as channel:
+            assert destination(channel)  # a certificate without its key is not used
+        (tmp_path / "tls.key").write_bytes(key)
+        renewed = grpc.ssl_channel_credentials(chain)
+        with grpc.secure_channel(f"127.0.0.1:{picker.port}", renewed, options=name) as channel:
+            assert destination(channel)
+        assert "certificate_renewed" in picker.output
 
 
 def test_a_request_is_over_with_its_response_or_with_the_end_of_a_stream() -> None:

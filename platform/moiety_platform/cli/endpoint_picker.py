@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cluster.errors import ClusterError
 from moiety_platform.cluster.pod_identity import ACCOUNT, PodIdentity
-from moiety_platform.endpoint_picker.certificates import read_certificate, self_signed_certificate
+from moiety_platform.endpoint_picker.certificates import CertificateFiles, ServedCertificate, self_signed_certificate
 from moiety_platform.endpoint_picker.errors import BadCertificate, BadEndpoint
 from moiety_platform.endpoint_picker.members import EndpointAddress
 from moiety_platform.endpoint_picker.picking import LOAD_FACTOR
@@ -82,6 +83,8 @@ def endpoint_picker(
     """
     configure_logging("info", "auto")
     try:
+        if not math.isfinite(load_factor):
+            raise typer.BadParameter("give a number from 1 on", param_hint="--load-factor")
         members = members_of(selector, endpoint or (), target_port, operations_port, account)
         certificate = certificate_of(tls_certificate, tls_key) if tls else None
         run_endpoint_picker(
@@ -112,10 +115,10 @@ def labels_of(selector: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def certificate_of(certificate: Path | None, key: Path | None) -> tuple[bytes, bytes]:
-    """Return key and certificate of the files, or new ones. Raises BadParameter or BadCertificate."""
+def certificate_of(certificate: Path | None, key: Path | None) -> ServedCertificate:
+    """Return the certificate of the files, or a new one. Raises BadParameter or BadCertificate."""
     if (certificate is None) != (key is None):
         raise typer.BadParameter("give --tls-certificate and --tls-key together, or none for one that signs itself")
     if certificate is None or key is None:
-        return self_signed_certificate()
-    return read_certificate(certificate, key)
+        return ServedCertificate(self_signed_certificate())
+    return CertificateFiles(certificate, key)

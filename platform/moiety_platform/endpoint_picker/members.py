@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import urllib.parse
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class EndpointAddress:
             raise BadEndpoint(f"{url} is not a URL ({exc}): give http://IP:PORT") from exc
         if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query:
             raise BadEndpoint(f"{url} is not the URL of a gateway: give http://IP:PORT")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError as exc:
+            raise BadEndpoint(f"{url} has a name: give http://IP:PORT, since a proxy sends requests to an IP") from exc
         return cls.of_ip(host, port or 80, operations_port)
 
     @classmethod

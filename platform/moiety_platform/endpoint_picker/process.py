@@ -15,6 +15,7 @@ import grpc.aio
 import structlog
 
 from moiety_platform.cluster.pod_identity import PodIdentity
+from moiety_platform.endpoint_picker.certificates import ServedCertificate
 from moiety_platform.endpoint_picker.members import EndpointAddress, PoolMembers
 from moiety_platform.endpoint_picker.messages import (
     HEALTH_METHOD,
@@ -57,7 +58,7 @@ class PickerTerms:
     host: str
     port: int
     health_port: int
-    certificate: tuple[bytes, bytes] | None  # key and chain; None: without TLS
+    certificate: ServedCertificate | None  # None: without TLS
     probe_interval_s: float
     num_endpoints: int
     load_factor: float
@@ -160,11 +161,23 @@ async def _check_health(is_serving: Any, request: Any, context: Any) -> Any:
     return HealthCheckResponse(status=SERVING if is_serving() else NOT_SERVING)
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, option: str, certificate: tuple[bytes, bytes] | None) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, option: str, certificate: ServedCertificate | None) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if certificate is None:
             return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, grpc.ssl_server_credentials([certificate])))
+        return int(server.add_secure_port(address, _credentials(certificate)))
     except RuntimeError as exc:
         raise AddressUnavailable(f"cannot listen on {address}; choose another {option}") from exc
+
+
+def _credentials(certificate: ServedCertificate) -> grpc.ServerCredentials:
+    """Return credentials that use a renewed certificate from the next handshake on."""
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        pair = certificate.renewed()
+        return None if pair is None else grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(
+        grpc.ssl_server_certificate_configuration([certificate.pair]), renewed, require_client_authentication=False
+    )
