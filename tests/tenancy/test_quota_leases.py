@@ -389,3 +389,19 @@ def test_leases_are_refilled_ahead_of_steady_use_while_quota_is_left() -> None:
     assert running_low(0, remaining=None) == 0, "the store was not asked yet"
     assert running_low(0, now_s=131.0) == 0, "nobody uses it any more"
     assert running_low(0, meter=Meter.SLOTS) == 0, "slots come back by themselves"
+
+
+async def test_a_cap_that_was_lowered_below_a_request_refuses_it_before_the_lease_is_returned(
+    database: Database,
+) -> None:
+    await set_caps(database, {WHOLE: 100_000})
+    enforcer = QuotaEnforcer(database, LeaseStore("replica", 20.0), FrozenClock(), tick_s=60.0)
+    await enforcer.start()
+    try:
+        (await enforcer.hold([WHOLE], {Unit.TOKENS: 600})).settle({Unit.TOKENS: 0})
+        await change(database, WHOLE, 0)
+        enforcer.forget(WHOLE)
+        with pytest.raises(RequestExceedsQuota):
+            await enforcer.hold([WHOLE], {Unit.TOKENS: 500})
+    finally:
+        await enforcer.stop()

@@ -114,14 +114,12 @@ class QuotaEnforcer:
             if accounts is None:
                 accounts = await self.accounts_of(scopes)
             hold = Hold([account.lease for account in accounts if account.lease.unit in amounts])
-        if self.extend_now(hold, amounts):
-            return hold  # the common case
         smallest = amounts if least is None else least
         for lease in hold.leases:
             limit, needed = self._accounts[lease.window].limit, smallest.get(lease.unit, 0)
             if needed > limit.cap:
                 raise never_fits(limit, needed)
-        refusal = await self.extend(hold, amounts)
+        refusal = None if self.extend_now(hold, amounts) else await self.extend(hold, amounts)
         if refusal is not None:
             error = refusal.error(self.clock.now())
             error.headers = headers(self.limit_statuses(hold))
