@@ -25,7 +25,7 @@ import tokenizers
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.errors import TextNotEncodable
-from moiety_text.segment_cache import SegmentCache, SegmentEncoder, boundaries_in
+from moiety_text.segment_cache import NO_SCOPE, Scope, SegmentCache, SegmentEncoder, boundaries_in
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.formats import Opening
 
@@ -72,7 +72,7 @@ class ConversationEncoder:
     ) -> None:
         """Create the encoder.
 
-        `cache` keeps the token ids of texts that were encoded with a salt. `call_markers` mark tool calls in the
+        `cache` keeps the token ids of texts that were encoded in a scope. `call_markers` mark tool calls in the
         model's format, and are control tokens. `reasoning` are the markers before and after reasoning, which is closed
         before the opening of a call and before the beginning of an answer.
         """
@@ -129,13 +129,13 @@ class ConversationEncoder:
         extra: Structure = _NO_EXTRA_VARIABLES,
         max_tokens: int | None = None,
         is_plain: bool = False,
-        salt: bytes = b"",
+        scope: Scope = NO_SCOPE,
     ) -> list[int]:
         """Return the ids of a prompt for an answer to `messages` that may call `tools`.
 
         The message texts are the client's; the roles are ours. With `prefill`, which is also the client's, or an
         `opening`, the answer continues from it. `extra` are further variables of the template, with texts of the
-        client. `is_plain`: no text spells a control token, where that is already known. With a `salt` the encoder's
+        client. `is_plain`: no text spells a control token, where that is already known. With a `scope` the encoder's
         cache is used. Raises TemplateRefused, TextNotEncodable, and TooManyTokens as `Tokenizer.encode` does.
         """
         if not is_plain and self.spells_control_token(messages, tools=tools, prefill=prefill, extra=extra):
@@ -144,8 +144,8 @@ class ConversationEncoder:
             )
         rendered = self._template.render(messages, tools=tools or None, extra=extra)
         rendered += self._closing(rendered, opening, prefill) + opening.text + prefill
-        if salt and self._segments is not None and self._segments.is_enabled:
-            return self._segments.encode(rendered, salt, max_tokens=max_tokens)
+        if scope[0] and self._segments is not None and self._segments.is_enabled:
+            return self._segments.encode(rendered, scope, max_tokens=max_tokens)
         return self._tokenizer.encode(rendered, max_tokens=max_tokens)
 
     def encode_guarded(

@@ -7,52 +7,63 @@ segments with the control tokens between them.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import tokenizers
 
 from moiety_text.tokenizer import Tokenizer
 
-SCOPE_PART = 8  # one salt may fill at most this part of the cache, so that it cannot displace all others
-ENTRY_BYTES = 250  # of an entry beside its text and its ids
+TENANT_PART = 8  # one tenant may fill at most this part of the cache, so that it cannot displace all others
+ENTRY_BYTES = 400  # of an entry beside its text and its ids
 ID_BYTES = 4
 
-Segment = tuple[bool, str]  # whether it opens the prompt, and its text
-Scope = tuple[object, bytes]  # a model's encoder and the salt of its requests
+_WORD = re.compile(r"\w")
+
+Scope = tuple[str, bytes]
+"""Whose texts these are: a tenant's id, and what else separates its requests, such as a client's salt."""
+NO_SCOPE: Scope = ("", b"")  # nothing is cached
+Segment = tuple[int, bytes, bool, str]
+"""A text: the number of its encoder, the rest of its scope, whether it opens the prompt, and the text itself."""
 
 
-class _ScopeEntries:
-    """Entries of one scope, the least recently used first, and their bytes."""
+class _TenantEntries:
+    """Entries of one tenant, the least recently used first, and their bytes."""
 
-    __slots__ = ("ids", "num_bytes")
+    __slots__ = ("ids", "num_bytes", "used_s")
 
     def __init__(self) -> None:
         self.ids: OrderedDict[Segment, array[int]] = OrderedDict()
         self.num_bytes = 0
+        self.used_s = 0.0
 
 
 class SegmentCache:
-    """Token ids by scope and segment, within `max_bytes`. Thread-safe.
+    """Token ids by tenant and segment, within `max_bytes`. Thread-safe.
 
-    Requests with another salt get nothing from an entry, and cannot measure whether there is one. The scopes that were
-    not used for longest lose their entries first.
+    Requests of another scope get nothing from an entry, and cannot measure whether there is one. The tenants that sent
+    nothing for longest lose their entries first, and all of them after `idle_s`.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, idle_s: float = 1800.0, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
-        self._scopes: OrderedDict[Scope, _ScopeEntries] = OrderedDict()
+        self._idle_s = idle_s
+        self._monotonic = monotonic
+        self._tenants: OrderedDict[str, _TenantEntries] = OrderedDict()
         self.num_bytes = 0
         self.num_hit_tokens = 0
         self.num_missed_tokens = 0
 
     @property
     def is_enabled(self) -> bool:
+        """True if the cache can keep anything."""
         return self._max_bytes > 0
 
     def resize(self, max_bytes: int) -> None:
@@ -61,13 +72,29 @@ class SegmentCache:
             self._max_bytes = max_bytes
             self._evict()
 
-    def find(self, scope: Scope, segments: Sequence[Segment]) -> list[array[int] | None]:
+    def forget_tenants(self, tenant_ids: Collection[str]) -> None:
+        """Remove the entries of deleted tenants. Never raises."""
+        with self._lock:
+            for tenant_id in tenant_ids:
+                self._drop(tenant_id)
+
+    def drop_idle(self) -> None:
+        """Remove the entries of tenants that have sent nothing for `idle_s`."""
+        since_s = self._monotonic() - self._idle_s
+        with self._lock:
+            while self._tenants:
+                tenant_id, entries = next(iter(self._tenants.items()))
+                if entries.used_s > since_s:
+                    return
+                self._drop(tenant_id)
+
+    def find(self, tenant_id: str, segments: Sequence[Segment]) -> list[array[int] | None]:
         """Return the token ids of each segment, None where they are not cached."""
         with self._lock:
-            entries = self._scopes.get(scope)
+            entries = self._tenants.get(tenant_id)
             if entries is None:
                 return [None] * len(segments)
-            self._scopes.move_to_end(scope)
+            self._use(tenant_id, entries)
             known, found = entries.ids, list(map(entries.ids.get, segments))
             for segment, ids in zip(segments, found, strict=True):
                 if ids is not None:
@@ -75,11 +102,11 @@ class SegmentCache:
                     self.num_hit_tokens += len(ids)
             return found
 
-    def store(self, scope: Scope, encoded: Mapping[Segment, Sequence[int]]) -> None:
+    def store(self, tenant_id: str, encoded: Mapping[Segment, Sequence[int]]) -> None:
         """Store the token ids of segments that were not found."""
         with self._lock:
-            most = self._max_bytes // SCOPE_PART
-            entries = self._scopes.pop(scope, None) or _ScopeEntries()
+            most = self._max_bytes // TENANT_PART
+            entries = self._tenants.get(tenant_id) or _TenantEntries()
             for segment, ids in encoded.items():
                 self.num_missed_tokens += len(ids)
                 if segment not in entries.ids and _size_of(segment, ids) <= most:
@@ -88,27 +115,41 @@ class SegmentCache:
             while entries.num_bytes > most:
                 self._drop_oldest(entries)
             if entries.ids:
-                self._scopes[scope] = entries
+                self._use(tenant_id, entries)
             self._evict()
+
+    def _use(self, tenant_id: str, entries: _TenantEntries) -> None:
+        self._tenants[tenant_id] = entries
+        self._tenants.move_to_end(tenant_id)
+        entries.used_s = self._monotonic()
 
     def _evict(self) -> None:
         while self.num_bytes > self._max_bytes:
-            scope, entries = next(iter(self._scopes.items()))
-            self._drop_oldest(entries)
-            if not entries.ids:
-                del self._scopes[scope]
+            tenant_id, entries = next(iter(self._tenants.items()))
+            if entries.num_bytes <= self.num_bytes - self._max_bytes:
+                self._drop(tenant_id)
+            else:
+                self._drop_oldest(entries)
 
-    def _drop_oldest(self, entries: _ScopeEntries) -> None:
+    def _drop(self, tenant_id: str) -> None:
+        entries = self._tenants.pop(tenant_id, None)
+        if entries is not None:
+            self.num_bytes -= entries.num_bytes
+
+    def _drop_oldest(self, entries: _TenantEntries) -> None:
         segment, ids = entries.ids.popitem(last=False)
         self._count(entries, -_size_of(segment, ids))
 
-    def _count(self, entries: _ScopeEntries, num_bytes: int) -> None:
+    def _count(self, entries: _TenantEntries, num_bytes: int) -> None:
         entries.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
 
 def _size_of(segment: Segment, ids: Sequence[int]) -> int:
-    return ENTRY_BYTES + sys.getsizeof(segment[1]) + ID_BYTES * len(ids)
+    return ENTRY_BYTES + sys.getsizeof(segment[-1]) + ID_BYTES * len(ids)
+
+
+_encoder_numbers = itertools.count()
 
 
 class SegmentEncoder:
@@ -121,24 +162,25 @@ class SegmentEncoder:
         longest_first = sorted(boundaries, key=len, reverse=True)
         self._boundary = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._cache = cache
-        self._owner = object()
+        self._number = next(_encoder_numbers)
 
     @property
     def is_enabled(self) -> bool:
         """True if the cache can keep anything."""
         return self._cache.is_enabled
 
-    def encode(self, text: str, salt: bytes, *, max_tokens: int | None) -> list[int]:
-        """Return the ids of a prompt, and cache those of its segments for prompts with the same salt.
+    def encode(self, text: str, scope: Scope, *, max_tokens: int | None) -> list[int]:
+        """Return the ids of a prompt, and cache those of its segments for prompts of the same scope.
 
         Raises the errors of `Tokenizer.encode`.
         """
         self._tokenizer.check_fits(text, max_tokens)
         pieces = self._boundary.split(text)  # segments, and the boundaries between them
-        segments = [(place == 0, segment) for place, segment in enumerate(pieces[::2])]
-        scope, boundary_ids = (self._owner, salt), [self._ids[name] for name in pieces[1::2]]
-        found: list[Sequence[int] | None] = [*self._cache.find(scope, segments)]
-        missing = [place for place, ids in enumerate(found) if ids is None and segments[place][1]]
+        (tenant_id, rest), number = scope, self._number
+        segments = [(number, rest, place == 0, segment) for place, segment in enumerate(pieces[::2])]
+        boundary_ids = [self._ids[name] for name in pieces[1::2]]
+        found: list[Sequence[int] | None] = [*self._cache.find(tenant_id, segments)]
+        missing = [place for place, ids in enumerate(found) if ids is None and segments[place][-1]]
         if missing:
             first, last = missing[0], missing[-1]
             before = min(first, 1)  # the segment before it is not encoded again, only the boundary between the two
@@ -147,7 +189,7 @@ class SegmentEncoder:
             if encoded is None:
                 return self._tokenizer.encode(text)
             found[first : last + 1] = encoded[before:]
-            self._cache.store(scope, {segments[place]: found[place] or () for place in missing})
+            self._cache.store(tenant_id, {segments[place]: found[place] or () for place in missing})
         token_ids = list(found[0] or ())
         for boundary_id, ids in zip(boundary_ids, found[1:], strict=True):
             token_ids.append(boundary_id)
@@ -183,7 +225,7 @@ def boundaries_in(tokenizer: Tokenizer, source: str, names: Sequence[str]) -> di
 def _divides(token: tokenizers.AddedToken) -> bool:
     """Return whether a tokenizer takes the token out of any text, and nothing else with it."""
     takes_more = token.normalized or token.lstrip or token.rstrip or token.single_word
-    return not takes_more and not (token.content[0].isalnum() or token.content[-1].isalnum())
+    return not takes_more and not (_WORD.match(token.content[0]) or _WORD.match(token.content[-1]))
 
 
 def _covers(other: str, name: str) -> bool:

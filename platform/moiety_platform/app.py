@@ -36,7 +36,6 @@ from moiety_platform.http_errors import (
     answer_unexpected_error,
 )
 from moiety_platform.idempotency.limits import AnswerStorageLimits
-from moiety_platform.inference.encoding_cache_metrics import EncodingCacheCollector
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.pipeline import RequestPipeline
@@ -80,6 +79,7 @@ from moiety_platform.routing.breaker_metrics import BreakerCollector
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.spot.controller import SpotPriceController
 from moiety_platform.traces.tracing import Tracing
+from moiety_text.segment_cache import SegmentCache
 
 BODY_SETTINGS = ("max_body_bytes", "max_json_depth", *ShapeLimits.__dataclass_fields__)
 PIPELINE_SETTINGS = (
@@ -118,6 +118,7 @@ class Services(RequestServices):
     cipher: ReasoningCipher
     background: BackgroundRuns
     receipts: Receipts
+    encoding_cache: SegmentCache
     admin_routes: Sequence[ControllerRouterHandler] = ()
     store: StoreReadiness | None = None
     objects: ObjectStoreReadiness | None = None
@@ -151,7 +152,7 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         classes=services.classes,
         rules=services.rules,
         replicas=services.replicas,
-        texts=ModelTexts(settings.inline_tokenize_bytes, settings.encoding_cache_bytes),
+        texts=ModelTexts(settings.inline_tokenize_bytes, services.encoding_cache),
         metrics=services.metrics,
         clock=services.clock,
         images=services.images,
@@ -165,7 +166,6 @@ def create_pipeline(settings: GatewaySettings, services: Services) -> RequestPip
         waker=services.waker,
         quotes=services.quotes,
     )
-    services.metrics.registry.register(EncodingCacheCollector(parts.texts.cache))
     parts.replicas.use(settings.prefix_routing, settings.expert_routing_tokens)
     pipeline = RequestPipeline(parts, _limits_of(settings))
 

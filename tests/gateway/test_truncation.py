@@ -28,7 +28,7 @@ class CountingText:
     def count(self, messages: Any) -> int:
         return sum(3 + len(message["content"]) // self._bytes_a_token for message in messages)
 
-    async def encode_prompts(self, generation: Generation, _salt: bytes) -> list[list[int]]:
+    async def encode_prompts(self, generation: Generation, _tenant_id: str) -> list[list[int]]:
         self.num_calls += 1
         prompt = generation.prompts[0]
         assert isinstance(prompt, Conversation)
@@ -46,7 +46,7 @@ async def assert_fewest_left_out(lengths: list[int], context: int, bytes_a_token
     generation = Generation(
         model="tiny", prompts=(conversation,), num_choices=1, sampling=Sampling(), max_tokens=8, truncates=True
     )
-    record: Any = SimpleNamespace(adjusted_fields={}, principal=SimpleNamespace(cache_salt=b"salt"))
+    record: Any = SimpleNamespace(adjusted_fields={}, principal=SimpleNamespace(tenant_id="ten_a"))
     _, (ids,) = await encode_fitting(text, generation, make_card(max_context_tokens=context), record)
     told = record.adjusted_fields.get("truncation", "0 of")
     num_dropped = int(told.split()[0])

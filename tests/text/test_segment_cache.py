@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
+import tracemalloc
 from array import array
 from typing import Any
 
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from moiety_text.chat import ChatTemplate
 from moiety_text.conversation import ConversationEncoder
-from moiety_text.segment_cache import ENTRY_BYTES, SCOPE_PART, SegmentCache, boundaries_in
+from moiety_text.segment_cache import ENTRY_BYTES, TENANT_PART, Segment, SegmentCache, boundaries_in
 from moiety_text.tokenizer import Tokenizer
 
 Backends = dict[str, tokenizers.Tokenizer]
@@ -46,10 +46,10 @@ def test_conversations_have_the_same_ids_with_the_cache(backends: Backends, temp
             messages: list[dict[str, Any]] = []
             for turn in range(rng.randrange(1, 6)):
                 messages.append({"role": "assistant" if turn % 2 else "user", "content": text_of(rng)})
-                token_ids = encoder.encode(messages, salt=b"one")
+                token_ids = encoder.encode(messages, scope=("one", b""))
                 assert token_ids == encoder.encode(messages), (kind, messages)
                 prefill = text_of(rng)
-                assert encoder.encode(messages, prefill=prefill, salt=b"one") == encoder.encode(
+                assert encoder.encode(messages, prefill=prefill, scope=("one", b"")) == encoder.encode(
                     messages, prefill=prefill
                 ), (kind, messages, prefill)
         if "<|im_end|>" in backend.get_vocab():
@@ -67,51 +67,74 @@ def test_only_what_is_new_is_encoded(backends: Backends, monkeypatch: pytest.Mon
 
     messages = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
     expected = encoder.encode(messages)
-    encoder.encode(messages[:1], salt=b"one")
+    encoder.encode(messages[:1], scope=("one", b""))
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    assert encoder.encode(messages, salt=b"one") == expected
+    assert encoder.encode(messages, scope=("one", b"")) == expected
     assert encoded == ["<|im_start|>assistant\nsecond"]
     encoded.clear()
-    assert encoder.encode(messages, salt=b"one") == expected
+    assert encoder.encode(messages, scope=("one", b"")) == expected
     assert not encoded
-    assert encoder.encode(messages, salt=b"two") == expected
+    assert encoder.encode(messages, scope=("two", b"")) == expected
     assert encoded == [
         "<|im_start|>user\nfirst<|im_end|>\n<|im_start|>assistant\nsecond<|im_end|>\n<|im_start|>assistant\n"
     ]
 
 
-def test_the_cache_keeps_its_bounds_and_no_salt_displaces_all_others() -> None:
+def segment(text: str, rest: bytes = b"") -> Segment:
+    return (0, rest, False, text)
+
+
+def test_the_cache_keeps_its_bounds_and_no_tenant_displaces_all_others() -> None:
     rng, most = random.Random(1), 100_000
-    cache, owner = SegmentCache(most), object()
-    quiet = (owner, b"quiet")
-    cache.store(quiet, {(False, "mine"): [1, 2, 3]})
-    for number in range(3000):
+    cache = SegmentCache(most)
+    cache.store("quiet", {segment("mine"): [1, 2, 3]})
+    for number in range(3000):  # a client chooses its salts
         text = f"{number}" * rng.randrange(1, 40)
-        cache.store((owner, b"loud"), {(False, text): range(len(text))})
-        assert cache.num_bytes <= most // SCOPE_PART + ENTRY_BYTES * 2
-    assert cache.find(quiet, [(False, "mine"), (True, "mine")]) == [array("I", [1, 2, 3]), None]
+        cache.store("loud", {segment(text, b"salt %d" % number): range(len(text))})
+        assert cache.num_bytes <= most // TENANT_PART + 2 * ENTRY_BYTES
+    assert cache.find("quiet", [segment("mine"), segment("mine", b"other")]) == [array("I", [1, 2, 3]), None]
     for number in range(300):
-        cache.store((owner, b"%d" % number), {(False, "x" * 500): range(500)})
+        cache.store(f"{number}", {segment("x" * 500): range(500)})
         assert cache.num_bytes <= most
-    assert cache.find(quiet, [(False, "mine")]) == [None]  # the least recently used salt
-    cache.store((owner, b"huge"), {(False, "x" * most): [1]})
-    assert cache.find((owner, b"huge"), [(False, "x" * most)]) == [None]
+    assert cache.find("quiet", [segment("mine")]) == [None]  # the least recently used tenant
+    cache.store("huge", {segment("x" * most): [1]})
+    assert cache.find("huge", [segment("x" * most)]) == [None]
     held = cache.num_bytes
     assert held > most // 2
     cache.resize(held // 2)
-    assert cache.num_bytes <= held // 2
+    assert 0 < cache.num_bytes <= held // 2
     cache.resize(0)
     assert cache.num_bytes == 0
     assert not cache.is_enabled
 
 
 def test_the_size_of_the_cache_counts_what_python_keeps() -> None:
-    cache, owner, kept = SegmentCache(1 << 24), object(), []
-    for number in range(500):
-        text, ids = f"{number} 東" * 20, array("I", range(100))
-        cache.store((owner, b"a"), {(False, text): ids})
-        kept.append(sys.getsizeof(text) + sys.getsizeof(ids) + sys.getsizeof((False, text)))
-    assert cache.num_bytes >= sum(kept)
+    tracemalloc.start()
+    try:
+        cache = SegmentCache(1 << 30)
+        for number in range(2000):
+            cache.store(f"tenant {number}", {segment(f"{number} 東", bytes([number % 256]) * 32): [1] * 10})
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cache.num_bytes >= 0.5 * kept
+
+
+def test_texts_of_deleted_and_of_idle_tenants_are_forgotten() -> None:
+    now_s = 0.0
+    cache = SegmentCache(1 << 20, idle_s=60, monotonic=lambda: now_s)
+    for tenant_id in ("a", "b", "c"):
+        cache.store(tenant_id, {segment("text"): [1]})
+    cache.forget_tenants(["a", "unknown"])
+    assert cache.find("a", [segment("text")]) == [None]
+    now_s = 50.0
+    assert cache.find("b", [segment("text")]) == [array("I", [1])]
+    now_s = 70.0
+    cache.drop_idle()
+    assert [cache.find(one, [segment("text")]) for one in "bc"] == [[array("I", [1])], [None]]
+    now_s = 200.0
+    cache.drop_idle()
+    assert cache.num_bytes == 0
 
 
 def test_tokens_that_do_not_always_divide_a_text_are_no_boundaries() -> None:
@@ -119,7 +142,7 @@ def test_tokens_that_do_not_always_divide_a_text_are_no_boundaries() -> None:
     plain = ["<|a|>", "<|b|>", "<|long|>", "<|e|>"]
     backend.add_tokens([AddedToken(name, normalized=False) for name in plain])
     backend.add_tokens([AddedToken("<|n|>", normalized=True), AddedToken("<|w|>", single_word=True, normalized=False)])
-    backend.add_tokens([AddedToken("<|l|>", lstrip=True, normalized=False)])
+    backend.add_tokens([AddedToken("<|l|>", lstrip=True, normalized=False), AddedToken("_w|>", normalized=False)])
     backend.add_tokens([AddedToken("<|r|>", rstrip=True, normalized=False), AddedToken("word", normalized=False)])
     backend.add_tokens([AddedToken("=<|b|>", normalized=False), AddedToken("=<|e", normalized=False)])
     tokenizer = Tokenizer.from_json(backend.to_str())
@@ -138,4 +161,4 @@ def test_words_that_are_normalized_to_a_boundary_do_not_mislead_the_cache() -> N
     expected = encoder.encode(messages)
     assert expected.count(2) == 3
     for _ in range(2):
-        assert encoder.encode(messages, salt=b"one") == expected
+        assert encoder.encode(messages, scope=("one", b"")) == expected

@@ -191,9 +191,9 @@ async def _count(messages: MessageServices, principal: Principal, body: Conversa
     asked = await messages.images.prepare_count(asked, card, principal)
     if body.context_management is not None:
         edited = await edit_conversation(
-            text, asked, body.context_management.context_edits(), card, principal.cache_salt
+            text, asked, body.context_management.context_edits(), card, (principal.tenant_id, b"")
         )
         counted: CountedContext = {"original_input_tokens": edited.num_original_tokens}
         return {"input_tokens": len(edited.token_ids), "context_management": counted}
-    (token_ids,) = await text.encode([asked], salt=principal.cache_salt)
+    (token_ids,) = await text.encode([asked], scope=(principal.tenant_id, b""))
     return {"input_tokens": len(token_ids)}

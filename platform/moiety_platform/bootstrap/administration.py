@@ -46,6 +46,7 @@ from moiety_platform.webhooks.controller import WebhookController
 from moiety_platform.webhooks.sender import AlertSender
 from moiety_platform.webhooks.tester import WebhookTester
 from moiety_platform.webhooks.webhook_client import WebhookClient
+from moiety_text.segment_cache import SegmentCache
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +66,7 @@ class Administration:
     adapters: AdapterCache
     replicas: Replicas
     document_texts: DocumentTextCache
+    encoding_cache: SegmentCache
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -79,7 +81,7 @@ class Administration:
         self._stack = AsyncExitStack()
 
     def _holders_of_tenant_data(self) -> list[TenantDataHolder]:
-        return [*self.replicas.connected(), self.replicas, self.document_texts]
+        return [*self.replicas.connected(), self.replicas, self.document_texts, self.encoding_cache]
 
     async def __aenter__(self) -> Self:
         poster = await self._stack.enter_async_context(WebhookClient(self.reach))

@@ -22,6 +22,7 @@ from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import pepper_of, pepper_rotation_of
 from moiety_platform.batches.assembly import Batches
 from moiety_platform.bootstrap.administration import Administration
+from moiety_platform.bootstrap.encoding_cache import open_encoding_cache
 from moiety_platform.bootstrap.engines import Engines
 from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
 from moiety_platform.bootstrap.overrides import Overrides
@@ -174,8 +175,9 @@ async def _open_services(
     retention = await start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reloader = reloader_of(source, live, metrics)
     texts = DocumentTextCache(settings.document_cache_bytes)
+    encoded = open_encoding_cache(stack, settings, metrics)
     administration = Administration(
-        settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas, texts
+        settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas, texts, encoded
     )
     await stack.enter_async_context(administration)
     jwts = JwtAuthenticator(keys, clock, authenticator, administration.reach)
@@ -226,6 +228,7 @@ async def _open_services(
         shadow=shadow,
         guardrails=guardrails,
         runs=await stack.enter_async_context(AgentRuns(database, quotas, clock)),
+        encoding_cache=encoded,
         spot=spot_prices_of(database, engines, metrics, settings, overrides),
         receipts=receipts_of(settings, database, clock, stored_usage),
         waker=await start_waker(stack, settings, live, process_id, database, overrides, engines, metrics),

@@ -8,8 +8,9 @@ import msgspec
 
 from moiety_platform.inference.context_edits import AppliedEdit, ContextEdit
 from moiety_platform.inference.generation import Conversation, Generation
-from moiety_platform.inference.model_texts import ModelText
+from moiety_platform.inference.model_texts import ModelText, encoding_scope
 from moiety_platform.inference.request_record import RequestRecord
+from moiety_text.segment_cache import Scope
 from moiety_wire.messages import ModelCard
 
 
@@ -23,14 +24,14 @@ class EditedConversation(msgspec.Struct, frozen=True):
 
 
 async def edit_conversation(
-    text: ModelText, conversation: Conversation, edits: Sequence[ContextEdit], card: ModelCard, salt: bytes
+    text: ModelText, conversation: Conversation, edits: Sequence[ContextEdit], card: ModelCard, scope: Scope
 ) -> EditedConversation:
     """Return the conversation after `edits`, which are made in their order.
 
     The conversation is encoded once, and once more for each edit that changes it. Raises the errors of
     `ModelText.encode_whole`.
     """
-    token_ids, applied = await text.encode_whole(conversation, salt), list[AppliedEdit]()
+    token_ids, applied = await text.encode_whole(conversation, scope), list[AppliedEdit]()
     num_original_tokens = len(token_ids)
     for edit in edits:
         if not edit.is_triggered(conversation.messages, len(token_ids), card.max_context_tokens):
@@ -39,7 +40,7 @@ async def edit_conversation(
         if not num_cleared:
             continue
         edited = msgspec.structs.replace(conversation, messages=messages)
-        edited_ids = await text.encode_whole(edited, salt)
+        edited_ids = await text.encode_whole(edited, scope)
         num_tokens = max(0, len(token_ids) - len(edited_ids))
         if edit.clears_enough(num_tokens):
             conversation, token_ids = edited, edited_ids
@@ -56,7 +57,7 @@ async def encode_edited(
     """
     (conversation,) = generation.prompts
     assert isinstance(conversation, Conversation), "only conversations have context edits"
-    salt = record.principal.cache_salt
-    edited = await edit_conversation(text, conversation, generation.context_edits, card, salt)
+    scope = encoding_scope(record.principal.tenant_id, generation)
+    edited = await edit_conversation(text, conversation, generation.context_edits, card, scope)
     record.applied_edits = edited.applied
     return msgspec.structs.replace(generation, prompts=(edited.conversation,)), [edited.token_ids]

@@ -28,7 +28,7 @@ from moiety_platform.inference.system_messages import as_user_messages
 from moiety_text.marker_guards import GuardedReader
 from moiety_text.reasoning import AnswerReader, ThoughtReader
 from moiety_text.reasoning_formats import THINK
-from moiety_text.segment_cache import SegmentCache
+from moiety_text.segment_cache import Scope, SegmentCache
 from moiety_text.tools.families.hermes import HermesReader
 from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard, Submit
@@ -84,19 +84,19 @@ class ExternalModelText(ModelText):
         return isinstance(prompt, Conversation) and bool(prompt.images)
 
     def _encode_conversation(
-        self, conversation: Conversation, is_plain: bool, max_tokens: int | None, salt: bytes
+        self, conversation: Conversation, is_plain: bool, max_tokens: int | None, scope: Scope
     ) -> list[int]:
         """Return the ids of the text, and as many as the allowance has for the images. Raises BadRequest."""
         images, allowance = conversation.images, self._allowance
         if not images:
-            return super()._encode_conversation(conversation, is_plain, max_tokens, salt)
+            return super()._encode_conversation(conversation, is_plain, max_tokens, scope)
         check_together(images, allowance)
         for number, image in enumerate(images):
             try:
                 check_file(image.data, allowance)
             except ValueError as exc:
                 raise invalid_image(f"image {number} cannot be read: {exc}", image) from exc
-        token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens, salt)
+        token_ids = super()._encode_conversation(_without_images(conversation), is_plain, max_tokens, scope)
         return [*token_ids, *[_PADDING_ID] * (allowance.image_tokens * len(images))]
 
 

@@ -24,6 +24,7 @@ from moiety_platform.inference.system_messages import as_user_messages
 from moiety_platform.inference.template_options import TEXT_OPTIONS, unread_option
 from moiety_text.efforts import NO_EFFORT
 from moiety_text.reasoning import SWITCHES
+from moiety_text.segment_cache import NO_SCOPE, Scope
 from moiety_wire.images import ImageAllowance
 from moiety_wire.messages import ModelCard, Submit
 
@@ -44,7 +45,12 @@ class HostedModelText(ExternalModelText):
         self.estimate = self.most_prompt_tokens
 
     async def encode(
-        self, prompts: Sequence[Prompt], field: str = "prompt", *, adds_special_tokens: bool = True, salt: bytes = b""
+        self,
+        prompts: Sequence[Prompt],
+        field: str = "prompt",
+        *,
+        adds_special_tokens: bool = True,
+        scope: Scope = NO_SCOPE,
     ) -> list[list[int]]:
         """Refuse: only the provider can count the tokens. Raises BadRequest."""
         raise BadRequest(
@@ -54,11 +60,11 @@ class HostedModelText(ExternalModelText):
             param="model",
         )
 
-    async def encode_whole(self, conversation: Conversation, salt: bytes = b"") -> list[int]:
+    async def encode_whole(self, conversation: Conversation, scope: Scope = NO_SCOPE) -> list[int]:
         """Return as many placeholders as the conversation is likely to have tokens. Raises BadRequest."""
         return [0] * self._likely_tokens(conversation)
 
-    async def encode_prompts(self, generation: Generation, salt: bytes = b"") -> list[list[int]]:
+    async def encode_prompts(self, generation: Generation, tenant_id: str = "") -> list[list[int]]:
         """Return placeholders for the likely tokens of each prompt. Raises BadRequest for prompts without messages."""
         return [[0] * self._likely_tokens(self._conversation_of(prompt)) for prompt in generation.prompts]
 

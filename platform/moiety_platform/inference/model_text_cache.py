@@ -17,17 +17,17 @@ MAX_CACHED_MODELS = 16
 class ModelTexts:
     """The `ModelText` of each connected model, built once, in a thread."""
 
-    def __init__(self, inline_bytes: int, encoding_cache_bytes: int) -> None:
-        """Create the texts, whose encoders share a cache of token ids of `encoding_cache_bytes` bytes."""
+    def __init__(self, inline_bytes: int, cache: SegmentCache) -> None:
+        """Create the texts, whose encoders share the cache of token ids."""
         self._inline_bytes = inline_bytes
-        self.cache = SegmentCache(encoding_cache_bytes)
+        self._cache = cache
         self._built: dict[tuple[object, ...], ModelText] = {}
         self._building = asyncio.Lock()
 
     def use(self, inline_bytes: int, encoding_cache_bytes: int) -> None:
         """Set the inline limit for later prompts, and the size of the encoding cache."""
         self._inline_bytes = inline_bytes
-        self.cache.resize(encoding_cache_bytes)
+        self._cache.resize(encoding_cache_bytes)
         for text in self._built.values():
             text.inline_bytes = inline_bytes
 
@@ -43,7 +43,7 @@ class ModelTexts:
             return text
         async with self._building:
             if key not in self._built:
-                built = await asyncio.to_thread(_built, card, self._inline_bytes, self.cache)
+                built = await asyncio.to_thread(_built, card, self._inline_bytes, self._cache)
                 while len(self._built) >= MAX_CACHED_MODELS:
                     self._built.pop(next(iter(self._built)))
                 self._built[key] = built

@@ -33,7 +33,7 @@ from moiety_text.harmony.messages import adapted
 from moiety_text.marker_guards import GuardedReader
 from moiety_text.reasoning import AnswerReader, num_thought_tokens, thoughts_of
 from moiety_text.reasoning_formats import THINK
-from moiety_text.segment_cache import SegmentCache
+from moiety_text.segment_cache import NO_SCOPE, Scope, SegmentCache
 from moiety_text.tokenizer import Tokenizer
 from moiety_text.tools.deltas import Parts
 from moiety_text.tools.formats import Opening, ToolFormat
@@ -46,10 +46,10 @@ from moiety_wire.thought_budget import ThoughtBudget, ThoughtMarks
 MARKER_TOKENS = 16  # last tokens of a prompt, in which a marker and white space after it fit
 
 
-def encoding_salt(tenant_salt: bytes, generation: Generation) -> bytes:
-    """Return the salt of a generation's encoded texts: the tenant's, and the client's own if it sent one."""
+def encoding_scope(tenant_id: str, generation: Generation) -> Scope:
+    """Return whose texts a generation's are: the tenant's, or those of the client's own salt if it sent one."""
     own = generation.cache_salt
-    return blake2b(own.encode(errors="replace"), key=tenant_salt, digest_size=32).digest() if own else tenant_salt
+    return tenant_id, blake2b(own.encode(errors="replace"), digest_size=32).digest() if own else b""
 
 
 class ModelText:
@@ -112,39 +112,43 @@ class ModelText:
         self.fingerprint = "fp_" + blake2b(identity.encode(), digest_size=5).hexdigest()
 
     async def encode(
-        self, prompts: Sequence[Prompt], field: str = "prompt", *, adds_special_tokens: bool = True, salt: bytes = b""
+        self,
+        prompts: Sequence[Prompt],
+        field: str = "prompt",
+        *,
+        adds_special_tokens: bool = True,
+        scope: Scope = NO_SCOPE,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, at least one each.
 
-        Long text is encoded in a thread. With a `salt` the parts of conversations that were encoded with it before are
+        Long text is encoded in a thread. With a `scope` the parts of conversations that were encoded in it before are
         taken from the encoding cache. Raises BadRequest, which may name the `field` of the request, and ContextTooLong
         for a prompt that cannot fit the context, whatever its exact length.
         """
         if is_short(prompts, self.inline_bytes, self._conversations):
-            return self._encode_all(prompts, field, adds_special_tokens, salt, is_plain=True)
-        return await asyncio.to_thread(self._encode_all, prompts, field, adds_special_tokens, salt)
+            return self._encode_all(prompts, field, adds_special_tokens, scope, is_plain=True)
+        return await asyncio.to_thread(self._encode_all, prompts, field, adds_special_tokens, scope)
 
-    async def encode_whole(self, conversation: Conversation, salt: bytes = b"") -> list[int]:
+    async def encode_whole(self, conversation: Conversation, scope: Scope = NO_SCOPE) -> list[int]:
         """Return the token ids of a conversation, even if they are more than the model's context.
 
-        A long one is encoded in a thread; `salt` is that of `encode`. Raises BadRequest.
+        A long one is encoded in a thread; `scope` is that of `encode`. Raises BadRequest.
         """
         if is_short([conversation], self.inline_bytes, self._conversations):
-            return self._encode(conversation, is_plain=True, is_limited=False, salt=salt)
-        return await asyncio.to_thread(self._encode, conversation, is_limited=False, salt=salt)
+            return self._encode(conversation, is_plain=True, is_limited=False, scope=scope)
+        return await asyncio.to_thread(self._encode, conversation, is_limited=False, scope=scope)
 
-    async def encode_prompts(self, generation: Generation, salt: bytes = b"") -> list[list[int]]:
-        """Return the token ids of each prompt of a generation; `salt` is the tenant's.
+    async def encode_prompts(self, generation: Generation, tenant_id: str = "") -> list[list[int]]:
+        """Return the token ids of each prompt of a generation, by the encoding cache if the tenant is given.
 
         Raises the errors of `encode`. Also raises BadRequest, before anything is computed, for a prompt with echo that
         has an id without text.
         """
         if generation.truncate_tokens is not None:
             return (await self._encode_truncated(generation))[0]
-        if generation.cache_salt:
-            salt = encoding_salt(salt, generation)
+        scope = encoding_scope(tenant_id, generation) if generation.cache_salt else (tenant_id, b"")
         adds = generation.adds_special_tokens
-        prompts = await self.encode(generation.prompts, generation.prompt_field, adds_special_tokens=adds, salt=salt)
+        prompts = await self.encode(generation.prompts, generation.prompt_field, adds_special_tokens=adds, scope=scope)
         if generation.echo:
             check_decodable(self._tokenizer, self._model, prompts, generation.prompt_field)
         return prompts
@@ -317,14 +321,14 @@ class ModelText:
             raise BadRequest(str(exc), code=UNKNOWN_TOKEN) from exc
 
     def _encode_all(
-        self, prompts: Sequence[Prompt], field: str, adds_special_tokens: bool, salt: bytes, *, is_plain: bool = False
+        self, prompts: Sequence[Prompt], field: str, adds_special_tokens: bool, scope: Scope, *, is_plain: bool = False
     ) -> list[list[int]]:
         encoded = []
         for prompt in prompts:
             if isinstance(prompt, tuple):
                 encoded.append(check_ids(prompt, self._vocab_size, field))
             elif not isinstance(prompt, TextPair):  # pairs: see `encode_pairs`
-                encoded.append(self._encode(prompt, is_plain, adds_special_tokens, salt=salt))
+                encoded.append(self._encode(prompt, is_plain, adds_special_tokens, scope=scope))
         return encoded
 
     def _encode(
@@ -333,7 +337,7 @@ class ModelText:
         is_plain: bool = False,
         adds_special_tokens: bool = True,
         is_limited: bool = True,
-        salt: bytes = b"",
+        scope: Scope = NO_SCOPE,
     ) -> list[int]:
         """Return the ids of a prompt. With `is_limited` a prompt that certainly does not fit the context is refused."""
         limit = self._max_context_tokens if is_limited else None
@@ -343,7 +347,7 @@ class ModelText:
             if isinstance(prompt, str):
                 token_ids = self._tokenizer.encode(prompt, add_special_tokens=adds_special_tokens, max_tokens=limit)
             else:
-                token_ids = self._encode_conversation(prompt, is_plain, limit, salt)
+                token_ids = self._encode_conversation(prompt, is_plain, limit, scope)
         except TooManyTokens as exc:
             most = self._max_context_tokens
             raise prompt_too_long(f"at least {exc.at_least}", most, most) from exc
@@ -354,7 +358,7 @@ class ModelText:
         return token_ids
 
     def _encode_conversation(
-        self, conversation: Conversation, is_plain: bool, max_tokens: int | None, salt: bytes
+        self, conversation: Conversation, is_plain: bool, max_tokens: int | None, scope: Scope
     ) -> list[int]:
         if self._conversations is None or self._options is None:
             raise BadRequest(
@@ -375,7 +379,7 @@ class ModelText:
             extra=extra,
             max_tokens=max_tokens,
             is_plain=is_plain,
-            salt=salt,
+            scope=scope,
         )
         if self.image_rules is None:
             return token_ids

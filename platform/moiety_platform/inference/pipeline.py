@@ -215,7 +215,7 @@ class RequestPipeline:
                     text, generation, matched.card, record, partial(services.guardrails.check_input, guardrails=guards)
                 )
             else:
-                prompts = await text.encode_prompts(generation, record.principal.cache_salt)
+                prompts = await text.encode_prompts(generation, record.principal.tenant_id)
             if not generation.option_counts:  # whose reasoning options are not the client's
                 record.adjusted_fields |= text.adjusted_fields(generation)
             longest = self.longest_outputs(record, generation, matched.card, prompts)

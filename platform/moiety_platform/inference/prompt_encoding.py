@@ -30,7 +30,7 @@ async def encode_specially(
     if generation.option_counts:
         return generation, await encode_options(text, generation), []
     if not (generation.truncates or generation.context_edits):
-        return generation, await text.encode_prompts(generation, record.principal.cache_salt), []
+        return generation, await text.encode_prompts(generation, record.principal.tenant_id), []
     encode = encode_fitting if generation.truncates else encode_edited
     edited, prompts = await encode(text, generation, card, record)
     record.generation = edited

@@ -36,7 +36,7 @@ async def encode_fitting(
     conversation = generation.prompts[0]
     if not isinstance(conversation, Conversation):
         return generation, await text.encode_prompts(generation)
-    most, salt = card.max_context_tokens - _reserved_output(generation, card), record.principal.cache_salt
+    most, tenant_id = card.max_context_tokens - _reserved_output(generation, card), record.principal.tenant_id
 
     def without(num_dropped: int) -> Generation:
         kept = msgspec.structs.replace(conversation, messages=_without(conversation.messages, groups[:num_dropped]))
@@ -44,7 +44,7 @@ async def encode_fitting(
 
     async def encode_without(num_dropped: int) -> list[list[int]] | None:
         try:
-            prompts = await text.encode_prompts(without(num_dropped), salt)
+            prompts = await text.encode_prompts(without(num_dropped), tenant_id)
         except ContextTooLong:
             return None
         return prompts if len(prompts[0]) <= most else None
@@ -52,10 +52,10 @@ async def encode_fitting(
     groups = _droppable(conversation.messages)
     fitting = await encode_without(0)
     if fitting is not None or not groups:
-        return generation, await text.encode_prompts(generation, salt) if fitting is None else fitting
+        return generation, await text.encode_prompts(generation, tenant_id) if fitting is None else fitting
     fitting = await encode_without(len(groups))
     if fitting is None:
-        return generation, await text.encode_prompts(generation, salt)  # the error names the lengths
+        return generation, await text.encode_prompts(generation, tenant_id)  # the error names the lengths
     search = _Search([_num_bytes(conversation.messages, group) for group in groups], most, len(fitting[0]))
     while (middle := search.next()) is not None:
         found = await encode_without(middle)

@@ -181,7 +181,7 @@ class QuoteService:
             encode = encode_fitting if generation.truncates else encode_edited
             generation, prompts = await encode(text, generation, matched.card, record)
         else:
-            prompts = await text.encode_prompts(generation, record.principal.cache_salt)
+            prompts = await text.encode_prompts(generation, record.principal.tenant_id)
         longest = pipeline.longest_outputs(record, generation, matched.card, prompts)
         lengths = list(map(len, prompts))
         await reservation.begin(sum(lengths), record.num_sequences, min(1, max(longest)), matched.tariff)

@@ -78,5 +78,5 @@ class ResponseTokensController(Controller):
             card = models.replicas.card(base, allowed, has_images=bool(asked.images))
             text = await models.texts.get(card)
             asked = await models.images.prepare_count(asked, card, whose)
-            (token_ids,) = await text.encode([asked], salt=whose.cache_salt)
+            (token_ids,) = await text.encode([asked], scope=(whose.tenant_id, b""))
             return {"object": "response.input_tokens", "input_tokens": len(token_ids)}

@@ -23,7 +23,7 @@ from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import BadRequest, PlatformError, RequestExceedsQuota, forget_frames
 from moiety_platform.inference.generation import Conversation
-from moiety_platform.inference.model_texts import encoding_salt
+from moiety_platform.inference.model_texts import encoding_scope
 from moiety_platform.inference.quota_reservation import UsedTokens, scopes_of
 from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.request_recorder import UsageSink
@@ -126,7 +126,7 @@ class NextTurnPrefill:
         assert record.generation is not None and record.chosen is not None, "it was answered"
         answer = await run.text.read_answer(record.generation, run.prompts, output_ids)
         first, second = await run.text.encode(
-            next_turns(conversation, answer), salt=encoding_salt(record.principal.cache_salt, record.generation)
+            next_turns(conversation, answer), scope=encoding_scope(record.principal.tenant_id, record.generation)
         )
         prompt_ids = first[: num_shared(first, second)]
         before = [*asked_ids, *output_ids]
