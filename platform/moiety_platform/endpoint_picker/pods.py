@@ -10,13 +10,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx2
 import structlog
-from lightkube import ApiError, Client, KubeConfig
-from lightkube.config.models import Cluster, User
+from lightkube import ApiError
 from lightkube.resources.core_v1 import Pod
 
-from moiety_platform.cluster.errors import NotInACluster
+from moiety_platform.cluster.kubernetes_client import kubernetes_client
 from moiety_platform.cluster.pod_identity import PodIdentity
 
 TIMEOUT_S = 10.0
@@ -48,7 +46,7 @@ class PodWatch:
         self._identity, self._on_change = identity, on_change
         self._labels: dict[str, Any] = dict(labels)
         self._resync_s = resync_s
-        self._client = _client_of(identity, TIMEOUT_S)
+        self._client = kubernetes_client(identity, TIMEOUT_S)
         self._is_closed, self._changed = threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -81,7 +79,7 @@ class PodWatch:
     def _watch_forever(self) -> None:
         pause_s = RETRY_S
         while not self._is_closed.is_set():
-            client = _client_of(self._identity, WATCH_S + TIMEOUT_S)
+            client = kubernetes_client(self._identity, WATCH_S + TIMEOUT_S)
             try:
                 for _ in client.watch(Pod, labels=self._labels, server_timeout=WATCH_S):
                     self._changed.set()
@@ -110,15 +108,3 @@ def _warn(event: str, exc: Exception, pause_s: float) -> None:
     if isinstance(exc, ApiError):
         advice = "let the service account list and watch the Pods of its namespace, as the chart's role does"
     log.warning(event, reason=str(exc) or type(exc).__name__, advice=advice)
-
-
-def _client_of(identity: PodIdentity, timeout_s: float) -> Client:
-    config = KubeConfig.from_one(
-        cluster=Cluster(server=identity.url, certificate_auth=str(identity.ca)),
-        user=User(token_file=str(identity.token_file)),
-        namespace=identity.namespace,
-    )
-    try:
-        return Client(config, timeout=httpx2.Timeout(timeout_s), trust_env=False)
-    except OSError as exc:
-        raise NotInACluster(f"{identity.ca} cannot be read ({exc}): give the pod a service account") from exc

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import httpx2
 import structlog
-from lightkube import ApiError, Client, KubeConfig
-from lightkube.config.models import Cluster, User
+from lightkube import ApiError
 from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
 from lightkube.types import PatchType
 
 from moiety_platform.cli.controller.custom_objects import EPOCH, CustomKind, CustomObject
-from moiety_platform.cluster.errors import ApiRefused, NotInACluster
+from moiety_platform.cluster.errors import ApiRefused
+from moiety_platform.cluster.kubernetes_client import kubernetes_client
 from moiety_platform.cluster.pod_identity import PodIdentity
 
 GROUP, VERSION = "moiety.dev", "v1alpha1"
@@ -36,7 +36,7 @@ class CustomObjectsApi:
     def __init__(self, identity: PodIdentity, retry_s: float = RETRY_S) -> None:
         """Connect at first use. Raises NotInACluster where the certificate cannot be read."""
         self._identity, self._retry_s = identity, retry_s
-        self._client = _client_of(identity, TIMEOUT_S)
+        self._client = kubernetes_client(identity, TIMEOUT_S)
         self._is_closed = threading.Event()
         self._watching: list[threading.Thread] = []
 
@@ -106,7 +106,7 @@ class CustomObjectsApi:
 
     def _changes(self, kind: CustomKind) -> Iterator[None]:
         """Yield after each change, until the API ends the watch or this object is closed."""
-        client = _client_of(self._identity, WATCH_S + TIMEOUT_S)
+        client = kubernetes_client(self._identity, WATCH_S + TIMEOUT_S)
         try:
             for _ in client.watch(RESOURCES[kind], server_timeout=WATCH_S):
                 yield
@@ -114,18 +114,6 @@ class CustomObjectsApi:
                     return
         finally:
             client.close()
-
-
-def _client_of(identity: PodIdentity, timeout_s: float) -> Client:
-    config = KubeConfig.from_one(
-        cluster=Cluster(server=identity.url, certificate_auth=str(identity.ca)),
-        user=User(token_file=str(identity.token_file)),
-        namespace=identity.namespace,
-    )
-    try:
-        return Client(config, timeout=httpx2.Timeout(timeout_s), trust_env=False)
-    except OSError as exc:
-        raise NotInACluster(f"{identity.ca} cannot be read ({exc}): give the pod a service account") from exc
 
 
 def _read(kind: CustomKind, document: GenericNamespacedResource) -> CustomObject:
