@@ -13,13 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from litestar import Litestar
-from litestar.exceptions import HTTPException
 from tests.usage_rows import make_row
 
-from moiety_platform.administration.router import admin_router
-from moiety_platform.auth.authenticator import Authenticator
-from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.contracts.arrivals import CONTRACT
 from moiety_platform.contracts.controller import ContractCheckController
@@ -28,15 +23,10 @@ from moiety_platform.contracts.traffic import HOUR, busiest_hours
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
-from moiety_platform.quota.enforcer import QuotaEnforcer
-from moiety_platform.quota.store import LeaseStore
-from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.usage.store import insert_rows
 from moiety_wire.engine_load import Load, StepCosts
 
-from .conftest import PEPPER, Admin, Demo
+from .conftest import Admin, Demo, admin_app
 
 LIMIT_S = 300  # several processes, which share the processor with other tests
 DEVICE = "a10g-llama2-7b"
@@ -63,15 +53,8 @@ async def checks(database: Database) -> AsyncIterator[ContractChecks]:
 async def api(
     database: Database, clock: ManualClock, demo: Demo, checks: ContractChecks, engines: list[EngineState]
 ) -> AsyncIterator[Admin]:
-    parts = (
-        ClassCache(database, clock),
-        RequestRulesCache(database, clock),
-        QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
-    )
     routes = with_services(ContractCheckController, contract_checks=checks, engines=lambda: engines)
-    router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=[routes])
-    handlers: Any = {PlatformError: answer_platform_error, HTTPException: answer_framework_error}
-    client = Admin(Litestar([router], exception_handlers=handlers, logging_config=None), demo.admin_key)
+    client = Admin(admin_app(database, clock, more=[routes]), demo.admin_key)
     async with client.http:
         yield client
 

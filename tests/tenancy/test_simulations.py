@@ -12,31 +12,21 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from litestar import Litestar
-from litestar.exceptions import HTTPException
 from sqlalchemy import literal
 from tests.usage_rows import make_row
 
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.simulator.devices import PRESETS
 from moiety_platform.adapters.cache import AdapterCache
-from moiety_platform.administration.router import admin_router
-from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.bootstrap.administration import Administration
-from moiety_platform.classes.cache import ClassCache
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.engine_client.base import EngineState
-from moiety_platform.errors import PlatformError
-from moiety_platform.http_errors import answer_framework_error, answer_platform_error
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.object_storage.store import ObjectStore
-from moiety_platform.quota.enforcer import QuotaEnforcer
-from moiety_platform.quota.store import LeaseStore
-from moiety_platform.request_rules.cache import RequestRulesCache
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store
@@ -46,7 +36,7 @@ from moiety_platform.usage.store import insert_rows
 from moiety_wire.engine_load import Load, StepCosts
 from moiety_workload import simulations as known
 
-from .conftest import PEPPER, Admin, Demo
+from .conftest import PEPPER, Admin, Demo, admin_app
 
 DEADLINE_S = 60
 NICENESS = 1
@@ -71,15 +61,8 @@ async def simulations(database: Database) -> AsyncIterator[Simulations]:
 async def api(
     database: Database, clock: ManualClock, demo: Demo, simulations: Simulations, engines: list[EngineState]
 ) -> AsyncIterator[Admin]:
-    parts = (
-        ClassCache(database, clock),
-        RequestRulesCache(database, clock),
-        QuotaEnforcer(database, LeaseStore("replica", 20.0), clock),
-    )
     routes = with_services(SimulationController, simulations=simulations, engines=lambda: engines)
-    router = admin_router(database, Authenticator(database, PEPPER, clock), *parts, PEPPER, clock, more=[routes])
-    handlers: Any = {PlatformError: answer_platform_error, HTTPException: answer_framework_error}
-    client = Admin(Litestar([router], exception_handlers=handlers, logging_config=None), demo.admin_key)
+    client = Admin(admin_app(database, clock, more=[routes]), demo.admin_key)
     async with client.http:
         yield client
 
