@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import tokenizers
 
+from moiety_wire.images import ImageRules
 from moiety_wire.messages import ModelCard
 
 MODEL = "tiny"
@@ -17,6 +18,14 @@ TOOL_TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+IMAGE_PLACEHOLDER = "<|image|>"
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}"
 )
 
 
@@ -112,3 +121,25 @@ def thinking_card(tool_card: ToolCard) -> ModelCard:
     switch = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
     template = (TOOL_TEMPLATES / "hermes.jinja").read_text() + switch
     return tool_card("hermes", template=template, added=("<think>", "</think>"))
+
+
+@pytest.fixture
+def seeing(card: ModelCard) -> ModelCard:
+    """A card of a model that reads images, whose placeholder is a control token of the template."""
+    tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
+    tokenizer.add_special_tokens([IMAGE_PLACEHOLDER])
+    rules = ImageRules(
+        image_token_id=tokenizer.token_to_id(IMAGE_PLACEHOLDER),
+        start_token_id=0,
+        end_token_id=0,
+        patch_size=16,
+        merge_size=2,
+        min_pixels=1024,
+        max_pixels=1 << 20,
+        max_images=3,
+        max_bytes=10_000,
+        max_total_bytes=20_000,
+        max_source_pixels=1 << 20,
+    )
+    files = {"tokenizer_json": tokenizer.to_str(), "vocab_size": card.vocab_size + 1, "chat_template": IMAGE_TEMPLATE}
+    return msgspec.structs.replace(card, images=rules, **files)

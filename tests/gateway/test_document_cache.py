@@ -17,8 +17,9 @@ from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
 from .pdf_files import encrypted_pdf, pdf
-from .test_documents import PAGES, PATHS, asking, part_of, upload, uploaded_part
+from .test_documents import PAGES, asking, part_of, upload, uploaded_part
 from .test_images import CHAT
+from .test_uploaded_images import PATHS
 
 LIMITS = DocumentLimits()
 

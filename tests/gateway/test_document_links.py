@@ -22,15 +22,7 @@ from .conftest import StartGateway
 from .pdf_files import endless_pdf
 from .test_documents import PAGES, PLACES, READ, asking, part_of, refusal
 from .test_image_links import file_server, sends
-from .test_images import (
-    LINKED,
-    MESSAGES,
-    RESPONSES,
-    RESULTS,
-    TOOL_TEMPLATE,
-    WIDE,
-    seeing,  # noqa: F401  a fixture
-)
+from .test_images import LINKED, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE
 from .test_quotas import (
     Limited,
     limit,

@@ -12,7 +12,7 @@ import pytest
 
 from .conftest import RunningGateway
 from .pdf_files import pdf
-from .test_documents import PAGES, PATHS, asking, part_of
+from .test_documents import PAGES, asking, part_of
 from .test_images import CHAT
 from .test_quotas import (
     Limited,
@@ -20,6 +20,7 @@ from .test_quotas import (
     limited,  # noqa: F401  a fixture
     used,
 )
+from .test_uploaded_images import PATHS
 
 
 def has_read(gateway: RunningGateway) -> bool:

@@ -1,4 +1,3 @@
-# ruff: noqa: F811  fixtures are imported
 """PDF files and texts as documents, through each API: their text is read within limits, or they are refused."""
 
 from __future__ import annotations
@@ -32,18 +31,9 @@ from moiety_wire.messages import ModelCard
 from .batch_requests import jsonl, results, submit, wait_for
 from .conftest import RunningGateway, StartGateway
 from .pdf_files import compressed_pdf, encrypted_pdf, endless_pdf, pdf, recursive_pdf
-from .test_images import (
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    RESULTS,
-    TOOL_TEMPLATE,
-    WIDE,
-    seeing,  # noqa: F401  a fixture
-)
-from .test_uploaded_images import COUNTS
+from .test_images import CHAT, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE
+from .test_uploaded_images import COUNTS, PATHS
 
-PATHS = (CHAT, MESSAGES, RESPONSES)
 PAGES = pdf("The sky is green.", "", "So is the sea.")
 READ = "[page 1]\nThe sky is green.\n\n[page 2 has no text]\n\n[page 3]\nSo is the sea."
 PLACES = {CHAT: "messages.0.content.0.file", MESSAGES: "messages.0.content.0", RESPONSES: "input.message.input_file"}

@@ -22,21 +22,7 @@ from moiety_wire.messages import ModelCard
 from .conftest import ToolCard, write_tokenizer
 from .external_server import MODEL, client_of, start_server  # noqa: F401  fixtures
 from .test_image_links import file_server, sends
-from .test_images import (
-    BODIES,
-    CHAT,
-    GIF,
-    LINKED,
-    MESSAGES,
-    RESPONSES,
-    RESULTS,
-    TALL,
-    WIDE,
-    data_url,
-    png,
-    refusal,
-    seeing,  # noqa: F401  a fixture
-)
+from .test_images import BODIES, CHAT, GIF, LINKED, MESSAGES, RESPONSES, RESULTS, TALL, WIDE, data_url, png, refusal
 
 ALLOWANCE = 40
 SEES = f"&image_tokens={ALLOWANCE}&context=512"

@@ -1,4 +1,3 @@
-# ruff: noqa: F811  fixtures are imported
 """Links to images: what is fetched, what is not, and how a tenant's fetches are bounded."""
 
 from __future__ import annotations
@@ -27,18 +26,7 @@ from moiety_platform.webhooks.addresses import Address, AddressPolicy, LookupNam
 from moiety_wire.messages import ModelCard
 
 from .conftest import StartGateway
-from .test_images import (
-    CHAT,
-    LINKED,
-    MESSAGES,
-    REPLACED,
-    RESPONSES,
-    RESULTS,
-    TALL,
-    TOOL_TEMPLATE,
-    WIDE,
-    seeing,  # noqa: F401  a fixture
-)
+from .test_images import CHAT, LINKED, MESSAGES, REPLACED, RESPONSES, RESULTS, TALL, TOOL_TEMPLATE, WIDE
 
 MAX_BYTES, MAX_TOTAL_BYTES = 1_000, 1_500
 LOOPBACK = AddressPolicy((ip_network("127.0.0.0/8"),))

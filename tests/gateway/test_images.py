@@ -17,19 +17,12 @@ from moiety_platform.errors import Unavailable
 from moiety_platform.inference import image_preparation
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
-from moiety_wire.images import ImageRules, image_digest
+from moiety_wire.images import image_digest
 from moiety_wire.messages import ModelCard
 
+from .cards import IMAGE_PLACEHOLDER
 from .conftest import RunningGateway, StartGateway
 
-PLACEHOLDER = "<|image|>"
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:"
-    "{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}"
-)
 TOOL_TEMPLATE = (
     "{% macro shown(message) %}{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
@@ -56,28 +49,6 @@ def encoded(data: bytes) -> str:
 
 WIDE, TALL = png(64, 32), png(32, 96)
 GIF = b"GIF89a" + struct.pack("<HH", 64, 32)
-
-
-@pytest.fixture
-def seeing(card: ModelCard) -> ModelCard:
-    """A card of a model that reads images, whose placeholder is a control token of the template."""
-    tokenizer = tokenizers.Tokenizer.from_str(card.tokenizer_json)
-    tokenizer.add_special_tokens([PLACEHOLDER])
-    rules = ImageRules(
-        image_token_id=tokenizer.token_to_id(PLACEHOLDER),
-        start_token_id=0,
-        end_token_id=0,
-        patch_size=16,
-        merge_size=2,
-        min_pixels=1024,
-        max_pixels=1 << 20,
-        max_images=3,
-        max_bytes=10_000,
-        max_total_bytes=20_000,
-        max_source_pixels=1 << 20,
-    )
-    files = {"tokenizer_json": tokenizer.to_str(), "vocab_size": card.vocab_size + 1, "chat_template": TEMPLATE}
-    return msgspec.structs.replace(card, images=rules, **files)
 
 
 def chat_of(*images: bytes) -> dict[str, Any]:
@@ -215,7 +186,7 @@ async def test_files_are_hashed_once_for_all_choices_and_in_a_thread(
 
 async def test_text_that_spells_the_placeholder_is_no_image(start_gateway: StartGateway, seeing: ModelCard) -> None:
     body = chat_of(WIDE)
-    body["messages"][0]["content"].append({"type": "text", "text": PLACEHOLDER})
+    body["messages"][0]["content"].append({"type": "text", "text": IMAGE_PLACEHOLDER})
     async with start_gateway([FakeEngineClient(seeing)]) as gateway:
         status, _, answer = await gateway.post(CHAT, body)
         assert status == 200, answer
@@ -303,7 +274,7 @@ async def test_an_image_in_a_tools_result_is_in_its_place_or_right_after_the_res
         (submit,) = gateway.engine.submits
         assert [image.data for image in submit.images] == [WIDE]
         prompt = tokenizers.Tokenizer.from_str(card.tokenizer_json).decode(submit.prompt_ids, skip_special_tokens=False)
-        image = PLACEHOLDER * 2
+        image = IMAGE_PLACEHOLDER * 2
         told = f"tool:seen{image}" if shows else f"tool:seen\n[The image is in the next message.]user:{image}"
         assert told in prompt
         assert "x-moiety-ignored-fields" not in headers

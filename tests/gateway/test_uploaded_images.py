@@ -1,4 +1,3 @@
-# ruff: noqa: F811  fixtures are imported
 """Images by the id of an uploaded file: whose they are, their limits, and that they count as inline ones do."""
 
 from __future__ import annotations
@@ -15,20 +14,7 @@ from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
 from .test_files import refuse
-from .test_images import (
-    BODIES,
-    CHAT,
-    MESSAGES,
-    REPLACED,
-    RESPONSES,
-    RESULTS,
-    TALL,
-    TOOL_TEMPLATE,
-    WIDE,
-    data_url,
-    png,
-    seeing,  # noqa: F401  a fixture
-)
+from .test_images import BODIES, CHAT, MESSAGES, REPLACED, RESPONSES, RESULTS, TALL, TOOL_TEMPLATE, WIDE, data_url, png
 from .test_kept_responses import new_key
 
 PATHS = (CHAT, MESSAGES, RESPONSES)
