@@ -75,7 +75,7 @@ from moiety_platform.responses_api.reasoning_cipher import ReasoningCipher
 from moiety_platform.responses_api.response_service import ResponseService
 from moiety_platform.responses_api.resumed_streams import ResumedStreams
 from moiety_platform.responses_api.token_count import ResponseTokensController
-from moiety_platform.routing.breaker_metrics import BreakerCollector
+from moiety_platform.routing.breaker_metrics import breaker_families
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.spot.controller import SpotPriceController
 from moiety_platform.traces.tracing import Tracing
@@ -194,7 +194,7 @@ def create_app(settings: GatewaySettings, services: Services, pipeline: RequestP
     """Return the gateway's application over running services; it creates a pipeline if none is given."""
     pipeline = pipeline or create_pipeline(settings, services)
     services.metrics.registry.register(EngineCollector(services.replicas.states))
-    services.metrics.registry.register(BreakerCollector(services.replicas.breakers))
+    services.metrics.watch(lambda: breaker_families(services.replicas.breakers))
     services.metrics.registry.register(ExpertCollector(services.replicas.states))
     serve, bodies, texts = pipeline.serve, pipeline.services.bodies, pipeline.services.texts
     replicas, adapters, rules = services.replicas, services.adapters, services.rules

@@ -10,7 +10,7 @@ import heapq
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -108,12 +108,12 @@ class LatencyHistograms(Collector):
         yield family
 
 
-class _Statements(Collector):
-    def __init__(self, read: Callable[[], int]) -> None:
+class _FamilyCollector(Collector):
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("moiety_sql_statements", "SQL statements sent by this process.", self._read())
+        yield from self._read()
 
 
 def new_registry() -> CollectorRegistry:
@@ -427,7 +427,13 @@ class Metrics:
 
     def watch_statements(self, read: Callable[[], int]) -> None:
         """Report, at each scrape, the number of SQL statements sent so far."""
-        self.registry.register(_Statements(read))
+        self.watch(
+            lambda: [CounterMetricFamily("moiety_sql_statements", "SQL statements sent by this process.", read())]
+        )
+
+    def watch(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Report, at each scrape, the metrics that `read` returns."""
+        self.registry.register(_FamilyCollector(read))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

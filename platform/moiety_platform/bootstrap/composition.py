@@ -74,7 +74,7 @@ from moiety_platform.responses_api.store import ResponseStore
 from moiety_platform.retention.service import RetentionService
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.store_metrics import StoreCollector
-from moiety_platform.trace_metrics import TraceCollector
+from moiety_platform.trace_metrics import trace_families
 from moiety_platform.usage.metering import MeterReader
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_wire.shared_fields import copy_fields
@@ -152,7 +152,7 @@ async def _open_services(
     process_id = f"{socket.gethostname()[:24]}-{secrets.token_hex(12)}"
     telemetry = Telemetry(settings, metrics.registry, process_id, overrides.span_senders)
     stack.push_async_callback(telemetry.close)
-    metrics.registry.register(TraceCollector(telemetry.tracing))
+    metrics.watch(lambda: trace_families(telemetry.tracing))
     database, report_database, keys, traces = open_stores(stack, settings, overrides.database)
     metrics.watch_statements(lambda: sum(counted.num_statements for counted in {database, report_database, keys}))
     store, objects, objects_ready = open_objects(stack, settings, database)

@@ -36,7 +36,7 @@ from moiety_platform.speculative_prefill.metrics import SpeculativePrefillMetric
 from moiety_platform.speculative_prefill.next_turn_prefill import NextTurnPrefill
 from moiety_platform.spot.service import SpotMetrics, SpotPrices
 from moiety_platform.usage.recorder import UsageRecorder
-from moiety_platform.wake_on_request.metrics import WakeCollector
+from moiety_platform.wake_on_request.metrics import wake_families
 from moiety_platform.wake_on_request.waker import EngineWaker
 
 LAST_RECORDS_S = 10.0
@@ -97,7 +97,7 @@ async def start_waker(
 ) -> EngineWaker:
     """Start the waker of sleeping engines, until the stack is closed. Raises CannotApplySetting."""
     waker = EngineWaker(process_id, database, engines.replicas, overrides.clock, settings, overrides.open_scaler)
-    metrics.registry.register(WakeCollector(waker))
+    metrics.watch(lambda: wake_families(waker))
     waker.followed_by(live)
     await waker.start()
     stack.push_async_callback(waker.stop)
