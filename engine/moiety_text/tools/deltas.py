@@ -11,38 +11,43 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class _Text:
+    text: str
+
+
+class Content(_Text):
     """Text outside of calls."""
 
-    text: str
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
+class Thinking(_Text):
     """Reasoning text before the answer, not part of it."""
 
-    text: str
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class _CallDelta:
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun(_CallDelta):
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(_CallDelta):
     """The JSON object of the call's arguments, or more of it."""
 
-    index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnded:
+class CallEnded(_CallDelta):
     """The call's arguments are complete and valid JSON."""
 
-    index: int
+    __slots__ = ()
 
 
 Delta = Content | Thinking | CallBegun | CallArguments | CallEnded
@@ -54,11 +59,10 @@ class Call:
     arguments: str  # a JSON object
 
 
-@dataclass(frozen=True, slots=True)
-class Thought:
+class Thought(_Text):
     """Reasoning of the model before its answer."""
 
-    text: str
+    __slots__ = ()
 
 
 Part = str | Call | Thought
