@@ -47,13 +47,6 @@ class EndpointAddress:
 
 
 @dataclass(slots=True, eq=False)
-class Pick:
-    """A request that was sent to an endpoint."""
-
-    endpoint: PoolMember
-
-
-@dataclass(slots=True, eq=False)
 class PoolMember:
     """State of one endpoint, which a PoolMembers owns."""
 
@@ -68,6 +61,13 @@ class PoolMember:
     @property
     def load(self) -> int:
         return self.open_requests + len(self.picks)
+
+
+@dataclass(slots=True, eq=False)
+class Pick:
+    """A request that was sent to an endpoint."""
+
+    endpoint: PoolMember
 
 
 class PoolMembers:
