@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from moiety_platform.bench.gateway import RunningGateway
 from moiety_platform.supervisor.data_dir import KEYS_FILE, read_first_keys
 from moiety_platform.supervisor.ports import claim_port
 
@@ -24,26 +25,12 @@ HERE = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A gateway that is ready."""
-
-    process: psutil.Process
-    port: int
-    admin_key: str
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+class Gateway(RunningGateway):
+    """A gateway of the fleet that is ready."""
 
     @property
     def admin_headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.admin_key}"}
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU time used so far."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
 
 
 @contextmanager

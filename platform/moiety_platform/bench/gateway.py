@@ -72,7 +72,7 @@ class RunningGateway:
     admin_key: str
 
     @property
-    def address(self) -> str:
+    def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -109,9 +109,9 @@ async def _measure(
     print_progress("one connection …")
     alone = await gateway.load(answers, 1, settings.seconds)
     print_progress(f"{settings.connections} connections …")
-    statements, rss_bytes, cpu_s = await count_statements(gateway.address), gateway.rss_bytes, gateway.cpu_s
+    statements, rss_bytes, cpu_s = await count_statements(gateway.url), gateway.rss_bytes, gateway.cpu_s
     busy = await gateway.load(answers, settings.connections, settings.seconds)
-    statements, cpu_s = await count_statements(gateway.address) - statements, gateway.cpu_s - cpu_s
+    statements, cpu_s = await count_statements(gateway.url) - statements, gateway.cpu_s - cpu_s
     print_progress("streams …")
     events = chat_requests(keys, settings.stream_tokens, stream=True)
     streams = await gateway.load(events, settings.connections, settings.seconds)
@@ -245,7 +245,7 @@ def _last_lines(log: Path) -> str:
 async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
     """Create tenants with one key and limits of every kind each; return their keys."""
     headers = {"Authorization": f"Bearer {gateway.admin_key}"}
-    async with httpx.AsyncClient(base_url=f"{gateway.address}/admin/v1", headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=f"{gateway.url}/admin/v1", headers=headers, timeout=30) as client:
 
         async def call(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
             response = await client.request(method, path, json=body)
@@ -265,8 +265,8 @@ async def make_tenants(gateway: RunningGateway, count: int) -> list[str]:
         return keys
 
 
-async def count_statements(address: str) -> int:
-    """Return the number of SQL statements that the gateway at `address` has sent so far."""
-    async with httpx.AsyncClient(base_url=address, timeout=10) as client:
+async def count_statements(url: str) -> int:
+    """Return the number of SQL statements that the gateway at `url` has sent so far."""
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     return int(float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2]))
