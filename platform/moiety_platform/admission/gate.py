@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from moiety_platform.clock import Clock
@@ -96,28 +96,21 @@ def _retry_after_s(tenant: _Tenant, num_too_many: int) -> float:
     return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
 
 
-class StreamGate:
-    """Counter of streamed responses, from the body of their request to their end. For one event loop.
+class OpenCounts:
+    """Numbers of open requests or streams by tenant or other holder. For one event loop."""
 
-    Each key, or each of other holders, has the limit.
-    """
-
-    def __init__(self, limit: int, holder: str = "key", streams: str = "streams") -> None:
-        self.limit = limit  # can be changed, for streams that begin from then on
-        self._what = holder, streams  # as errors name them
+    def __init__(self) -> None:
         self._num_open: Counter[str] = Counter()
 
+    def total(self) -> int:
+        """Return the number of all holders together."""
+        return self._num_open.total()
+
     @contextmanager
-    def hold(self, holder_id: str) -> Iterator[None]:
-        """Count a stream as open. Raises RateLimited where the holder is at its limit."""
-        if self._num_open[holder_id] >= self.limit:
-            holder, streams = self._what
-            raise RateLimited(
-                f"This {holder} has {self.limit} {streams} open at this gateway, and no more are allowed; read some to "
-                "their end or close them, then try again",
-                code="too_many_streams",
-                retry_after_s=STREAM_RETRY_AFTER_S,
-            )
+    def counted(self, holder_id: str, limit: int, refusal: Callable[[], RateLimited]) -> Iterator[None]:
+        """Count one of the holder as open. Raises the refusal where it has `limit` of them."""
+        if self._num_open[holder_id] >= limit:
+            raise refusal()
         self._num_open[holder_id] += 1
         try:
             yield
@@ -125,6 +118,31 @@ class StreamGate:
             self._num_open[holder_id] -= 1
             if not self._num_open[holder_id]:
                 del self._num_open[holder_id]
+
+
+class StreamGate(OpenCounts):
+    """Counter of streamed responses, from the body of their request to their end. For one event loop.
+
+    Each key, or each of other holders, has the limit.
+    """
+
+    def __init__(self, limit: int, holder: str = "key", streams: str = "streams") -> None:
+        super().__init__()
+        self.limit = limit  # can be changed, for streams that begin from then on
+        self._what = holder, streams  # as errors name them
+
+    def hold(self, holder_id: str) -> AbstractContextManager[None]:
+        """Count a stream as open. Raises RateLimited where the holder is at its limit."""
+        return self.counted(holder_id, self.limit, self._refusal)
+
+    def _refusal(self) -> RateLimited:
+        holder, streams = self._what
+        return RateLimited(
+            f"This {holder} has {self.limit} {streams} open at this gateway, and no more are allowed; read some to "
+            "their end or close them, then try again",
+            code="too_many_streams",
+            retry_after_s=STREAM_RETRY_AFTER_S,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from moiety_platform.admission.gate import OpenCounts
 from moiety_platform.auth.principal import Principal
 from moiety_platform.document_extraction.extractor import (
     DocumentLimits,
@@ -33,7 +34,6 @@ from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.errors import BadRequest, Gone, NotFound, PlatformError, RateLimited
 from moiety_platform.inference.generation import Conversation, Generation, PromptDocument
 from moiety_platform.inference.link_fetcher import DOCUMENT, CannotFetch, LinkFetcher, OpenLinks
-from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.prompt_documents import (
     INVALID_DOCUMENT,
     is_document,
@@ -109,7 +109,7 @@ class DocumentPreparation:
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="document")
         self._decoders = ThreadPoolExecutor(NUM_DECODERS, thread_name_prefix="document-text")
         self._slots = TenantSlots(num_processes)
-        self._requests = OpenRequests()
+        self._requests = OpenCounts()
         self._metrics = DocumentMetrics(registry, cache, self._requests.total)
 
     async def close(self) -> None:
@@ -183,8 +183,9 @@ class DocumentPreparation:
         """Count a request of the tenant. Raises RateLimited where it has too many."""
         most = self.limits.max_requests_per_tenant
         message = f"{most} requests whose documents are read are running; wait, or send text"
-        refusal = RateLimited(message, code=TOO_MANY_DOCUMENTS, retry_after_s=1)
-        return self._requests.counted(tenant_id, most, refusal)
+        return self._requests.counted(
+            tenant_id, most, lambda: RateLimited(message, code=TOO_MANY_DOCUMENTS, retry_after_s=1)
+        )
 
     async def _read(
         self, document: PromptDocument, owner: Principal, budget: _DocumentBudget, links: OpenLinks

@@ -21,9 +21,9 @@ from typing import Self
 
 import httpx
 
+from moiety_platform.admission.gate import OpenCounts
 from moiety_platform.errors import RateLimited
 from moiety_platform.inference.dns_lookups import MAX_LOOKUPS, DnsLookup, new_pool
-from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.tenant_slots import TenantSlots
 from moiety_platform.webhooks.addresses import (
     ADDRESS_NOT_ALLOWED,
@@ -95,7 +95,7 @@ class LinkFetcher:
     tls: ssl.SSLContext | None = None
     _names: ThreadPoolExecutor = field(default_factory=new_pool)
     _http: httpx.AsyncClient | None = None
-    _requests: OpenRequests = field(default_factory=OpenRequests)
+    _requests: OpenCounts = field(default_factory=OpenCounts)
     _slots: TenantSlots = field(default_factory=lambda: TenantSlots(MAX_LOOKUPS))
 
     async def __aenter__(self) -> Self:
@@ -156,7 +156,9 @@ class LinkFetcher:
         """Count a request of the tenant that fetches. Raises RateLimited where it has too many."""
         most = self.limits.max_requests_per_tenant
         message = f"{most} requests with links are running; wait, or send {kind.noun}s"
-        return self._requests.counted(tenant_id, most, RateLimited(message, code=kind.too_many_code, retry_after_s=1))
+        return self._requests.counted(
+            tenant_id, most, lambda: RateLimited(message, code=kind.too_many_code, retry_after_s=1)
+        )
 
     async def _fetch_within(
         self, links: Sequence[str], tenant_id: str, max_bytes: int, max_total_bytes: int, kind: LinkedKind

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from moiety_platform.admission.gate import OpenCounts
 from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import RateLimited
-from moiety_platform.inference.open_requests import OpenRequests
 from moiety_platform.inference.quota_reservation import scopes_of
 from moiety_platform.quota.enforcer import QuotaEnforcer
 from moiety_platform.quota.kinds import Unit
@@ -27,7 +27,7 @@ class TokenCountLimits:
     def __init__(self, quotas: QuotaEnforcer, max_open_per_tenant: int) -> None:
         self.max_open_per_tenant = max_open_per_tenant
         self._quotas = quotas
-        self._open = OpenRequests()
+        self._open = OpenCounts()
 
     @asynccontextmanager
     async def counted(self, principal: Principal) -> AsyncIterator[None]:
@@ -36,13 +36,7 @@ class TokenCountLimits:
         Raises RateLimited, RequestExceedsQuota, or Unavailable while quotas cannot be read.
         """
         most = self.max_open_per_tenant
-        refusal = RateLimited(
-            f"{most} requests of this tenant that count tokens are open at this gateway, and no more are allowed; try "
-            "again when one has ended",
-            code=TOO_MANY_TOKEN_COUNTS,
-            retry_after_s=RETRY_AFTER_S,
-        )
-        with self._open.counted(principal.tenant_id, most, refusal):
+        with self._open.counted(principal.tenant_id, most, lambda: _refusal_of(most)):
             await self._count_under_quotas(principal)
             yield
 
@@ -50,3 +44,12 @@ class TokenCountLimits:
         """Count the request under the quotas on token counts, and under no other one."""
         hold = await self._quotas.hold(scopes_of(principal), _ONE)
         hold.settle(_ONE)
+
+
+def _refusal_of(most: int) -> RateLimited:
+    return RateLimited(
+        f"{most} requests of this tenant that count tokens are open at this gateway, and no more are allowed; try "
+        "again when one has ended",
+        code=TOO_MANY_TOKEN_COUNTS,
+        retry_after_s=RETRY_AFTER_S,
+    )
