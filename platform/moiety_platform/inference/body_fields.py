@@ -63,8 +63,19 @@ Most = Callable[[ShapeLimits], int]
 
 
 @dataclass(frozen=True, slots=True)
-class _FewEntries:
+class _Bound:
+    """Limit of the operator, which a schema has as `keyword`."""
+
+    keyword: ClassVar[str]
     most: Most
+
+    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
+        return {**schema, self.keyword: self.most(settings)}
+
+
+class _FewEntries(_Bound):
+    __slots__ = ()
+    keyword = "maxItems"
 
     def __call__(self, value: list[Any], info: ValidationInfo) -> list[Any]:
         limit = self.most(info.context if isinstance(info.context, ShapeLimits) else DEFAULT_SHAPE)
@@ -73,13 +84,10 @@ class _FewEntries:
             raise PydanticKnownError("too_long", fields)
         return value
 
-    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
-        return {**schema, "maxItems": self.most(settings)}
 
-
-@dataclass(frozen=True, slots=True)
-class _FewCharacters:
-    most: Most
+class _FewCharacters(_Bound):
+    __slots__ = ()
+    keyword = "maxLength"
 
     def __call__(self, value: str, info: ValidationInfo) -> str:
         limit = self.most(shape_of(info))
@@ -87,22 +95,16 @@ class _FewCharacters:
             raise refuse(f"it has {len(value):,} characters; it may have {limit:,}")
         return value
 
-    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
-        return {**schema, "maxLength": self.most(settings)}
 
-
-@dataclass(frozen=True, slots=True)
-class _AtMost:
-    most: Most
+class _AtMost(_Bound):
+    __slots__ = ()
+    keyword = "maximum"
 
     def __call__(self, value: int, info: ValidationInfo) -> int:
         limit = self.most(shape_of(info))
         if value > limit:
             raise refuse(f"it is {value}; it may be {limit} at most")
         return value
-
-    def shown(self, schema: dict[str, Any], settings: ShapeLimits) -> dict[str, Any]:
-        return {**schema, "maximum": self.most(settings)}
 
 
 def bounded(most: Most) -> AfterValidator:
