@@ -209,13 +209,7 @@ class LiveLog:
             append_lines(self._descriptor, lines)
             self._size += len(lines)
         except OSError as error:
-            if not self._lacks_rows:
-                _log.error(
-                    "usage_live_log_failed",
-                    error=str(error),
-                    directory=str(self._directory),
-                    advice="check the free space and the permissions of the folder",
-                )
+            self._report(_log.error, "usage_live_log_failed", error)
             self._lacks_rows = True
 
     def trim(self, live: Sequence[UsageRow]) -> None:
@@ -233,13 +227,13 @@ class LiveLog:
                 self._size = 0
             self._lacks_rows = False
         except OSError as error:  # rows that are left are replayed without effect, since each request counts once
-            if not self._lacks_rows:
-                _log.warning(
-                    "usage_live_log_untrimmed",
-                    error=str(error),
-                    directory=str(self._directory),
-                    advice="check the free space and the permissions of the folder",
-                )
+            self._report(_log.warning, "usage_live_log_untrimmed", error)
+
+    def _report(self, log: Callable[..., object], event: str, error: OSError) -> None:
+        """Log the failure, unless it follows another one."""
+        if not self._lacks_rows:
+            advice = "check the free space and the permissions of the folder"
+            log(event, error=str(error), directory=str(self._directory), advice=advice)
 
     def close(self, *, keep: bool) -> None:
         """Remove the file, or with `keep` leave it to the next start."""
