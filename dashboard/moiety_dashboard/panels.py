@@ -277,6 +277,19 @@ def chips(names: Mapping[str, str]) -> None:
     st.html(f'<div style="font-size:.85rem">{dots}</div>')
 
 
+def show_once(key: str, note: str, code_of: Callable[[str], str] = str, *, wraps: bool = False) -> None:
+    """Show a new secret of the session below a note, until it is dismissed."""
+    secret = st.session_state.get(key)
+    if secret is None:
+        return
+    with st.container(border=True):
+        st.markdown(note)
+        st.code(code_of(secret), language=None, wrap_lines=wraps)
+        if st.button("Done", type="primary"):
+            del st.session_state[key]
+            st.rerun()
+
+
 def attempt(change: Callable[[], Any], done: str) -> Any:
     """Run the change; show success on the redrawn page, or the error here. Return None if it failed."""
     try:

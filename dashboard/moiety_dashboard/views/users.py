@@ -66,18 +66,13 @@ def columns() -> dict[str, Any]:
 
 def show_made() -> None:
     """Show a new invitation until it is dismissed."""
-    code = st.session_state.get(MADE)
-    if code is None:
-        return
+    note = ":material/mail: **Send this link to the user.** It is shown only once, and is good for one sign-in."
+    panels.show_once(MADE, note, _link_of, wraps=True)
+
+
+def _link_of(code: str) -> str:
     base = (st.context.url or "").partition("?")[0].removesuffix("/users").rstrip("/")
-    with st.container(border=True):
-        st.markdown(
-            ":material/mail: **Send this link to the user.** It is shown only once, and is good for one sign-in."
-        )
-        st.code(f"{base}/?{session.INVITATION}={code}", language=None, wrap_lines=True)
-        if st.button("Done", type="primary"):
-            del st.session_state[MADE]
-            st.rerun()
+    return f"{base}/?{session.INVITATION}={code}"
 
 
 def ask_invitation(client: AdminClient, tenants: Mapping[str, str], projects: list[dict[str, Any]]) -> None:

@@ -49,15 +49,7 @@ def draw_list(client: AdminClient) -> None:
 
 def show_secret() -> None:
     """Show the secret of a new webhook until it is dismissed."""
-    text = st.session_state.get(SECRET)
-    if text is None:
-        return
-    with st.container(border=True):
-        st.markdown(":material/key: **Copy this secret now.** It signs the events, and is shown only once.")
-        st.code(text, language=None)
-        if st.button("Done", type="primary"):
-            del st.session_state[SECRET]
-            st.rerun()
+    panels.show_once(SECRET, ":material/key: **Copy this secret now.** It signs the events, and is shown only once.")
 
 
 def ask_new(client: AdminClient) -> None:
