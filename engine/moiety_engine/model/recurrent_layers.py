@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moiety_engine.model import recurrent_specs
 from moiety_engine.model.compressed_attention import CompressedAttention
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.compressed_weights import CompressedAttentionWeights
@@ -16,14 +17,6 @@ from moiety_engine.model.lightning_attention import LightningAttention
 from moiety_engine.model.mamba import Mamba
 from moiety_engine.model.mamba2 import Mamba2
 from moiety_engine.model.recurrent_mixer import RecurrentMixer
-from moiety_engine.model.recurrent_specs import (
-    GatedDeltaSpec,
-    KimiDeltaSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    ShortConvSpec,
-)
 from moiety_engine.model.recurrent_weights import LightningWeights, Mamba2Weights, MambaWeights
 from moiety_engine.model.short_convolution import ShortConvolution
 
@@ -39,9 +32,9 @@ if TYPE_CHECKING:
 
 RecurrentLayer = RecurrentMixer[Any, Any] | CompressedAttention | ConvAttention
 _LAYERS: dict[type, Any] = {
-    GatedDeltaSpec: GatedDeltaNet,
-    KimiDeltaSpec: KimiDeltaAttention,
-    ShortConvSpec: ShortConvolution,
+    recurrent_specs.GatedDeltaSpec: GatedDeltaNet,
+    recurrent_specs.KimiDeltaSpec: KimiDeltaAttention,
+    recurrent_specs.ShortConvSpec: ShortConvolution,
 }
 
 
@@ -60,13 +53,13 @@ def recurrent_layer(
     if isinstance(spec, ConvAttentionSpec):
         assert isinstance(weights, ConvAttentionWeights)
         return ConvAttention(spec, weights, rotaries[spec.rope], arithmetic, group=group)
-    if isinstance(spec, LightningSpec):
+    if isinstance(spec, recurrent_specs.LightningSpec):
         assert isinstance(weights, LightningWeights)
         return LightningAttention(spec, weights, arithmetic, group=group)
-    if isinstance(spec, MambaSpec):
+    if isinstance(spec, recurrent_specs.MambaSpec):
         assert isinstance(weights, MambaWeights)
         return Mamba(spec, weights, arithmetic, group=group)
-    if isinstance(spec, Mamba2Spec):
+    if isinstance(spec, recurrent_specs.Mamba2Spec):
         assert isinstance(weights, Mamba2Weights)
         return Mamba2(spec, weights, arithmetic, group=group)
     layer: RecurrentLayer = _LAYERS[type(spec)](spec, weights, arithmetic)

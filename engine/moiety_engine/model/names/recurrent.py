@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moiety_engine.model import recurrent_specs
 from moiety_engine.model.compressed_specs import CompressedAttentionSpec
 from moiety_engine.model.conv_attention_spec import ConvAttentionSpec
 from moiety_engine.model.names.compressed import compressed_places
@@ -14,14 +15,6 @@ from moiety_engine.model.names.lightning import lightning_places
 from moiety_engine.model.names.mamba import mamba_places
 from moiety_engine.model.names.mamba2 import mamba2_places
 from moiety_engine.model.names.short_conv import short_conv_places
-from moiety_engine.model.recurrent_specs import (
-    GatedDeltaSpec,
-    KimiDeltaSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    ShortConvSpec,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,14 +24,14 @@ if TYPE_CHECKING:
     from moiety_engine.model.recurrent_weights import RecurrentWeights
 
 _PLACES: dict[type, Callable[[Any, Any, set[str]], Iterator[Named]]] = {
-    GatedDeltaSpec: gated_delta_places,
-    Mamba2Spec: mamba2_places,
-    MambaSpec: mamba_places,
-    KimiDeltaSpec: kimi_delta_places,
-    LightningSpec: lightning_places,
+    recurrent_specs.GatedDeltaSpec: gated_delta_places,
+    recurrent_specs.Mamba2Spec: mamba2_places,
+    recurrent_specs.MambaSpec: mamba_places,
+    recurrent_specs.KimiDeltaSpec: kimi_delta_places,
+    recurrent_specs.LightningSpec: lightning_places,
     CompressedAttentionSpec: compressed_places,
     ConvAttentionSpec: conv_attention_places,
-    ShortConvSpec: short_conv_places,
+    recurrent_specs.ShortConvSpec: short_conv_places,
 }
 
 
