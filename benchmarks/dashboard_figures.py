@@ -30,8 +30,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from large.visits import Visitor  # noqa: E402 - the script's own folder
-from large_store import add_options, read_senders, seed, serving  # noqa: E402
-from postgres import Postgres  # noqa: E402
+from large_store import add_options, new_store, read_senders, serving  # noqa: E402
 from sqlalchemy import func, select  # noqa: E402
 
 from moiety_dashboard.formatting import dollars  # noqa: E402
@@ -238,13 +237,7 @@ def main() -> None:
             if data_dir is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
                 folder.chmod(0o755)  # PostgreSQL runs as a user of its own
-                if name == "postgres":
-                    postgres = Postgres(folder)
-                    stack.callback(postgres.close)
-                    url = postgres.url
-                data_dir = folder / "data"
-                data_dir.mkdir()
-                seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+                data_dir, url, _ = stack.enter_context(new_store(name, folder, options))
             checks = check(data_dir, url)
         stores[name] = {"all_equal": not any(map(differs, checks.values())), "checks": checks}
     report = {

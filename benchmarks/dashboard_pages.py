@@ -37,9 +37,8 @@ sys.path.insert(0, str(HERE))
 from large.load import RATE, send, send_until  # noqa: E402 - the script's own folder
 from large.requests import Sender  # noqa: E402
 from large.visits import Visitor, all_views, timing_reads, visit_until  # noqa: E402
-from large_store import add_options, read_senders, seed, serving  # noqa: E402
+from large_store import add_options, new_store, read_senders, serving  # noqa: E402
 from open_loop import Sent  # noqa: E402
-from postgres import Postgres  # noqa: E402
 
 from moiety_platform.bench.environment import describe_environment  # noqa: E402
 
@@ -90,15 +89,7 @@ def main() -> None:
 
 
 def make_and_measure(name: str, folder: Path, options: argparse.Namespace, found: dict[str, Any]) -> None:
-    with contextlib.ExitStack() as stack:
-        url = None
-        if name == "postgres":
-            postgres = Postgres(folder)
-            stack.callback(postgres.close)
-            url = postgres.url
-        data_dir = folder / "data"
-        data_dir.mkdir()
-        found["store"] = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+    with new_store(name, folder, options) as (data_dir, url, found["store"]):
         measure_store(data_dir, url, options, found)
 
 

@@ -51,6 +51,7 @@ from large.requests import (  # noqa: E402
 )
 from large.spans import Model, copies, read_models  # noqa: E402
 from large.writers import Writer, writer_of  # noqa: E402
+from postgres import Postgres  # noqa: E402
 
 from moiety_platform.db.session import Database  # noqa: E402
 from moiety_platform.quota.kinds import LimitKind, Unit, window_start  # noqa: E402
@@ -240,6 +241,23 @@ def num_traceable(requests: int) -> int:
     """Return about how many of the requests are within the traces' retention time."""
     idle_share = (TRACE_DAYS * 24 - BUSY_HOURS) / (DAYS * 24 - BUSY_HOURS)
     return int(requests * (BUSY_SHARE + (1 - BUSY_SHARE) * idle_share))
+
+
+@contextlib.contextmanager
+def new_store(
+    kind: str, folder: Path, options: argparse.Namespace
+) -> Iterator[tuple[Path, str | None, dict[str, Any]]]:
+    """Seed a store, sqlite or postgres; yield its data folder, its URL if it is PostgreSQL, and its contents."""
+    with contextlib.ExitStack() as stack:
+        url = None
+        if kind == "postgres":
+            postgres = Postgres(folder)
+            stack.callback(postgres.close)
+            url = postgres.url
+        data_dir = folder / "data"
+        data_dir.mkdir()
+        found = seed(argparse.Namespace(**vars(options) | {"data_dir": data_dir, "postgres_url": url}))
+        yield data_dir, url, found
 
 
 def seed(options: argparse.Namespace) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 
 import httpx
+from call_profile import CallProfile
 from pydantic import SecretStr
 
 from moiety_migrations.run import upgrade
@@ -42,22 +43,14 @@ WARM_UP_REQUESTS = 50
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-class CallCounter:
+class CallCounter(CallProfile):
     """Counts the calls of one thread into the gateway's own files."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
 
-    def __enter__(self) -> CallCounter:
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, _argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and PACKAGE in code.co_filename:
+    def note_call(self, code: CodeType) -> None:
+        if PACKAGE in code.co_filename:
             self.calls.append((code.co_filename.partition(PACKAGE)[2], code.co_qualname))
 
     @property

@@ -14,9 +14,10 @@ import argparse
 import json
 import os
 import random
-import sys
 from collections import Counter
-from types import FrameType
+from types import CodeType
+
+from call_profile import CallProfile
 
 from moiety_engine.bench.engine import make_request
 from moiety_engine.bench.lengths import BenchLengths
@@ -29,23 +30,16 @@ PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("moiety_engine", "moiety
 INPUT_TOKENS, STEPS_BEFORE = 24, 40  # decode steps before the first counted one: programs are recorded in them
 
 
-class CallCounter:
+class CallCounter(CallProfile):
     """Counts the calls of this thread into Moiety's own functions, by file and function."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
 
-    def __enter__(self) -> CallCounter:
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, _argument: object) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and any(package in path for package in PACKAGES):
-            self.calls[_within_package(path), frame.f_code.co_qualname] += 1
+    def note_call(self, code: CodeType) -> None:
+        path = code.co_filename
+        if any(package in path for package in PACKAGES):
+            self.calls[_within_package(path), code.co_qualname] += 1
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import httpx
 from external.processes import MOIETY, process, wait
 
 from clients.catalog import ServerKind
+from clients.python.tasks import Server
 from clients.scripted_server import ENDLESS_MODEL
 from clients.scripted_server import MODEL as SCRIPTED_MODEL
 from moiety_platform.supervisor.ports import claim_port
@@ -23,14 +24,10 @@ ENGINE_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
+class Gateway(Server):
     """Running gateway."""
 
     kind: ServerKind
-    url: str
-    key: str
-    model: str
-    admin_key: str
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that tell a client where it is."""
@@ -93,4 +90,4 @@ def _running(command: list[object], log: Path, port: int) -> Iterator[str]:
 
 def _gateway(kind: ServerKind, url: str, keys: Path, model: str) -> Gateway:
     found = json.loads(keys.read_text())
-    return Gateway(kind, url, found["tenant_key"], model, found["admin_key"])
+    return Gateway(url, found["tenant_key"], model, found["admin_key"], kind)
