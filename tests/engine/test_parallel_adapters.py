@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from moiety_engine.adapters.dummy import ATTENTION, write_adapter
+from moiety_engine.config import EngineConfig
 from moiety_engine.messages import CoreSubmit
 from moiety_wire.messages import Sampling
 
@@ -53,30 +54,34 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {family: of(family) for family in MODULES}
 
 
-class OneRank:
-    """Answers of one rank, by family and number of tokens."""
+class AdapterRuns:
+    """Runs with adapters: on one rank, whose answers are kept, and on several."""
 
     def __init__(self, processes: RankProcesses, folders: dict[str, Path], adapters: dict[str, Adapters]) -> None:
-        self._processes, self._folders, self._adapters = processes, folders, adapters
+        self._processes, self.folders, self.adapters = processes, folders, adapters
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def answers(self, family: str, num_tokens: int = 6) -> dict[str, Any]:
+    def on_one(self, family: str, num_tokens: int = 6) -> dict[str, Any]:
         if (family, num_tokens) not in self._known:
-            config = settings_of(self._folders[family], adapters=self._adapters[family])
+            config = settings_of(self.folders[family], adapters=self.adapters[family])
             (found,) = self._processes.work(*ranks_of(config), waves=waves(num_tokens))
-            (plain,) = self._processes.work(
-                *ranks_of(settings_of(self._folders[family])), waves=requests_of(num_tokens)
-            )
+            (plain,) = self._processes.work(*ranks_of(settings_of(self.folders[family])), waves=requests_of(num_tokens))
             assert not found["error"]
             differ = [key for key, tokens in found["token_ids"].items() if tokens != plain["token_ids"][key]]
             assert len(differ) > 5 and not any(int(key) % len(NAMES) == 0 for key in differ)
             self._known[family, num_tokens] = found
         return self._known[family, num_tokens]
 
+    def on_several(self, config: EngineConfig, **options: Any) -> dict[str, Any]:
+        """Return the answers of the first rank; no other one may fail."""
+        ours, *others = self._processes.work(*ranks_of(config), **options)
+        assert not any(other["error"] for other in others)
+        return ours
+
 
 @pytest.fixture(scope="module")
-def one_rank(processes: RankProcesses, folders: dict[str, Path], adapters: dict[str, Adapters]) -> OneRank:
-    return OneRank(processes, folders, adapters)
+def runs(processes: RankProcesses, folders: dict[str, Path], adapters: dict[str, Adapters]) -> AdapterRuns:
+    return AdapterRuns(processes, folders, adapters)
 
 
 LAYOUTS: list[Any] = [
@@ -100,20 +105,12 @@ LAYOUTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
-def test_adapters_on_several_ranks_answer_as_on_one(
-    processes: RankProcesses,
-    folders: dict[str, Path],
-    adapters: dict[str, Adapters],
-    one_rank: OneRank,
-    family: str,
-    layout: dict[str, Any],
-) -> None:
-    expected, given = one_rank.answers(family), adapters[family]
+def test_adapters_on_several_ranks_answer_as_on_one(runs: AdapterRuns, family: str, layout: dict[str, Any]) -> None:
+    expected, given = runs.on_one(family), runs.adapters[family]
     first = {"attention": given["attention"]}  # the others are registered while the engine serves
-    config = settings_of(folders[family], adapters=first, max_adapters=2, **layout)
-    ours, *others = processes.work(*ranks_of(config), waves=waves(), adapters=given)
+    config = settings_of(runs.folders[family], adapters=first, max_adapters=2, **layout)
+    ours = runs.on_several(config, waves=waves(), adapters=given)
     assert_same(expected, ours)
-    assert not any(other["error"] for other in others)
     assert ours["num_evictions"] > 0 and ours["num_slots"] == 2
     assert ours["num_cached"] > 0
 
@@ -131,21 +128,15 @@ OPTIONS: list[Any] = [
 
 @pytest.mark.parametrize(("layout", "more"), OPTIONS, ids=str)
 def test_adapters_on_several_ranks_beside_other_options_answer_as_on_one(
-    processes: RankProcesses,
-    folders: dict[str, Path],
-    adapters: dict[str, Adapters],
-    one_rank: OneRank,
-    layout: dict[str, int],
-    more: dict[str, Any],
+    runs: AdapterRuns, layout: dict[str, int], more: dict[str, Any]
 ) -> None:
     num_tokens = 20 if "speculate" in more else 10
-    expected = one_rank.answers("qwen3_moe", num_tokens)
+    expected = runs.on_one("qwen3_moe", num_tokens)
     options = {name: value for name, value in more.items() if name != "naps"}
-    config = settings_of(folders["qwen3_moe"], adapters=adapters["qwen3_moe"], **layout, **options)
+    config = settings_of(runs.folders["qwen3_moe"], adapters=runs.adapters["qwen3_moe"], **layout, **options)
     naps = "naps" in more
-    ours, *others = processes.work(*ranks_of(config), waves=waves(num_tokens), naps=naps, hurries=0.0 if naps else 0.01)
+    ours = runs.on_several(config, waves=waves(num_tokens), naps=naps, hurries=0.0 if naps else 0.01)
     assert_same(expected, ours)
-    assert not any(other["error"] for other in others)
     assert more or ours["num_recomputed"] > 0
     assert "speculate" not in more or ours["num_accepted"] > 0
     assert "host_kv_memory_bytes" not in more or ours["num_swapped"] > 0
@@ -156,19 +147,12 @@ def test_adapters_on_several_ranks_beside_other_options_answer_as_on_one(
     [{"tp": 2, "ep": 2}, {"dp_attention": 2, "ep": 2}, thorough({"dp_attention": 2, "ffn_ranks": 2, "ep": 2})],
     ids=str,
 )
-def test_adapters_of_experts_move_with_them(
-    processes: RankProcesses,
-    folders: dict[str, Path],
-    adapters: dict[str, Adapters],
-    one_rank: OneRank,
-    layout: dict[str, int],
-) -> None:
+def test_adapters_of_experts_move_with_them(runs: AdapterRuns, layout: dict[str, int]) -> None:
     moving = {"redundant_experts": 2, "rebalance_every_s": 5.0, "max_adapters": 2}  # slots are filled after moves too
-    config = settings_of(folders["qwen3_moe"], **layout, **moving)
-    given = adapters["qwen3_moe"]
-    ours, *others = processes.work(*ranks_of(config), waves=waves(10), adapters=given, shuffles=True)
-    assert_same(one_rank.answers("qwen3_moe", num_tokens=10), ours)
-    assert not any(other["error"] for other in others)
+    config = settings_of(runs.folders["qwen3_moe"], **layout, **moving)
+    given = runs.adapters["qwen3_moe"]
+    ours = runs.on_several(config, waves=waves(10), adapters=given, shuffles=True)
+    assert_same(runs.on_one("qwen3_moe", num_tokens=10), ours)
     assert ours["moves"]["bytes"] > 0 and ours["num_evictions"] > 0
 
 
@@ -178,20 +162,15 @@ def test_adapters_of_experts_move_with_them(
     ids=str,
 )
 def test_an_adapter_that_another_rank_cannot_load_is_refused_on_all_and_served_once_it_can(
-    processes: RankProcesses,
-    folders: dict[str, Path],
-    adapters: dict[str, Adapters],
-    one_rank: OneRank,
-    layout: dict[str, int],
-    lacks: str,
+    runs: AdapterRuns, layout: dict[str, int], lacks: str
 ) -> None:
-    expected, given = one_rank.answers("qwen3_moe"), adapters["qwen3_moe"]
-    config = settings_of(folders["qwen3_moe"], **layout)
+    expected, given = runs.on_one("qwen3_moe"), runs.adapters["qwen3_moe"]
+    config = settings_of(runs.folders["qwen3_moe"], **layout)
     asked = [one for wave in waves() for one in wave]
     wave = [one for one in asked if one.adapter in ("", "everything") and not one.embed]
     again = [msgspec.structs.replace(one, key=100 + one.key) for one in wave]
-    ours, *others = processes.work(*ranks_of(config), waves=[wave, again], adapters=given, lacks=lacks, some_fail=True)
-    assert not ours["error"] and not any(other["error"] for other in others)
+    ours = runs.on_several(config, waves=[wave, again], adapters=given, lacks=lacks, some_fail=True)
+    assert not ours["error"]
     refused = {str(one.key) for one in wave if one.adapter}
     assert ours["failed"] == dict.fromkeys(refused, "adapter_refused")
     assert all("another rank is out of memory" in reason for reason in ours["reasons"].values())
