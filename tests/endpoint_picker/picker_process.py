@@ -17,15 +17,7 @@ from typing import Any, Self
 import grpc
 from tests.conftest import free_port, wait_for
 
-from moiety_platform.endpoint_picker.messages import (
-    HEALTH_METHOD,
-    PROCESS_METHOD,
-    SERVING,
-    HealthCheckRequest,
-    HealthCheckResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-)
+from moiety_platform.endpoint_picker import messages as ext_proc
 from moiety_platform.endpoint_picker.processing import SUBSET, SUBSET_NAMESPACE
 
 KEY = f"mty_{16 * 'k'}.{32 * 's'}"
@@ -48,12 +40,16 @@ class Picker:
         """Return the status of the service, which the health port reports."""
         with grpc.insecure_channel(f"127.0.0.1:{self.health_port}") as channel:
             check = channel.unary_unary(
-                f"/{'/'.join(HEALTH_METHOD)}", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+                f"/{'/'.join(ext_proc.HEALTH_METHOD)}",
+                ext_proc.HealthCheckRequest.SerializeToString,
+                ext_proc.HealthCheckResponse.FromString,
             )
-            return int(check(HealthCheckRequest(service=service), timeout=30, wait_for_ready=True).status)
+            return int(check(ext_proc.HealthCheckRequest(service=service), timeout=30, wait_for_ready=True).status)
 
     def wait_until_ready(self) -> None:
-        wait_for(lambda: self.process.poll() is not None or self.health() == SERVING, f"readiness: {self.output}")
+        wait_for(
+            lambda: self.process.poll() is not None or self.health() == ext_proc.SERVING, f"readiness: {self.output}"
+        )
         assert self.process.poll() is None, self.output
 
 
@@ -80,7 +76,7 @@ def running_picker(
 
 def request_headers(key: str | None = KEY, subset: Any = None, **modes: int) -> Any:
     """Return the first message of a stream, with header values as bytes."""
-    message = ProcessingRequest()
+    message = ext_proc.ProcessingRequest()
     message.request_headers.SetInParent()
     fields = {":path": "/v1/chat/completions"} | ({} if key is None else {"authorization": f"Bearer {key}"})
     for name, value in fields.items():
@@ -93,7 +89,7 @@ def request_headers(key: str | None = KEY, subset: Any = None, **modes: int) -> 
 
 
 def response_headers(content_type: str = "application/json") -> Any:
-    message = ProcessingRequest()
+    message = ext_proc.ProcessingRequest()
     message.response_headers.headers.headers.add(key="content-type", raw_value=content_type.encode())
     return message
 
@@ -101,7 +97,9 @@ def response_headers(content_type: str = "application/json") -> Any:
 def exchange(channel: grpc.Channel, messages: list[Any]) -> list[Any]:
     """Send the messages of one HTTP request as Envoy does, and return the answers."""
     call = channel.stream_stream(
-        f"/{'/'.join(PROCESS_METHOD)}", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        f"/{'/'.join(ext_proc.PROCESS_METHOD)}",
+        ext_proc.ProcessingRequest.SerializeToString,
+        ext_proc.ProcessingResponse.FromString,
     )
     return list(call(iter(messages), timeout=60, wait_for_ready=True))
 

@@ -309,6 +309,11 @@ async def test_lines_of_batches_have_documents_and_fail_alone(start_gateway: Sta
         assert len(prompts) == 3 and all(len(prompt) == len(prompts[0]) for prompt in prompts)
 
 
+async def assert_served(gateway: RunningGateway, *parts: dict[str, Any]) -> None:
+    status, _, answer = await gateway.post(CHAT, asking(CHAT, *parts))
+    assert status == 200, answer
+
+
 async def begin_hostile_request(
     gateway: RunningGateway, until: Callable[[Callable[[], object]], Any]
 ) -> tuple[asyncio.Task[Any], Counter[str]]:
@@ -325,15 +330,13 @@ async def test_a_hostile_file_costs_only_its_own_request(
     limits = {"document_processes": 1, "document_cpu_s": 3.0, "max_document_requests_per_tenant": 1}
     async with start_gateway([FakeEngineClient(card)], **limits) as gateway:
         hostile, _ = await begin_hostile_request(gateway, until)
-        status, _, answer = await gateway.post(CHAT, asking(CHAT))
-        assert status == 200, answer
+        await assert_served(gateway)
         status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
         assert (status, json.loads(answer)["error"]["code"]) == (429, "too_many_documents") and headers["retry-after"]
         assert not hostile.done()
         status, _, answer = await hostile
         assert status == 400 and "takes more than 3 s of processor time" in json.loads(answer)["error"]["message"]
-        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
-        assert status == 200, answer
+        await assert_served(gateway, part_of(CHAT, PAGES))
 
 
 async def test_a_request_that_is_not_admitted_costs_no_process(
@@ -345,8 +348,7 @@ async def test_a_request_that_is_not_admitted_costs_no_process(
         status, headers, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, b"%PDF-1.7 damaged")))
         assert (status, headers["x-moiety-reason"]) == (429, "tenant_queue_full"), answer
         assert (await hostile)[0] == 400
-        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
-        assert status == 200, answer
+        await assert_served(gateway, part_of(CHAT, PAGES))
 
 
 async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
@@ -358,8 +360,7 @@ async def test_a_client_that_leaves_frees_its_place_when_its_process_has_ended(
         await until(lambda: not requests)
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.prompt_tokens) == ("disconnected", 0)
-        status, _, answer = await gateway.post(CHAT, asking(CHAT, part_of(CHAT, PAGES)))
-        assert status == 200, answer
+        await assert_served(gateway, part_of(CHAT, PAGES))
 
 
 async def test_the_limits_follow_the_settings(tmp_path: Path, gateway: RunningGateway) -> None:

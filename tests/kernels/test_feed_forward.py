@@ -100,16 +100,22 @@ def test_clipped_experts_are_gpt_oss() -> None:
     assert close(experts(x, weight, expert, gate_up, down, activation=CLIPPED, **biases), expected, 1e-5)
 
 
+def answer_of(theirs: Any, x: Tensor, expert: Tensor, weight: Tensor, **weights: Tensor) -> Tensor:
+    """Return the answer of another library's experts with these weights."""
+    with torch.no_grad():
+        for name, given in weights.items():
+            getattr(theirs, name).copy_(given)
+        answer: Tensor = theirs(x, expert.long(), weight)
+    return answer
+
+
 def test_limited_experts_are_deepseek_v4s() -> None:
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
     (x, weight, expert, gate_up, down), _ = a_layer(30, 32, 48)
     shape = {"intermediate_size": 48, "hidden_size": 32, "num_local_experts": 5, "hidden_act": "silu"}
     theirs = DeepseekV4Experts(SimpleNamespace(swiglu_limit=0.5, _experts_implementation="eager", **shape))
-    with torch.no_grad():
-        theirs.gate_up_proj.copy_(gate_up)
-        theirs.down_proj.copy_(down)
-        expected = theirs(x, expert.long(), weight)
+    expected = answer_of(theirs, x, expert, weight, gate_up_proj=gate_up, down_proj=down)
     assert close(experts(x, weight, expert, gate_up, down, activation=LIMITED), expected, 1e-5)
 
 
@@ -119,10 +125,7 @@ def test_experts_without_gates_are_nemotrons() -> None:
     (x, weight, expert, up, down), _ = a_layer(30, 32, 48, activation=RELU2)
     sizes = {"moe_intermediate_size": 48, "hidden_size": 32, "n_routed_experts": 5, "moe_latent_size": None}
     theirs = NemotronHExperts(SimpleNamespace(mlp_hidden_act="relu2", _experts_implementation="eager", **sizes))
-    with torch.no_grad():
-        theirs.up_proj.copy_(up)
-        theirs.down_proj.copy_(down)
-        expected = theirs(x, expert.long(), weight)
+    expected = answer_of(theirs, x, expert, weight, up_proj=up, down_proj=down)
     assert close(experts(x, weight, expert, up, down, activation=RELU2), expected, 1e-5)
 
 

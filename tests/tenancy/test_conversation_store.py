@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -56,6 +57,16 @@ async def texts(service: ConversationService, whose: Principal, conversation_id:
     items, has_more = await service.page(whose, conversation_id, ListRequest(1000, newest_first=False))
     assert not has_more
     return [item["content"][0]["text"] for item in items]
+
+
+async def begin_conversation(
+    responses: ResponseService,
+    service: ConversationService,
+    whose: Principal,  # noqa: F811
+) -> tuple[dict[str, Any], Any]:
+    """Return a new conversation, and what a response continues it with."""
+    made = await service.create(whose, [message("x")], {})
+    return made, await responses.continued_conversation(whose, made["id"])
 
 
 async def count(database: Database, table: type) -> int:
@@ -130,8 +141,7 @@ async def test_other_projects_tenants_and_models_do_not_find_a_conversation(
     whose: Principal,  # noqa: F811
 ) -> None:
     responses, service = services_of(database)
-    made = await service.create(whose, [message("x")], {})
-    continued = await responses.continued_conversation(whose, made["id"])
+    made, continued = await begin_conversation(responses, service, whose)
     assert await responses.keep(whose, response_id(1), "m", continued, [], BODY % b"", stores=False)
     assert await service.get(replace(whose, allowed_models=frozenset({"m", "n"})), made["id"]) == made
     for other in (
@@ -191,8 +201,7 @@ async def test_a_deleted_tenant_leaves_no_conversation_and_no_event(
     whose: Principal,  # noqa: F811
 ) -> None:
     responses, service = services_of(database)
-    made = await service.create(whose, [message("x")], {})
-    continued = await responses.continued_conversation(whose, made["id"])
+    made, continued = await begin_conversation(responses, service, whose)
     body = BODY % b""
     assert await responses.keep(whose, response_id(1), "m", continued, [], body, 60_000, has_events=True)
     log = EventLog()
