@@ -134,7 +134,7 @@ async def test_an_address_that_does_not_answer_is_passed_over(monkeypatch: pytes
         tried.append(host)
         if host == "192.0.2.1":
             await asyncio.Event().wait()
-        return await connect(make, host, port, ssl=None)  # type: ignore[call-overload]
+        return await connect(make, host, port, ssl=None)
 
     monkeypatch.setattr(probe_connection, "ADDRESS_TIMEOUT_S", 0.05)
     monkeypatch.setattr(loop, "getaddrinfo", addresses)

@@ -63,7 +63,7 @@ async def begin_conversation(
     responses: ResponseService,
     service: ConversationService,
     whose: Principal,  # noqa: F811
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[Any, Any]:
     """Return a new conversation, and what a response continues it with."""
     made = await service.create(whose, [message("x")], {})
     return made, await responses.continued_conversation(whose, made["id"])

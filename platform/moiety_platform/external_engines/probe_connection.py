@@ -59,7 +59,7 @@ class ProbeConnection:
         self._heads: dict[str, bytes] = {}
         self._headers: dict[str, str] = {}
         self._protocol: _Answers | None = None
-        self._last_address: str | int = ""  # to which a connection was made
+        self._last_address = ""  # to which a connection was made
 
     def use_headers(self, headers: Mapping[str, str]) -> None:
         """Set the headers of later requests, in addition to those of the connection itself."""
@@ -91,7 +91,7 @@ class ProbeConnection:
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        addresses = sorted(dict.fromkeys(one[4][0] for one in found), key=lambda one: one != self._last_address)
+        addresses = sorted(dict.fromkeys(str(one[4][0]) for one in found), key=lambda one: one != self._last_address)
         name = self._host if self._tls else None
         for address in addresses:
             is_last = address == addresses[-1]
