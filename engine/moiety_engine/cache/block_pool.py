@@ -77,30 +77,14 @@ class BlockPool:
         None stands for a hash that a block has at its turn, and for all of them if no block is free. A moved copy is
         recorded as neither stored nor removed: `changes` has it from the other pool, which must not remove it there.
         """
-        if not self.num_free:
-            return [None] * len(block_hashes)
-        blank, hashes, block_of = self._blank, self._hash_of, self._block_of
-        cached, entries, evictions = self._cached, self._entries, self._evictions()
-        blocks: list[int | None] = []
-        removed: list[bytes] = []
-        for block_hash in block_hashes:
-            if block_hash in block_of:
-                blocks.append(None)
-                continue
-            if blank:
-                block = blank.pop()
-                self.num_cached += 1
-            else:
-                block, evicted = next(evictions)
-                del block_of[evicted]
-                removed.append(evicted)
-            hashes[block], block_of[block_hash] = block_hash, block
-            entries[block] += 1
-            cached.append(block)
-            blocks.append(block)
-        if self.changes is not None and removed:
-            self.changes.remove(removed)
-        if len(cached) > 2 * self.num_blocks:
+        count = len(block_hashes)
+        if count <= self.num_free and not self._retains and not any(map(self._block_of.__contains__, block_hashes)):
+            blocks = self._cache_new(block_hashes)
+        elif self.num_free:
+            blocks = self._cache_one_by_one(block_hashes)
+        else:
+            return [None] * count
+        if len(self._cached) > 2 * self.num_blocks:
             self._drop_invalid()
         return blocks
 
@@ -224,19 +208,89 @@ class BlockPool:
         self._skipped.clear()
         self.num_cached = 0
 
+    @property
+    def _retains(self) -> bool:
+        """True if the least recently used cached block may not be the first to be evicted."""
+        return bool(self._skipped or self.kept)
+
+    def _cache_new(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+        """Give free blocks these contents, which are distinct and new. There are enough blocks, and none is retained.
+
+        No hash takes the block of an earlier one, since blocks that get contents are evicted last.
+        """
+        blank, hashes, block_of, entries = self._blank, self._hash_of, self._block_of, self._entries
+        count = len(block_hashes)
+        num_blank = min(count, len(blank))
+        blocks = [blank.pop() for _ in range(num_blank)]
+        self.num_cached += num_blank
+        if num_blank < count:
+            blocks += (evicted := self._take_oldest(count - num_blank))
+            removed = [block_hash for block in evicted if (block_hash := hashes[block]) is not None]
+            for block_hash in removed:
+                del block_of[block_hash]
+            if self.changes is not None:
+                self.changes.remove(removed)
+        block_of.update(zip(block_hashes, blocks, strict=True))
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            hashes[block] = block_hash
+            entries[block] += 1
+        self._cached.extend(blocks)
+        return [*blocks]
+
+    def _cache_one_by_one(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+        """Give free blocks the contents that they lack, as `cache_moved` describes. At least one block is free."""
+        blank, hashes, block_of = self._blank, self._hash_of, self._block_of
+        cached, entries, evictions = self._cached, self._entries, self._evictions()
+        blocks: list[int | None] = []
+        removed: list[bytes] = []
+        for block_hash in block_hashes:
+            if block_hash in block_of:
+                blocks.append(None)
+                continue
+            if blank:
+                block = blank.pop()
+                self.num_cached += 1
+            else:
+                block, evicted = next(evictions)
+                del block_of[evicted]
+                removed.append(evicted)
+            hashes[block], block_of[block_hash] = block_hash, block
+            entries[block] += 1
+            cached.append(block)
+            blocks.append(block)
+        if self.changes is not None and removed:
+            self.changes.remove(removed)
+        return blocks
+
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
-        evicted = list(islice(self._evictions(), count))
-        blocks, block_hashes = [block for block, _ in evicted], [block_hash for _, block_hash in evicted]
-        removed = block_hashes if self.on_evict is None else self.on_evict(blocks, block_hashes)
         hashes, block_of = self._hash_of, self._block_of
-        for block, block_hash in evicted:
+        evictions = islice(self._evictions(), count) if self._retains else None
+        blocks = self._take_oldest(count) if evictions is None else [block for block, _ in evictions]
+        block_hashes = [block_hash for block in blocks if (block_hash := hashes[block]) is not None]
+        removed = block_hashes if self.on_evict is None else self.on_evict(blocks, block_hashes)
+        for block_hash in block_hashes:
             del block_of[block_hash]
+        for block in blocks:
             hashes[block] = None
         if self.changes is not None and removed:
             self.changes.remove(removed)
         self.num_cached -= count
         return blocks
+
+    def _take_oldest(self, count: int) -> list[int]:
+        """Remove the `count` least recently used cached blocks from the order of eviction, and return them.
+
+        Only without retained blocks. The caller evicts them, or gives them other contents.
+        """
+        cached, entries, references, hashes = self._cached, self._entries, self._references, self._hash_of
+        oldest: list[int] = []
+        while num_missing := count - len(oldest):
+            for block in [cached.popleft() for _ in range(num_missing)]:
+                entries[block] = num_entries = entries[block] - 1
+                if not num_entries and not references[block] and hashes[block] is not None:
+                    oldest.append(block)
+        return oldest
 
     def _evictions(self) -> Iterator[tuple[int, bytes]]:
         """Yield the cached blocks in the order of eviction, with their hashes.

@@ -102,7 +102,8 @@ class HostTier:
             list(zip(self._out_to.values(), self._out_to, strict=True)),
             list(zip(self._in_to.values(), self._in_to, strict=True)),
         )
-        self.pool.free(self._in_to.values())
+        if self._in_to:
+            self.pool.free(self._in_to.values())
         self._out_to, self._in_to = {}, {}
         self.copied_out_total += len(copies.outs)
         self.copied_in_total += len(copies.ins)

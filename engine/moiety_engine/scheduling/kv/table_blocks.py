@@ -57,6 +57,10 @@ class TableBlocks:
 
     def grow_each(self, sequences: list[Sequence]) -> None:
         """Allocate one more block of each table for each sequence. The caller has checked that enough are free."""
+        if self.num_tables == 1:
+            for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
+                sequence.kv.blocks.append(block)
+            return
         blocks = iter(self.pool.allocate(len(sequences) * self.num_tables))
         for sequence in sequences:
             sequence.kv.blocks.append(next(blocks))
