@@ -311,11 +311,30 @@ def test_a_block_is_not_hashed_before_all_of_its_tokens_are_known() -> None:
     sequence.expect_token(0)
     planner = StepPlanner(KvGroups([kv]), 64, StepTimeModel())
     assert planner.add_prefill(sequence, 8)  # as after a preemption: it is recomputed
-    planner.will_compute(b"what another sequence starts with")
+    assert not planner.will_compute(b"what another sequence has there", 0)
+    assert not planner.will_compute(b"what another sequence has there", 1)
     sequence.fill_token(5, 0.0)
     fresh = Sequence(make_submit(0, length=7), order=0, seed=0)
     fresh.tokens.append(5)
     assert sequence.block_hashes.at(1, 4) == fresh.block_hashes.at(1, 4)
+
+
+def test_a_step_fills_the_blocks_of_its_prefills_in_their_group_alone() -> None:
+    groups = KvGroups([KvLedger(BlockPool(8), 4, prefix_caching=True) for _ in range(2)])
+    planner = StepPlanner(groups, 64, StepTimeModel())
+    first, second = (Sequence(make_submit(key, length=11), order=key, seed=0) for key in range(2))
+    hashes = [first.block_hashes.at(index, 4) for index in range(2)]
+    assert groups.first.start(first, NO_HITS, 11)
+    assert not planner.will_compute(hashes[0], 0), "nothing is planned yet"
+    assert planner.add_prefill(first, 11)
+    assert [planner.will_compute(block_hash, index) for index, block_hash in enumerate(hashes)] == [True, True]
+    assert not planner.will_compute(hashes[0], 0, group=1)
+    other = second.block_hashes.at(0, 4)
+    assert not planner.will_compute(other, 0), "the second sequence is not in the step"
+    assert groups.first.start(second, NO_HITS, 11)
+    assert planner.add_prefill(second, 11)
+    assert planner.will_compute(other, 0)
+    assert not planner.will_compute(first.block_hashes.at(1, 4), 2)
 
 
 def test_a_dummy_model_needs_no_weights_and_serves_the_same_with_overlap(checkpoint: Path, tmp_path: Path) -> None:

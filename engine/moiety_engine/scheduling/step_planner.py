@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from moiety_engine.images.encoder_cost import EncoderWork, ImageEncoding
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
@@ -43,8 +44,9 @@ class StepPlanner:
         self._decodes: list[Chunk] = []
         self._decoding: set[Sequence] | None = None  # built on first use
         self._prefills: dict[Sequence, Chunk] = {}
-        self._in_flight: set[tuple[int, bytes]] = set()  # group, hash
-        self._unhashed: list[tuple[Sequence, int]] = []  # (sequence, end token): in flight too
+        self._completing: list[tuple[Sequence, int]] = []  # (sequence, end token) of the prefills
+        # By (group, block index): hashes of the blocks that the prefills complete, and the number of these prefills.
+        self._in_flight: dict[tuple[int, int], tuple[set[bytes], int]] = {}
         self._decode_context = 0
         self.num_drafted = 0
         self._catch_ups: list[DraftCatchUp] = []
@@ -101,15 +103,24 @@ class StepPlanner:
         self._budget = replace(self._budget, of_worse_ranks=None)
         return True
 
-    def will_compute(self, block_hash: bytes | None, group: int = 0) -> bool:
-        """Return whether this step fills the block with this hash in the group, so that the next step can hit it."""
-        if block_hash is None:
+    def will_compute(self, block_hash: bytes | None, index: int, group: int = 0) -> bool:
+        """Return whether this step fills the block with this hash in the group, so that the next step can hit it.
+
+        `index` is the block's index in its sequence. Equal hashes have equal indices, so only the blocks with this
+        index need their hashes now.
+        """
+        completing = self._completing
+        if block_hash is None or not completing:
             return False
-        for sequence, end in self._unhashed:
-            hashes = self._kv.of(sequence).completed_hashes(sequence, end)
-            self._in_flight.update((sequence.kv.group, block_hash) for block_hash in hashes)
-        self._unhashed.clear()
-        return (group, block_hash) in self._in_flight
+        hashes, num_seen = self._in_flight.get((group, index)) or (set[bytes](), 0)
+        if num_seen < len(completing):
+            for sequence, end in completing[num_seen:]:
+                if sequence.kv.group == group:
+                    found = self._kv.of(sequence).completed_hash(sequence, index, end)
+                    if found is not None:
+                        hashes.add(found)
+            self._in_flight[group, index] = hashes, len(completing)
+        return block_hash in hashes
 
     def prefills(self, sequence: Sequence) -> bool:
         return sequence in self._prefills
@@ -202,7 +213,7 @@ class StepPlanner:
         ends = end == len(sequence.tokens)
         pad = min(max(sequence.padded_row.length - end, 0), max(0, self.rows_left - num_tokens)) if ends else 0
         pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)
-        self._unhashed.append((sequence, min(end, sequence.num_known)))
+        self._completing.append((sequence, min(end, sequence.num_known)))
         embeds = ends and sequence.request.submit.embed
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad

@@ -171,6 +171,12 @@ class KvLedger(StateLedger):
         full = num_tokens // self.block_size
         return sequence.block_hashes.between(sequence.kv.num_sealed, full, self.block_size)
 
+    def completed_hash(self, sequence: Sequence, index: int, num_tokens: int) -> bytes | None:
+        """Return the one of `completed_hashes` that is the hash of block `index`; None if it is not among them."""
+        if not sequence.kv.num_sealed <= index < num_tokens // self.block_size or not self.caches(sequence):
+            return None
+        return sequence.block_hashes.at(index, self.block_size)
+
     def seal(self, sequence: Sequence) -> None:
         """Publish the sequence's full blocks in the prefix cache, and free those that its windows have passed."""
         kv = sequence.kv

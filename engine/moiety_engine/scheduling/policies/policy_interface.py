@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from moiety_engine.cache.table_layout import TableLayout
 from moiety_engine.scheduling.fairness.served_tenants import ServedTenants
 from moiety_engine.scheduling.fairness.tenant_counters import OUTPUT_WEIGHT
@@ -34,8 +36,7 @@ class AdmissionDecision:
     retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepBudget:
+class StepBudget(msgspec.Struct, frozen=True):
     """Time limit of a step with prefill, and the number of prompt tokens that it takes regardless of the limit."""
 
     seconds: float

@@ -234,7 +234,7 @@ class PrefillPlanner:
         else:
             hits = kv.find_prefix(sequence)
             next_hash = None if sequence.kv.num_transferred_tokens else kv.next_hash(sequence, len(hits))
-            if planner.will_compute(next_hash, sequence.kv.group):
+            if planner.will_compute(next_hash, len(hits), sequence.kv.group):
                 return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
         view.select_group(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
