@@ -52,11 +52,13 @@ class OutputPredictor:
         self._bias = bias
         self._all = _Histogram()
         self._by_tenant: OrderedDict[str, _Histogram] = OrderedDict()
+        self._newest_high: tuple[str, float, float] | None = None  # tenant, quantile and length; None: outdated
 
     def learn(self, tenant: str, num_output: int) -> None:
         """Record the length of an output that ended by itself."""
         if num_output <= 0:
             return
+        self._newest_high = None
         self._all.add(num_output)
         own = self._by_tenant.get(tenant)
         if own is None:
@@ -79,17 +81,25 @@ class OutputPredictor:
 
     def high(self, tenant: str, quantile: float, *, at_most: int) -> int:
         """Return the length that this quantile of the tenant's outputs does not exceed."""
+        newest = self._newest_high  # asked for again when the request joins
+        if newest is None or newest[0] != tenant or newest[1] != quantile:
+            newest = self._newest_high = tenant, quantile, self._quantile(tenant, quantile)
+        length = newest[2]
+        return at_most if length >= at_most else int(length)
+
+    def _quantile(self, tenant: str, quantile: float) -> float:
+        """Return the length for `high`; infinite if it is unknown beyond the longest bin."""
         (own, own_share), (everyone, share) = self._sources(tenant)
         whole = own_share * own.total + share * everyone.total
         if whole <= 1e-6:
-            return min(at_most, int(4 * _UNKNOWN_TOKENS))
+            return 4 * _UNKNOWN_TOKENS
         seen, wanted = 0.0, quantile * whole
         for index, count in enumerate(own.counts):  # a plain loop: this runs for every request that may join
             seen += own_share * count
             seen += share * everyone.counts[index]
             if seen >= wanted:
-                return min(at_most, math.ceil(_GROWTH ** (index + 1) * self._bias))
-        return at_most
+                return math.ceil(_GROWTH ** (index + 1) * self._bias)
+        return math.inf
 
     def _sources(self, tenant: str) -> tuple[tuple[_Histogram, float], tuple[_Histogram, float]]:
         """Return the histograms of the tenant and of all tenants.

@@ -88,7 +88,7 @@ class KvReservations:
 
         `growing` are sequences of one group that need one more block of each table now.
         """
-        asking = [s for s in growing if s in self._guaranteed]
+        asking = [s for s in growing if s in self._guaranteed] if self._guaranteed else []
         if not asking:
             return []
         states = {s: self._state(s) for s in self._guaranteed_of(asking[0].kv.group)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter, TenantCounters
 from moiety_engine.scheduling.policies.moiety.kv_reservations import KvReservations
@@ -14,13 +14,20 @@ from moiety_engine.scheduling.policies.policy_interface import BatchView, Policy
 from moiety_engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class _BatchSlots:
+class _BatchSlots(NamedTuple):
     """Batch slots that a rank's requests hold."""
 
     held: Mapping[str, int]  # by tenant
     of_weight: float  # slots per unit of weight
-    over: set[TenantCounter]  # tenants that hold at least their share of slots even with one slot less
+    several: Mapping[str, int]  # the same of tenants that hold at least two
+    accounts: TenantCounters
+
+    def over_share(self) -> Iterator[TenantCounter]:
+        """Yield the tenants that hold at least their share of slots even with one slot less."""
+        for tenant, count in self.several.items():
+            account = self.accounts.get(tenant)
+            if account is not None and count - 1 >= self.of_weight * account.weight:
+                yield account
 
 
 class PreemptionVictims:
@@ -57,7 +64,7 @@ class PreemptionVictims:
 
     def some_tenant_exceeds_slots(self, rank: int) -> bool:
         """Return whether a tenant of the rank holds more than its share of batch slots."""
-        return bool(self._slots_of(rank).over)
+        return any(True for _ in self._slots_of(rank).over_share())
 
     def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
         """Return whether sequences of its rank would be preempted for it.
@@ -109,9 +116,12 @@ class PreemptionVictims:
             return []
         slots = self._slots_of(beneficiary.service.rank)
         own = self._records[beneficiary].tenant
-        if not slots.over or slots.held.get(own.tenant, 0) + 1 > max(1.0, slots.of_weight * own.weight):
+        if slots.held.get(own.tenant, 0) + 1 > max(1.0, slots.of_weight * own.weight):
             return []
-        records, over, is_guaranteed = self._records, slots.over, self._reservations.is_guaranteed
+        over = set(slots.over_share())
+        if not over:
+            return []
+        records, is_guaranteed = self._records, self._reservations.is_guaranteed
         may_pause = [s for s in running if records[s].tenant in over and not is_guaranteed(s)]
         return sorted(may_pause, key=lambda s: (s.timeline.num_pauses, -s.request.order))
 
@@ -124,9 +134,8 @@ class PreemptionVictims:
         if slots is None:
             running, accounts = self._context.running, self._accounts[rank]
             of_weight = running.num_of_rank(rank) / max(1e-9, accounts.total_weight)
-            several = [(accounts.get(tenant), count) for tenant, count in running.several_by_tenant(rank).items()]
-            over = {one for one, count in several if one is not None and count - 1 >= of_weight * one.weight}
-            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, over)
+            several = dict(running.several_by_tenant(rank))
+            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, several, accounts)
         return slots
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:

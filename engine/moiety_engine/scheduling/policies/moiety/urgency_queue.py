@@ -146,32 +146,31 @@ class UrgencyQueue:
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
-        record = self._records[sequence]
-        bucket, moves_at_s = (SAFE, math.inf) if sequence.service.spot else self._bucket(sequence, now_s)
+        record, service = self._records[sequence], sequence.service
+        rank, spot, scheduled_ns = service.rank, service.spot, sequence.timeline.scheduled_unix_ns
+        bucket, moves_at_s = (SAFE, math.inf) if spot else self._bucket(sequence, now_s)
         if bucket == DEMOTED and not record.demoted:
             record.demoted = True
-            if sequence.timeline.scheduled_unix_ns == 0:
-                self._slo.demand.remove_tokens(sequence.service, sequence.kv.num_uncached)
+            if scheduled_ns == 0:
+                self._slo.demand.remove_tokens(service, sequence.kv.num_uncached)
             sequence.timeline.note(int(now_s * 1e9), EventKind.DEMOTED, Reason.SLO_UNATTAINABLE)
-            self._tally.of(sequence.service.name).demoted += 1
+            self._tally.of(service.name).demoted += 1
         record.bucket = bucket
-        rank = sequence.service.rank
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
         first = bucket == AT_RISK or self._is_best_stream(sequence)
-        if sequence.service.spot:
+        if spot:
             self._spot_ranks.add(rank)
-        level = (AT_RISK if first else SAFE, rank, not self._has_begun(sequence))
+        level = (AT_RISK if first else SAFE, rank, scheduled_ns == 0 or not self._has_begun(sequence))
         queue = self._queues.get(level)
         if queue is None:
             queue = self._queues[level] = FairQueue()
             self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
         queue.push(record.tenant, sequence, self._key(sequence, record))
-        has_begun = sequence.timeline.scheduled_unix_ns > 0
-        if sequence.service.spot:
+        if spot:
             pass  # it waits as long as others need the engine
         elif not record.boosted:
-            since_s = now_s if has_begun else sequence.request.arrival_s
-            self._waited.push(since_s + sequence.service.max_queue_s, sequence)
+            since_s = now_s if scheduled_ns > 0 else sequence.request.arrival_s
+            self._waited.push(since_s + service.max_queue_s, sequence)
         elif sequence.state is SequenceState.RUNNING:
             self._waited.push(0.0, sequence)  # the lane completes what it began: half of a prompt only occupies a slot
         else:
