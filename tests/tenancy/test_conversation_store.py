@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,10 +20,11 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, RateLimited
 from moiety_platform.object_storage.store import ObjectStore
 from moiety_platform.responses_api.conversation_locks import LOCK_MS, ConversationLocks
+from moiety_platform.responses_api.conversation_schemas import ConversationObject
 from moiety_platform.responses_api.conversation_service import ConversationService
 from moiety_platform.responses_api.conversation_store import ConversationStore
 from moiety_platform.responses_api.event_log import EventLog
-from moiety_platform.responses_api.items import Item, message_item, text_part
+from moiety_platform.responses_api.items import Continued, Item, message_item, text_part
 from moiety_platform.responses_api.limits import ConversationLimits
 from moiety_platform.responses_api.models import ConversationItem, StoredConversation, StoredEvents
 from moiety_platform.responses_api.response_service import ResponseService
@@ -63,7 +63,7 @@ async def begin_conversation(
     responses: ResponseService,
     service: ConversationService,
     whose: Principal,  # noqa: F811
-) -> tuple[Any, Any]:
+) -> tuple[ConversationObject, Continued]:
     """Return a new conversation, and what a response continues it with."""
     made = await service.create(whose, [message("x")], {})
     return made, await responses.continued_conversation(whose, made["id"])
