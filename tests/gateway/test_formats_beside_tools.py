@@ -89,6 +89,12 @@ def writes(gateway: RunningGateway, text: str) -> None:
     gateway.engine.script = lambda submit: [(65, text)]
 
 
+def with_tools(card: ModelCard, *, follows_grammars: bool) -> ModelCard:
+    return msgspec.structs.replace(
+        card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=follows_grammars
+    )
+
+
 async def ask(gateway: RunningGateway, api: str, more: dict[str, Any]) -> tuple[int, Any]:
     path, body, _, _ = APIS[api]
     status, _, answer = await gateway.post(path, {"model": "tiny", **body, **more})
@@ -99,8 +105,7 @@ async def ask(gateway: RunningGateway, api: str, more: dict[str, Any]) -> tuple[
 async def test_an_answer_is_a_call_or_follows_the_response_format(
     start_gateway: StartGateway, card: ModelCard, api: str
 ) -> None:
-    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=True)
-    async with start_gateway([FakeEngineClient(knowing)]) as gateway:
+    async with start_gateway([FakeEngineClient(with_tools(card, follows_grammars=True))]) as gateway:
         _, _, demands, forbids = APIS[api]
         writes(gateway, '{"a": 5}')
         status, answer = await ask(gateway, api, {})
@@ -125,8 +130,7 @@ async def test_an_answer_is_a_call_or_follows_the_response_format(
 async def test_a_response_format_with_tools_is_refused_by_engines_without_grammars(
     start_gateway: StartGateway, card: ModelCard, api: str
 ) -> None:
-    plain = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=False)
-    async with start_gateway([FakeEngineClient(plain)]) as gateway:
+    async with start_gateway([FakeEngineClient(with_tools(card, follows_grammars=False))]) as gateway:
         status, answer = await ask(gateway, api, {})
         assert status == 400 and "together with tools; leave one of the two out" in answer["error"]["message"]
         assert gateway.engine.submits == []
@@ -135,7 +139,7 @@ async def test_a_response_format_with_tools_is_refused_by_engines_without_gramma
 async def test_a_constraint_that_may_read_like_a_call_is_refused_where_no_token_marks_calls(
     start_gateway: StartGateway, card: ModelCard
 ) -> None:
-    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=True)
+    knowing = with_tools(card, follows_grammars=True)
     spec = json.loads(card.tokenizer_json)
     token_id = max(token["id"] for token in spec["added_tokens"]) + 1
     spec["added_tokens"].append(spec["added_tokens"][0] | {"id": token_id, "content": "<tool_call>"})
@@ -159,7 +163,7 @@ async def test_a_constraint_that_may_read_like_a_call_is_refused_where_no_token_
 async def test_an_engine_without_grammars_is_reported_in_the_answer_to_a_tool_with_one(
     start_gateway: StartGateway, card: ModelCard, api: str, follows: bool, syntax: str, definition: str, is_held: bool
 ) -> None:
-    knowing = msgspec.structs.replace(card, chat_template=TEMPLATE, max_context_tokens=4096, follows_grammars=follows)
+    knowing = with_tools(card, follows_grammars=follows)
     grammar = {"syntax": syntax, "definition": definition}
     if api == "chat":
         custom = {"name": "write", "format": {"type": "grammar", "grammar": grammar}}

@@ -30,6 +30,12 @@ async def asked(gateway: RunningGateway, model: str, **fields: Any) -> tuple[int
     return status, json.loads(answer)
 
 
+async def cancel(request: asyncio.Task[Any]) -> None:
+    """Let the client of a request leave, and wait until the request has ended."""
+    request.cancel()
+    await asyncio.wait({request})
+
+
 @pytest.fixture
 def engines(new_card: NewCard) -> list[FakeEngineClient]:
     """Engines of the models a and b on one device; a sleeps."""
@@ -62,14 +68,12 @@ async def test_a_busy_engine_stays_awake_if_the_request_leaves_before_it_sleeps(
         leaving = asyncio.create_task(gateway.client.chat.completions.create(**body("a")))
         await until(lambda: b.num_sleeps)
         assert state_of(b) is SleepState.FALLING_ASLEEP, "its request runs"
-        leaving.cancel()
-        await asyncio.wait({leaving})
+        await cancel(leaving)
         await until(lambda: state_of(b) is SleepState.AWAKE)
         assert not long.done() and a.num_wakes == 0
         b.token_s = 0.0
         assert (await asked(gateway, "b"))[0] == 200, "it takes requests again"
-        long.cancel()
-        await asyncio.wait({long})
+        await cancel(long)
 
 
 async def test_a_request_that_leaves_while_it_waits_counts_no_longer_and_others_do(
@@ -88,12 +92,10 @@ async def test_a_request_that_leaves_while_it_waits_counts_no_longer_and_others_
             await until(lambda: waker.waiting().get("a"))
             for _ in range(notes_of_others):
                 waker.note_request("a")
-            leaving.cancel()
-            await asyncio.wait({leaving})
+            await cancel(leaving)
             await until(lambda: not waker.waiting().get("a"))
             assert waker.demands()["a"] == notes_of_others
-        busy.cancel()
-        await asyncio.wait({busy})
+        await cancel(busy)
     assert b.num_sleeps == 0
 
 
@@ -109,8 +111,7 @@ async def test_an_engine_that_has_gone_to_sleep_for_a_request_that_left_is_woken
         assert (b.num_sleeps, b.num_wakes) == (1, 1), "it gave way, and was woken after a had failed"
         assert (await asked(gateway, "b"))[0] == 200
         assert (a.num_wakes, b.num_sleeps) == (1, 1), "it does not give way again while a's failure is recent"
-        waiting.cancel()
-        await asyncio.wait({waiting})
+        await cancel(waiting)
 
 
 async def test_a_switch_that_serves_a_request_is_not_undone(
@@ -159,8 +160,7 @@ async def test_a_switch_is_known_to_all_gateways_until_it_has_ended(
         waiting = asyncio.create_task(asked(gateway, "a"))
         await until(lambda: b.num_sleeps)
         assert await switches_of(gateway) == {b.state.address: "a"}, "recorded before the command"
-        busy.cancel()  # the client's connection is closed, and b falls asleep
-        await asyncio.wait({busy})
+        await cancel(busy)  # the client's connection is closed, and b falls asleep
         assert (await waiting)[0] == 200
         while await switches_of(gateway):  # noqa: ASYNC110 - rows, which send no event
             await asyncio.sleep(0.02)
