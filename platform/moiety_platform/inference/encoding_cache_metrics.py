@@ -13,7 +13,7 @@ def encoding_cache_families(cache: SegmentCache) -> Iterator[Metric]:
     """Yield the metrics of one gateway's encoding cache."""
     tokens = CounterMetricFamily(
         "moiety_encoding_cache_tokens",
-        "Tokens of conversations that the encoding cache had, or that were encoded and stored in it.",
+        "Tokens of conversations that the encoding cache had (`hit`), or that were encoded and stored (`miss`).",
         labels=["result"],
     )
     tokens.add_metric(["hit"], cache.num_hit_tokens)
