@@ -18,6 +18,6 @@ def encoding_cache_families(cache: SegmentCache) -> Iterator[Metric]:
     )
     tokens.add_metric(["hit"], cache.num_hit_tokens)
     tokens.add_metric(["miss"], cache.num_missed_tokens)
-    size = GaugeMetricFamily("moiety_encoding_cache_bytes", "Size of the encoding cache.")
+    size = GaugeMetricFamily("moiety_encoding_cache_bytes", "Size of the encoding cache, in bytes.")
     size.add_metric([], cache.num_bytes)
     yield from (tokens, size)
