@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -141,3 +144,17 @@ def test_a_rank_with_attention_frees_its_experts_and_loads_the_same_ones_without
     for (name, before), (same, after) in zip(named_tensors(whole), named_tensors(again), strict=True):
         assert name == same and torch.equal(before, after)
     assert sum(one.nbytes for _, one in named_tensors(experts)) < sum(one.nbytes for _, one in named_tensors(whole))
+
+
+def test_a_model_whose_experts_move_to_expert_ranks_keeps_no_reference_to_them(alone: Alone) -> None:
+    ranks = Ranks(RankPosition(Layout(tp=2, ep=2), 0))
+    model = load_share(alone.folders["qwen3_moe"], device="cpu", dtype="float32", ranks=ranks).transformer()
+    held = [weakref.ref(one) for name, one in named_tensors(model._weights) if name.endswith(("up_E2FD", "down_EDF"))]
+    assert held and all(one() is not None for one in held)
+    ranks.rank_position = RankPosition(with_expert_ranks(ranks.rank_position.layout, 1), 0)
+    ranks.crossings = (cast(Any, SimpleNamespace(there=SimpleNamespace(size=3), back=None, num_attention=2)),)
+    model.settle(60)  # until then a thread has the weights
+    model.use_expert_ranks(ranks.rank_position)
+    model.settle(60)
+    gc.collect()
+    assert not [one for one in held if one() is not None]

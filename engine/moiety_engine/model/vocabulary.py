@@ -25,12 +25,14 @@ class Vocabulary:
     """Embedding and output head of a model. All ranks have the same number of rows; the last rows may be padding."""
 
     def __init__(self, size: int, weights: ModelWeights, group: RankCollectives, arithmetic: Arithmetic) -> None:
-        self._size, self._weights, self._group = size, weights, group
-        self._invariant = arithmetic.invariant
+        self._size, self._group, self._invariant = size, group, arithmetic.invariant
+        # not `weights`: a rank frees its experts when they move to other ranks
+        self._embedding_VD = weights.embedding_VD
+        self._head_VD, self._head_bias_V = weights.head_VD, weights.head_bias_V
 
     def embed(self, token_ids_T: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embedding of each token, [T, D]."""
-        rows_CD = self._weights.embedding_VD
+        rows_CD = self._embedding_VD
         if self._group.size == 1:
             return functional.embedding(token_ids_T, rows_CD).to(dtype)
         local_T = token_ids_T - self._group.rank * rows_CD.shape[0]
@@ -40,11 +42,11 @@ class Vocabulary:
 
     def look_up(self, token_ids_T: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
         """Return the embeddings times `factor`, for a single rank; ids must be valid."""
-        return embedding(token_ids_T, self._weights.embedding_VD, dtype, factor)
+        return embedding(token_ids_T, self._embedding_VD, dtype, factor)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """Return the logits, [L, V], float32, on the first rank; on other ranks their own columns."""
-        own_LC = linear(hidden_LD, self._weights.head_VD, self._weights.head_bias_V, invariant=self._invariant)
+        own_LC = linear(hidden_LD, self._head_VD, self._head_bias_V, invariant=self._invariant)
         if own_LC.dtype is not torch.float32:
             own_LC = own_LC.float()
         whole_LC = self._group.gather_columns(own_LC)
