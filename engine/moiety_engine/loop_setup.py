@@ -84,7 +84,7 @@ def build_loop(
         kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type, model.ranks)
     )
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
-    experts = _monitor_experts(model, config, controls, tenants, clock_ns, load_experts)
+    experts = _monitor_experts(model, config, controls, adapters, tenants, clock_ns, load_experts)
     scheduler = build_scheduler(config, model, sizes, draft)
     scheduler.encoder_work.is_encoded = executor.is_image_encoded
     disk = DiskTier(config, model, scheduler, executor.awake().kv, controls) if config.disk_cache else None
@@ -124,6 +124,7 @@ def _monitor_experts(
     model: Transformer,
     config: EngineConfig,
     controls: ControlSender,
+    adapters: AdapterSlots,
     tenants: TenantSlots | None,
     clock_ns: Callable[[], int],
     load_experts: Callable[[Ranks], WeightShard] | None,
@@ -132,7 +133,12 @@ def _monitor_experts(
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
         watch = ExpertLoadTracker(model.experts, model.expert_counter, tenants, clock_ns() / 1e9)
     rebalancing = rebalancing_of(model, config, controls, clock_ns() / 1e9)
-    finish_move = (lambda: None) if rebalancing is None else rebalancing.finish_move
+
+    def before_switch() -> None:
+        if rebalancing is not None:
+            rebalancing.finish_move()
+        adapters.read_again()
+
     profiler = ExpertProfiler(model.experts) if model.experts is not None and config.expert_profiles else None
-    scaling = ExpertScaling(model, controls, config, finish_move, load_experts)
+    scaling = ExpertScaling(model, controls, config, before_switch, load_experts)
     return ExpertMonitor(watch, rebalancing, scaling, profiler)

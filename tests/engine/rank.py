@@ -1,4 +1,4 @@
-"""Processes of ranks: `python rank.py SILENCE_S IN,OUT …` starts one process for each pair of pipes.
+"""Processes of ranks: `python -m tests.engine.rank SILENCE_S IN,OUT …` starts one process for each pair of pipes.
 
 Each process serves one rank group after the other, so that the ranks of many tests import torch once. A rank may be
 silent for SILENCE_S. An input line is (configuration, rendezvous, requests). Rank 0 answers with a line of results."""
@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
+from tests.engine.adapter_gate import AdapterGate
+from tests.engine.micro_batch_turns import Turns
 
 from moiety_engine import memory
 from moiety_engine.assembly import follow
@@ -28,14 +31,13 @@ from moiety_engine.config import EngineConfig
 from moiety_engine.disk import folder
 from moiety_engine.distribution import rank_heartbeat as heartbeat
 from moiety_engine.distribution.collectives import TransferGroup
-from moiety_engine.distribution.layout import Layout, layout_of
+from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.errors import EngineError, OutOfMemory
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLoad, CoreSubmit
 from moiety_engine.model import adapter_modules, weight_offload
-from moiety_engine.model import remote_experts as apart
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.expert_migration import SlotWeights
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
@@ -60,11 +62,12 @@ class Work(msgspec.Struct):
     hurries: float = 0.0  # seconds by which the loop's clock advances at each reading
     shuffles: bool = False  # experts are moved to random slots all the time
     scales: list[int] = []  # numbers of expert ranks, one after the other; with `again`, until all were tried
+    arranges: bool = False  # an adapter on rank 0 while the number of expert ranks changes for the first time
     fails: str = ""  # rank 0 raises this error
     lacks: str = ""  # on rank 1 `weights`, `host`, `device`, `slots`, `parts`, `moves` (memory for them), `links` (for
     # moves); on all `cache`, `disk`; first `new ranks` or their `groups`; `itself`: another rank ends as it allocates
     exact: bool = False  # products do not round rows to bfloat16
-    some_fail: bool = False  # requests, and the others are answered
+    some_fail: bool = False  # requests, and the others are answered; needed with `arranges`
     adapters: dict[str, str] = {}  # folders of adapters that are registered while the engine serves
     offloaded: tuple[int, int, int] = (0, 0, 0)  # slots, hits and misses of experts, which ranks report with a delay
     aborts: list[int] = []  # keys of requests that are aborted while a step decodes them
@@ -183,50 +186,6 @@ def lacking(what: str) -> Iterator[None]:
         yield
 
 
-class Turns:
-    """Check that, in a step of several micro-batches, a rank with experts returns no micro-batch before all ranks with
-    attention have sent the next one. They must not wait for the one before. Raises if one does."""
-
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._files = [folder / str(rank) for rank in range(layout.attention_ranks)]
-        self._given = self._left = self.num_waited = 0
-
-    @contextlib.contextmanager
-    def kept(self, rank: int) -> Iterator[None]:
-        begin, answer, give = apart.RemoteExperts.begin, apart.ExpertServer.answer, apart._Answering.return_rows
-
-        def noting(mixture: apart.RemoteExperts, *given: Any) -> Any:
-            begun = begin(mixture, *given)
-            with self._files[rank].open("ab") as file:
-                file.write(b".")
-            return begun
-
-        def answering(experts: apart.ExpertServer, num_micro_batches: int, **more: bool) -> None:
-            self._left = len(experts._layers) * num_micro_batches if num_micro_batches > 1 else 0
-            answer(experts, num_micro_batches, **more)
-
-        def giving(layer: apart._Answering, *given: Any, **more: bool) -> Any:
-            self._given, self._left = self._given + 1, self._left - 1
-            if self._left > 0:
-                self._wait_for_the_next()
-            return give(layer, *given, **more)
-
-        with (
-            patch.object(apart.RemoteExperts, "begin", noting),
-            patch.object(apart.ExpertServer, "answer", answering),
-            patch.object(apart._Answering, "return_rows", giving),
-        ):
-            yield
-
-    def _wait_for_the_next(self) -> None:
-        end_s = time.monotonic() + 120
-        while any(not file.exists() or file.stat().st_size <= self._given for file in self._files):
-            if time.monotonic() > end_s:
-                raise EngineError("a rank with attention waits for one micro-batch before it sends another")
-            time.sleep(0.001)
-        self.num_waited += 1
-
-
 def num_computed(submit: CoreSubmit, finish: CoreFinish) -> int:
     """Return the number of a request's tokens that the model computed: all but the last one."""
     num_tokens = len(submit.prompt_ids) + max(0, finish.num_output_tokens - 1)
@@ -250,15 +209,18 @@ def shuffler(loop: EngineLoop) -> Callable[[int], None]:
     return shuffle
 
 
-def scaler(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], None]:
+def scaler(loop: EngineLoop, work: Work, answer: Answer, gate: AdapterGate) -> Callable[[int], None]:
     """Return a function that asks for the next number of expert ranks once the last one is there or was refused."""
     left, scaling = list(work.scales), loop.experts.scaling
 
     def scale(_: int) -> None:
+        if work.arranges and not gate.is_arranging:
+            return
         if not scaling.is_under_way and len(answer.expert_ranks) < len(work.scales):
             if len(left) < len(work.scales):
                 answer.expert_ranks.append(loop.load().expert_ranks)
                 answer.scaling_problems.append(scaling.problem)
+                gate.open()
             lacks = "" if len(left) < len(work.scales) else work.lacks
             with patch(WORKER, NEW_RANKS.get(lacks, "moiety_engine.core.worker")):
                 if left:
@@ -285,8 +247,9 @@ def watcher(loop: EngineLoop, work: Work, answer: Answer) -> Callable[[int], Non
 def work_through(work: Work) -> Answer:
     hasty = itertools.count(time.time_ns(), int(1e9 * work.hurries))
     clock_ns = hasty.__next__ if work.hurries else time.time_ns
-    with load_loop(work.config, rendezvous=work.rendezvous, clock_ns=clock_ns) as loop:
-        return answer_of(work, loop)
+    load = partial(load_loop, work.config, rendezvous=work.rendezvous, clock_ns=clock_ns)
+    with AdapterGate(closed=work.arranges) as gate, load() as loop:
+        return answer_of(work, loop, gate)
 
 
 def waited_s(loop: EngineLoop) -> list[float]:
@@ -318,24 +281,27 @@ def settle_disk(loop: EngineLoop) -> None:
         assert time.monotonic() < end_s, "something is on its way for ever"
 
 
-def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer) -> None:
+def step_through(loop: EngineLoop, wave: list[CoreSubmit], answer: Answer, on_step: Callable[[int], None]) -> None:
     """Run steps until all requests have ended, some of them with a failure."""
     for submit in wave:
-        answer.token_ids[submit.key] = []
+        answer.token_ids[submit.key], answer.best[submit.key] = [], []
         loop.submit(submit)
     num_open = len(wave)
     while num_open:
-        loop.step()
+        if not loop.step():
+            time.sleep(0.001)  # other threads need the interpreter
+        on_step(len(wave) - num_open)
         step = loop.take_outputs()
         for output in step.outputs if step else ():
             answer.token_ids[output.key] += output.token_ids
+            answer.best[output.key] += [one.top_logprobs for one in output.logprobs or []]
             num_open -= output.finish is not None
         for failure in step.failures if step else ():
             answer.failed[failure.key], answer.reasons[failure.key] = failure.code, failure.message
             num_open -= 1
 
 
-def answer_of(work: Work, loop: EngineLoop) -> Answer:
+def answer_of(work: Work, loop: EngineLoop, gate: AdapterGate) -> Answer:
     answer = Answer()
     loop.warm_up()
     for name, path in work.adapters.items():
@@ -343,9 +309,10 @@ def answer_of(work: Work, loop: EngineLoop) -> Answer:
     storages = {tensor.untyped_storage() for _, tensor in named_tensors(loop.executor.model._weights)}
     answer.weight_bytes = sum(storage.nbytes() for storage in storages)
     on_step = shuffler(loop) if work.shuffles else watcher(loop, work, answer)
-    on_step = scaler(loop, work, answer) if work.scales else on_step
+    on_step = scaler(loop, work, answer, gate) if work.scales else on_step
     for wave in work.waves if work.some_fail else ():
-        step_through(loop, wave, answer)
+        step_through(loop, wave, answer, on_step)
+    answer.num_slots = len(loop.intake.adapters.slots)
     if work.some_fail:
         return answer
     for wave in itertools.cycle(work.waves) if work.again else work.waves:

@@ -205,8 +205,9 @@ class RankProcesses:
         theirs = [(read, write) for (read, _), (_, write) in zip(ins, outs, strict=True)]
         self._said, self._logged = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - until they end
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rank.py")), str(self._silence_s)]
+            [sys.executable, "-m", "tests.engine.rank", str(self._silence_s)]
             + [f"{read},{write}" for read, write in theirs],
+            cwd=Path(__file__).parents[2],
             pass_fds=[end for pair in theirs for end in pair],
             stdout=self._said,  # files, which are never full: a pipe that nobody reads blocks the process that logs
             stderr=self._logged,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
+from moiety_engine.adapters.dummy import ATTENTION, write_adapter
 from moiety_engine.distribution.collectives import Ranks
 from moiety_engine.distribution.layout import Layout, RankPosition, expert_part, with_expert_ranks
 from moiety_engine.errors import InvalidConfig
@@ -68,6 +71,32 @@ def test_ranks_go_on_and_change_their_number_again_after_a_new_rank_was_killed_w
     problem, none = ours["scaling_problems"]
     assert "rank 2 ended with exit code -9" in problem and not none
     assert ours["expert_ranks"] == [1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        ({"dp_attention": 2, "ep": 2}, 1),
+        thorough({"ffn_ranks": 1}, 2),
+        thorough({"dp_attention": 2, "ffn_ranks": 1}, 0),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_is_arranged_while_expert_ranks_change_is_read_again_and_served(
+    processes: RankProcesses, alone: Alone, tmp_path: Path, layout: dict[str, Any], number: int
+) -> None:
+    folder = alone.folders["qwen3_moe"]
+    modules = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+    given = {"one": str(write_adapter(tmp_path / "one", folder, modules=modules, rank=6, seed=2))}
+    waves = [[msgspec.structs.replace(one, adapter="one" if one.key % 2 else "") for one in requests()[0]]]
+    (expected,) = processes.work(*ranks_of(settings_of(folder, adapters=given)), waves=waves)
+    memory = {"adapter_memory_bytes": 1 << 24, "max_adapters": 2}
+    config, work = settings_of(folder, **memory, **layout), {"adapters": given, "arranges": True}
+    (ours,) = processes.work((config, None), waves=waves, some_fail=True, scales=[number], **work)
+    assert_same(expected, ours)
+    assert ours["scaling_problems"] == [""] and ours["expert_ranks"] == [number]
+    assert ours["num_slots"] == 1 and not ours["reasons"]
 
 
 REFUSED = [

@@ -163,6 +163,16 @@ class AdapterSlots:
             if known.problem:
                 raise AdapterError(f"adapter {name!r} in {known.folder}: {known.problem}")
 
+    def read_again(self) -> None:
+        """Drop what the ranks arrange of adapters that are in no slot yet, and read these adapters again.
+
+        Call it before experts change their ranks: new ranks have not received these adapters, and the parts of other
+        ranks are those of the layout before.
+        """
+        for known in self._known.values():
+            if known.read is not None:
+                self._drop(known)
+
     def give_up(self) -> None:
         """Release the device memory of all adapters; adapters needed later are read again.
 
