@@ -16,13 +16,14 @@ import torch
 from tests.conftest import wait_for
 from torch._C._distributed_c10d import TCPStore
 
-from moiety_engine.config import EngineConfig
+from moiety_engine.config import EngineConfig, OffloadConfig
 from moiety_engine.distribution.layout import Layout, RankPosition, with_expert_ranks
 from moiety_engine.distribution.rank_group import LONGEST_TRANSFER
 from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation
 from moiety_engine.distribution.rendezvous import LONGEST_WAIT
 from moiety_engine.runner.expert_messages import ExpertMessage, PrepareExpertRanks, SwitchExpertRanks
 from moiety_engine.runner.expert_scaling import ExpertScaling
+from moiety_wire.engine_choices import Offload
 
 NEXT = with_expert_ranks(Layout(ffn_ranks=1), 2)  # ranks 0 and 1 run, rank 2 is new
 PREPARED = """
@@ -122,19 +123,22 @@ class HangingRank:
     def ended(self) -> dict[int, str]:
         return {}
 
-    def scaling(self, store: TCPStore) -> ExpertScaling:
-        """Return the owner of the number of expert ranks, of a model with eight experts on one expert rank."""
-        layout = Layout(ffn_ranks=1)
+    def scaling(
+        self, store: TCPStore, num_ranks: int = 1, num_experts: int = 8, device: str = "cpu", **settings: Any
+    ) -> ExpertScaling:
+        """Return the owner of the number of expert ranks, which is `num_ranks`."""
+        layout = Layout(ffn_ranks=num_ranks, ep=num_ranks)
         group = SimpleNamespace(store=store, heartbeat=self, excluded=(), additions=self)
         model = SimpleNamespace(
             ranks=SimpleNamespace(rank_position=RankPosition(layout, 0)),
             adapters=SimpleNamespace(num_changes=0, num_slots=0),
-            experts=SimpleNamespace(num_placed=8),
-            device=torch.device("cpu"),
+            experts=SimpleNamespace(num_placed=num_experts),
+            device=torch.device(device),
             is_offloaded=False,
             require_part=lambda position: None,
         )
-        controls, config = SimpleNamespace(rank_group=group, send=self.send), EngineConfig(model="folder", name="name")
+        controls = SimpleNamespace(rank_group=group, send=self.send)
+        config = EngineConfig(model="folder", name="name", **settings)
         return ExpertScaling(cast(Any, model), cast(Any, controls), config, lambda: None)
 
 
@@ -149,6 +153,31 @@ def test_a_new_rank_that_hangs_ends_the_change_and_the_ranks_of_before_go_on(sto
     assert "rank 2 sends no heartbeat any more" in scaling.problem
     assert rank.sent == [PrepareExpertRanks(2, 1), SwitchExpertRanks(commits=False)] and rank.killed == [2]
     assert (scaling.requested_ranks, scaling.failed_scalings_total, scaling.scalings_total) == (1, 1, 0)
+
+
+FIXED: list[tuple[dict[str, Any], str]] = [
+    ({"batch_invariant": True}, "--batch-invariant"),
+    ({"offload": OffloadConfig(what=Offload.EXPERTS)}, "--offload experts"),
+    ({"device": "cuda"}, "expert ranks on GPUs"),
+    ({"num_experts": 1}, "more than the model's experts"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), FIXED, ids=str)
+def test_the_load_says_that_the_number_cannot_change_where_every_request_is_refused(
+    store: TCPStore, settings: dict[str, Any], words: str
+) -> None:
+    scaling = HangingRank().scaling(store, **settings)
+    assert not scaling.metrics()["can_change_expert_ranks"]
+    scaling.begin(2)
+    assert words in scaling.problem and not scaling.is_under_way
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_the_load_says_that_the_number_can_change_where_one_more_or_one_less_is_possible(
+    store: TCPStore, num_ranks: int
+) -> None:
+    assert HangingRank().scaling(store, num_ranks=num_ranks).metrics()["can_change_expert_ranks"]
 
 
 def test_groups_are_created_within_a_time_but_wait_as_those_of_a_start(store: TCPStore) -> None:

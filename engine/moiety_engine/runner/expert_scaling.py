@@ -166,15 +166,16 @@ class ExpertScaling:
         }
 
     def _may_change(self) -> bool:
-        """Return whether the model and its ranks have a layout with another number of expert ranks."""
-        group = self._controls.rank_group
-        if group is None or group.additions is None or self._model.experts is None:
+        """Return whether this engine can ever have one more or one less expert rank."""
+        if self._controls.rank_group is None:
             return False
-        try:
-            self._model.require_part(RankPosition(with_expert_ranks(self._layout, self._layout.ffn_ranks + 1)))
-        except InvalidConfig:
-            return False
-        return True
+        for num_ranks in (self._layout.ffn_ranks + 1, self._layout.ffn_ranks - 1):
+            try:
+                self._require_feasible(with_expert_ranks(self._layout, num_ranks))
+            except InvalidConfig:
+                continue
+            return True
+        return False
 
     @property
     def _layout(self) -> Layout:
@@ -188,12 +189,21 @@ class ExpertScaling:
 
     def _checked(self, num_ranks: int) -> Layout:
         """Return the next layout. Raises InvalidConfig with the reason if this engine cannot have it."""
-        layout, config = with_expert_ranks(self._layout, num_ranks), self._config
-        experts = self._model.experts
+        layout = with_expert_ranks(self._layout, num_ranks)
         if self._preparation is not None:
             raise InvalidConfig("the number of expert ranks is being changed: send the request again afterwards")
         if self._model.is_offloaded:
             raise InvalidConfig("the engine sleeps: wake it first")
+        self._require_feasible(layout)
+        if self._model.adapters.num_slots:
+            raise InvalidConfig("adapters are loaded, whose parts would have to move: restart the engine instead")
+        if self._group.excluded:
+            raise InvalidConfig("a rank is excluded: restart the group first, which includes it again")
+        return layout
+
+    def _require_feasible(self, layout: Layout) -> None:
+        """Raise InvalidConfig with the reason if this engine can never change to the layout, whatever its state."""
+        experts, config = self._model.experts, self._config
         if experts is None or layout.ep > experts.num_placed:
             raise InvalidConfig(f"{layout.ep} ranks with experts are more than the model's experts: use fewer")
         self._model.require_part(RankPosition(layout))
@@ -205,13 +215,8 @@ class ExpertScaling:
             raise InvalidConfig(
                 "--batch-invariant needs a fixed number of expert ranks, since it decides the order of sums"
             )
-        if self._model.adapters.num_slots:
-            raise InvalidConfig("adapters are loaded, whose parts would have to move: restart the engine instead")
         if self._group.additions is None:
             raise InvalidConfig("the ranks were started by a launcher: restart them with another number of --ffn-ranks")
-        if self._group.excluded:
-            raise InvalidConfig("a rank is excluded: restart the group first, which includes it again")
-        return layout
 
     def _ended_additions(self) -> str | None:
         """Return why a new rank cannot join any more; None if all may."""
