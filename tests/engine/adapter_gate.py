@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
+from moiety_engine.model.adapter_modules import rank_factors
 from moiety_engine.runner import adapter_loading
 
 
@@ -17,7 +18,7 @@ class AdapterGate:
         self._begun, self._opened = threading.Event(), threading.Event()
         if not closed:
             self._opened.set()
-        self._arrange = adapter_loading.rank_factors
+        self._arrange = rank_factors
         self._patch = patch.object(adapter_loading, "rank_factors", self._arrange_once_open)
 
     def __enter__(self) -> Self:
