@@ -9,6 +9,7 @@ every path, a row's result has the same bits however many rows are beside it.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,14 +83,15 @@ _narrow_single = dot_tile(1, 1, widen=True)
 
 def product_kind(weight: Tensor | QuantizedWeight) -> int:
     """Return how this machine multiplies a weight of K columns, its last dimension."""
-    if not isinstance(weight, QuantizedWeight) and weight.dtype is torch.float32:
+    weights = "bfloat16"
+    if isinstance(weight, QuantizedWeight):
+        form = weight.format
+        if not form.is_float8:
+            weights = "4-bit floats" if form.floating else f"{form.bits} bits"
+    elif weight.dtype is torch.float32:
         return FLOAT32
     if weight.shape[-1] % tiles.DEPTH:
         return BFLOAT16
-    weights = "bfloat16"
-    if isinstance(weight, QuantizedWeight) and not weight.format.is_float8:
-        form = weight.format
-        weights = "4-bit floats" if form.floating else f"{form.bits} bits"
     return _KINDS[paths.serving_path(weights)]
 
 
@@ -324,7 +326,15 @@ def chunk_rows(
         row_bytes = width * weight.element_size()
     elif not is_unpacked(weight):
         row_bytes = width * weight.format.bits // 8
-    row_bytes *= together
+    threads = team().num_threads
+    return _chunk(kind, width, row_bytes * together, is_unpacked(weight), num_rows, rows_at_once, num_items, threads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk(
+    kind: int, width: int, row_bytes: int, unpacks: bool, num_rows: int, rows_at_once: int, num_items: int, threads: int
+) -> int:
+    """Return the rows of a task; see `chunk_rows`. `row_bytes` are those of all weights multiplied together."""
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
@@ -332,9 +342,9 @@ def chunk_rows(
     chunk = max(16, most // row_bytes // 16 * 16)
     if kind == BFLOAT16_TILES and width > TILES_DEPTH:
         chunk = TILES_MOST_COLUMNS
-    if is_unpacked(weight):
+    if unpacks:
         chunk = min(chunk, UNPACKED_BYTES // row_bytes // 16 * 16)
     if kind in (BFLOAT16_TILES, PACKED, PACKED_WORDS):
-        while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * team().num_threads:
+        while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * threads:
             chunk = chunk // 2 // 16 * 16
     return min(chunk, -(-num_rows // 16) * 16)
