@@ -33,6 +33,7 @@ from moiety_platform.simulations import store
 from moiety_platform.simulations.controller import SimulationController
 from moiety_platform.simulations.runner import Simulations
 from moiety_platform.usage.store import insert_rows
+from moiety_text.segment_cache import SegmentCache
 from moiety_wire.engine_load import Load, StepCosts
 from moiety_workload import simulations as known
 
@@ -229,7 +230,8 @@ async def test_the_patience_with_simulations_is_what_the_settings_say(
     database: Database, objects: ObjectStore, clock: Any
 ) -> None:
     live = LiveSettings(GatewaySettings())
-    stores, caches = (database, database, objects), (AdapterCache(database, clock), Replicas([]), DocumentTextCache(0))
+    stores, replicas = (database, database, objects), Replicas([])
+    caches = AdapterCache(database, clock), replicas, DocumentTextCache(0), SegmentCache(0)
     async with Administration(live.now, *stores, (PEPPER, PepperRotation()), clock, *caches) as made:
         made.followed_by(live)
         runners = made.simulations, made.contract_checks
