@@ -165,7 +165,7 @@ def test_a_watch_that_ends_on_any_error_is_started_again(api: FakeCustomObjectsA
     changed = threading.Event()
     with CustomObjectsApi(PodIdentity.of(api.environment, api.folder), retry_s=0.01) as objects:
         objects.watch(changed)
-        wait_for(lambda: api.num_watches >= 4 * len(CustomKind), "further watches")
+        assert wait_for(lambda: api.num_watches >= 4 * len(CustomKind), "further watches")
 
 
 def status_of(serve: Any, key: str) -> int:

@@ -102,7 +102,7 @@ def test_members_are_read_again_although_the_watch_says_nothing(api: FakePodsApi
     try:
         wait_for(lambda: told, "the first list")
         api.put("a", "10.0.0.1")
-        wait_for(lambda: told[-1] == {"10.0.0.1"}, "the new pod")
+        assert wait_for(lambda: told[-1] == {"10.0.0.1"}, "the new pod")
     finally:
         watch.close()
 

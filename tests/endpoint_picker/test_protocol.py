@@ -123,7 +123,7 @@ def test_a_draining_gateway_gets_no_request_and_gets_them_again_when_it_is_back(
     first.drain()
     wait_for(lambda: chosen(channel) == {second.address}, "the picker to notice")
     first.status, first.answer = 200, {"status": "ready", "open_requests": 0}
-    wait_for(lambda: chosen(channel) == {first.address, second.address}, "both")
+    assert wait_for(lambda: chosen(channel) == {first.address, second.address}, "both")
 
 
 def test_the_reported_load_moves_a_key_to_another_gateway(channel: grpc.Channel, gateways: list[FakeGateway]) -> None:
@@ -132,7 +132,7 @@ def test_the_reported_load_moves_a_key_to_another_gateway(channel: grpc.Channel,
     busy.answer = {"status": "ready", "open_requests": 40}
     wait_for(lambda: destination(channel) != preferred, "the key to move")
     busy.answer = {"status": "ready", "open_requests": 0}
-    wait_for(lambda: destination(channel) == preferred, "the key to return")
+    assert wait_for(lambda: destination(channel) == preferred, "the key to return")
 
 
 def test_streamed_responses_count_until_the_next_report(gateways: list[FakeGateway], tmp_path: Path) -> None:

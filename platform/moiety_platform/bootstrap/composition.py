@@ -174,8 +174,7 @@ async def _open_services(
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
     retention = await start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reloader = reloader_of(source, live, metrics)
-    texts = DocumentTextCache(settings.document_cache_bytes)
-    encoded = open_encoding_cache(stack, settings, metrics)
+    texts, encoded = DocumentTextCache(settings.document_cache_bytes), open_encoding_cache(stack, settings, metrics)
     administration = Administration(
         settings, database, report_database, objects, (pepper, turn), clock, adapters, engines.replicas, texts, encoded
     )
