@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from moiety_engine.config import EngineConfig
+from moiety_engine.messages import CoreSubmit
+from moiety_engine.model import decode_programs
+from moiety_engine.offline import run_all
+from moiety_engine.startup import load_loop
+from moiety_wire.classes import STANDARD
+from moiety_wire.messages import Sampling
+
 from .conftest import Driver, Sequence
 
 RECORDED = [
@@ -85,3 +93,31 @@ def _logits_of_steps(driver: Driver) -> torch.Tensor:
     for _ in range(3):
         found += driver.step([(other, 1), (third, 1)])
     return torch.cat(found)
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_steps_of_many_sequences_are_replayed_from_tokens_to_logits_unless_these_are_large(
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, has_logits: bool
+) -> None:
+    folder = make_checkpoint("qwen3, tied").folder
+    if not has_logits:
+        monkeypatch.setattr(decode_programs, "MAX_LOGITS_BYTES", 0)
+    sizes: dict[str, Any] = {"max_running": 24, "max_batch_tokens": 64, "kv_memory_bytes": 8 << 20}
+    greedy = Sampling(temperature=0.0)
+
+    def submits(first: int) -> list[CoreSubmit]:
+        prompts = [PROMPT[: 5 + key] for key in range(24)]
+        return [
+            CoreSubmit(first + i, "t", STANDARD, ids, greedy, 40, 0, [], 40, b"s", 0) for i, ids in enumerate(prompts)
+        ]
+
+    with load_loop(EngineConfig(model=str(folder), name="t", **sizes)) as loop:
+        found = [result.token_ids for _, result in sorted(run_all(loop, submits(1)).items())]
+        model = loop.executor.model
+        recorded = model._programs._recorded[24, False]
+        assert recorded.whole.num_jobs == recorded.layers.num_jobs + 1 + has_logits, (
+            "the embedding's rows, and the logits"
+        )
+        assert (recorded.replayed.logits is not None) == has_logits
+        model._programs = None
+        assert [result.token_ids for _, result in sorted(run_all(loop, submits(101)).items())] == found
