@@ -19,7 +19,7 @@
 {{- fail (printf "pool %s sets resources.limits.%s: set gpus instead, from which the chart sets it" .name .gpuResource) -}}
 {{- end -}}
 {{- $limit := (.resources.limits | default dict).memory -}}
-{{- if and $limit (ge (include "moiety.amount" (list "sharedMemory" .sharedMemory) | float64) (include "moiety.amount" (list "resources.limits.memory" $limit) | float64)) -}}
+{{- if and $limit (ge (include "moiety.amount" (list (printf "pool %s: sharedMemory" .name) .sharedMemory) | float64) (include "moiety.amount" (list (printf "pool %s: resources.limits.memory" .name) $limit) | float64)) -}}
 {{- fail (printf "pool %s has sharedMemory=%s, which counts as memory of the pod, and resources.limits.memory=%v: raise the limit or lower sharedMemory" .name .sharedMemory $limit) -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (eq (.updateStrategy.type | default "") "OnDelete") -}}
