@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,19 @@ from moiety_platform.access.caller import MISSING_ROLE, Caller
 from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles
 from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.audit.models import ACTOR_LENGTH
+from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.issuer_documents import HEADERS, read_published_keys, receive_document
 from moiety_platform.auth.jwt_verification import FETCH_TIMEOUT_S, IssuerKeys, PublicKeys
-from moiety_platform.auth.users.sign_in import TENANT_UNKNOWN, TokenSubject, choose_caller, memberships_of
+from moiety_platform.auth.row_scope import tenant_of
+from moiety_platform.auth.users.models import UserState
+from moiety_platform.auth.users.provisioning import provision_developer
+from moiety_platform.auth.users.sign_in import (
+    TENANT_UNKNOWN,
+    TokenSubject,
+    choose_caller,
+    memberships_of,
+    user_disabled,
+)
 from moiety_platform.auth.verified_tokens import VerifiedTokens
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
@@ -57,6 +67,7 @@ class OidcVerifier:
     def __init__(self, terms: OidcTerms, database: Database, http: httpx.AsyncClient, clock: Clock) -> None:
         self._terms = terms
         self._database = database
+        self._clock = clock
         self._keys = IssuerKeys(terms.issuer, partial(read_keys, http, terms.issuer), clock)
         self._verified = VerifiedTokens(clock)
 
@@ -73,13 +84,26 @@ class OidcVerifier:
     async def authenticate(self, token: str, tenant_id: str | None = None) -> Caller:
         """Return the caller of a token: the user that it names, or else the role that its claims or groups give.
 
-        `tenant_id` is the tenant that the request names, for users with roles in several. Raises Unauthenticated,
-        Forbidden (a disabled user, no known role, or not for this tenant), or Unavailable.
+        A developer by claims or groups becomes a user at the first sign-in. `tenant_id` is the tenant that the request
+        names, for users with roles in several. Raises Unauthenticated, Forbidden (a disabled user, no known role, or
+        not for this tenant), or Unavailable.
         """
         claims = await self._verify(token)
         subject = self._subject(claims)
-        user = choose_caller(subject, await memberships_of(self._database, subject), tenant_id)
-        return await self._caller_of_claims(claims) if user is None else user
+        memberships = await memberships_of(self._database, subject)
+        given = [one for one in memberships if not one.user.has_role_of_token]
+        if (caller := choose_caller(subject, given, tenant_id)) is not None:
+            return caller
+        caller = await self._caller_of_claims(claims)
+        user = next((one.user for one in memberships if one.user.tenant_id == caller.tenant_id), None)
+        if user is not None and user.state == UserState.DISABLED:
+            raise user_disabled()
+        if caller.role is not Role.DEVELOPER or caller.tenant_id is None:
+            return caller
+        if user is None:
+            store = AuditedStore(self._database, subject.actor, None, tenant_of, self._clock)
+            user = await provision_developer(store, subject, caller.tenant_id)
+        return caller if user is None else replace(caller, user_id=user.id)
 
     async def _verify(self, token: str) -> Mapping[str, Any]:
         terms = self._terms

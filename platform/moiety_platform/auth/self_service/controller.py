@@ -189,12 +189,13 @@ class SelfServiceController(Controller):
 
 
 async def _user(session: AsyncSession, caller: Caller) -> User:
-    """Return the calling user. Raises Forbidden for a key, and for a token whose role is in its claims."""
+    """Return the calling user. Raises Forbidden for a key, and for a token without a user."""
     user = None if caller.user_id is None else await session.get(User, caller.user_id)
     if user is None:
         raise Forbidden(
-            "This is for users who accepted an invitation. Ask an administrator of your tenant for one: "
-            "moiety user invite EMAIL.",
+            "This is for users. Ask an administrator of your tenant for an invitation: moiety user invite EMAIL. "
+            "Developers by their groups need a token with a verified email address, which no other user of the "
+            "tenant has.",
             code=MISSING_ROLE,
         )
     return user

@@ -36,7 +36,7 @@ class User(Base):
 
     `project_ids` are the projects that a developer reaches, None for all of the tenant. `issuer` and `subject` identify
     the person at the identity provider since the invitation was accepted. `invitation_hash` is that of the open
-    invitation.
+    invitation. A user who came into being at the first sign-in has accepted none (`accepted_at` None).
     """
 
     __tablename__ = "users"
@@ -64,6 +64,11 @@ class User(Base):
     invitation_expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     accepted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+    @property
+    def has_role_of_token(self) -> bool:
+        """Whether the role is that of the user's tokens, and ends with it; otherwise an administrator has given it."""
+        return self.subject is not None and self.accepted_at is None
 
     def reaches(self, project_id: str) -> bool:
         """Return whether the user may use a project of its tenant."""

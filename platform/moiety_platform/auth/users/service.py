@@ -138,6 +138,8 @@ async def change_user(session: AsyncSession, user: User, change: UserChange, now
         if complaint := tenant_complaint(change.role, user.tenant_id):
             raise BadRequest(complaint, param="role")
         user.role = change.role
+        if user.has_role_of_token:  # from now on the administrator's, whatever later tokens say
+            user.accepted_at = now
     if not isinstance(change.project_ids, msgspec.UnsetType):
         user.project_ids = await _check_projects(session, change.project_ids, Role(user.role), user.tenant_id)
     elif user.role != Role.DEVELOPER:
@@ -179,7 +181,7 @@ async def invite_user(
     if user.state == UserState.DISABLED:
         raise Conflict("This user is disabled; enable it before you invite it again.", code=USER_DISABLED)
     if user.state == UserState.ACTIVE:
-        raise Conflict("This user has accepted an invitation already, and can sign in.", code="user_active")
+        raise Conflict("This user can sign in already, and needs no invitation.", code="user_active")
     if user.tenant_id is not None:
         await get_undeleted_tenant(session, user.tenant_id)
     expires_at = (now + timedelta(hours=valid_hours)).replace(microsecond=0)

@@ -72,6 +72,11 @@ async def _memberships(database: Database, *conditions: ColumnElement[bool]) -> 
     return [Membership(*row) for row in rows]
 
 
+def user_disabled() -> Forbidden:
+    """Return the refusal of a disabled user."""
+    return Forbidden("This user is disabled. Ask an administrator of your tenant to enable it.", code=USER_DISABLED)
+
+
 def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tenant_id: str | None) -> Caller | None:
     """Return the caller; None for a person who is no user here.
 
@@ -89,7 +94,7 @@ def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tena
         )
     enabled = [one for one in reached if one.user.state == UserState.ACTIVE]
     if not enabled:
-        raise Forbidden("This user is disabled. Ask an administrator of your tenant to enable it.", code=USER_DISABLED)
+        raise user_disabled()
     chosen = next((one for one in enabled if one.tenant_status in (None, TenantStatus.ACTIVE)), None)
     if chosen is None:
         raise Forbidden(
