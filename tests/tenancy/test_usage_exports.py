@@ -164,17 +164,55 @@ async def test_parquet_has_the_same_rows_with_exact_decimals(used: Database, obj
 
 AMOUNTS = st.integers(0, 2**55)
 USAGE = st.builds(
-    lambda cost, credit, count: DayUsage("t", "p", "k", "m", "c", count, count, 0, count, 0, cost - credit, credit),
+    lambda cost, credit, count: DayUsage(
+        "t", "p", "k", "m", "c", count, count, 0, count, 0, cost - credit, credit, count, count, count, count
+    ),
     AMOUNTS, AMOUNTS, st.integers(0, 2**40),
 )  # fmt: skip
+REASONS = st.dictionaries(st.sampled_from(["ttft", "finish", "failed", "of a later release"]), AMOUNTS)
 
 
-@given(st.lists(USAGE, max_size=5))
-def test_billed_costs_of_a_file_add_up_to_the_cost_to_the_nano_dollar(usage: list[DayUsage]) -> None:
-    rows = in_rows(encode_csv(rows_of(FIRST, usage, {})))
+@given(st.lists(USAGE, max_size=5), REASONS)
+def test_billed_costs_of_a_file_add_up_to_the_cost_to_the_nano_dollar(
+    usage: list[DayUsage], by_reason: dict[str, int]
+) -> None:
+    credited = {("t", "p", "k", "m", "c"): by_reason}
+    rows = in_rows(encode_csv(rows_of(FIRST, usage, {}, credited)))
     cost = sum((Decimal(row["BilledCost"]) for row in rows), Decimal())
     assert cost * 10**9 == sum(one.cost_nanodollars for one in usage)
-    assert encode(ExportFormat.CSV, rows_of(FIRST, usage, {})) == encode_csv(rows_of(FIRST, usage, {}))
+    assert all(Decimal(row["BilledCost"]) <= 0 for row in rows if row["ChargeCategory"] == "Credit")
+    again = rows_of(FIRST, usage, {}, credited)
+    assert encode(ExportFormat.CSV, again) == encode_csv(rows_of(FIRST, usage, {}, credited))
+
+
+async def test_an_invoice_has_attainment_and_the_credits_by_reason(
+    database: Database, objects: ObjectStore, demo: Demo
+) -> None:
+    def row(name: str, **fields: Any) -> Any:
+        ids = {"tenant_id": demo.tenant_id, "project_id": demo.project_id, "key_id": demo.key_id}
+        return make_row(name, **ids, model="m", started_at=FIRST, cost_nanodollars=100, **fields)
+
+    missed: dict[str, Any] = {"guarantee_met": False, "slo_attained": False}
+    rows = [
+        row("late", **missed, credit_nanodollars=25, credit_reason="ttft"),
+        row("late too", **missed, credit_nanodollars=5, credit_reason="ttft"),
+        row("slow", **missed, credit_nanodollars=7, credit_reason="finish"),
+        row("met", guarantee_met=True, slo_attained=True),
+        row("without a quote", slo_attained=True),
+    ]
+    async with database.write() as session:
+        await insert_rows(session, rows)
+    await sum_up(database)
+    await export_all(exporter(database, objects))
+    usage, *credited = in_rows(await read(objects, FIRST))
+    counts = ("x_SloRequests", "x_SloAttained", "x_Guarantees", "x_GuaranteesMet")
+    assert [usage[name] for name in counts] == ["5", "2", "4", "1"]
+    assert [(one["ChargeCategory"], one["x_CreditReason"], one["BilledCost"]) for one in credited] == [
+        ("Credit", "finish", "-0.000000007"),
+        ("Credit", "ttft", "-0.000000030"),
+    ]
+    assert credited[1]["ChargeDescription"].endswith("in the class standard: a first token came late")
+    assert sum(Decimal(one["BilledCost"]) for one in (usage, *credited)) == await billed(database, FIRST)
 
 
 KILLED = """

@@ -1,8 +1,8 @@
 """Rows of an export in the columns of FOCUS 1.2, the FinOps Open Cost and Usage Specification. Pure.
 
 A tenant is a billing account, a project a sub account, and a key a resource. Costs are US dollars with nine decimals,
-so they are exact. A row is the usage of one day by tenant, project, key, model and class; credits are rows of their own
-with a negative cost, so the sum of `BilledCost` is what the ledger bills.
+so they are exact. A row is the usage of one day by tenant, project, key, model and class; credits are rows of their
+own by reason, with a negative cost, so the sum of `BilledCost` is what the ledger bills.
 """
 
 from __future__ import annotations
@@ -69,10 +69,22 @@ COLUMNS: Mapping[str, ColumnKind] = {
     "x_CachedTokens": _NUMBER,
     "x_OutputTokens": _NUMBER,
     "x_SpeculativeTokens": _NUMBER,
+    "x_SloRequests": _NUMBER,
+    "x_SloAttained": _NUMBER,
+    "x_Guarantees": _NUMBER,
+    "x_GuaranteesMet": _NUMBER,
+    "x_CreditReason": _TEXT,
 }
 """Kind of each column, in the order of the file. Those with `x_` are our own."""
 
 PROVIDER = "Moiety"
+CREDIT_TEXTS = {"ttft": "a first token came late", "finish": "a last token came late", "failed": "an answer broke off"}
+
+UsageKeys = tuple[str, str, str, str, str]
+"""Tenant, project, key, model and class."""
+
+CreditsByKeys = Mapping[UsageKeys, Mapping[str, int]]
+"""Nano-dollars credited, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +103,25 @@ class DayUsage:
     speculative_tokens: int
     cost_nanodollars: int
     credit_nanodollars: int
+    num_slo_requests: int
+    num_slo_attained: int
+    num_guarantees: int
+    num_guarantees_met: int
+
+    @property
+    def keys(self) -> UsageKeys:
+        """The ids and names by which usage is summed."""
+        return (self.tenant_id, self.project_id, self.key_id, self.model, self.service_class)
 
 
-def rows_of(day: datetime, usage: Iterable[DayUsage], names: Mapping[str, str]) -> Iterator[dict[str, Value]]:
-    """Yield the rows of a day. `names` are those of tenants, projects and keys by id, as far as they still exist."""
+def rows_of(
+    day: datetime, usage: Iterable[DayUsage], names: Mapping[str, str], credits_by_keys: CreditsByKeys
+) -> Iterator[dict[str, Value]]:
+    """Yield the rows of a day.
+
+    `names` are those of tenants, projects and keys by id, as far as they still exist. `credits_by_keys` are the credits
+    of the day's requests, as far as their rows are kept.
+    """
     for one in usage:
         before = one.cost_nanodollars + one.credit_nanodollars
         tokens = one.prompt_tokens + one.output_tokens + one.speculative_tokens
@@ -110,14 +137,29 @@ def rows_of(day: datetime, usage: Iterable[DayUsage], names: Mapping[str, str]) 
             "x_CachedTokens": one.cached_tokens,
             "x_OutputTokens": one.output_tokens,
             "x_SpeculativeTokens": one.speculative_tokens,
+            "x_SloRequests": one.num_slo_requests,
+            "x_SloAttained": one.num_slo_attained,
+            "x_Guarantees": one.num_guarantees,
+            "x_GuaranteesMet": one.num_guarantees_met,
         }
         yield _row(day, one, before, amounts, names)
-        if one.credit_nanodollars:
+        for reason, nanodollars in _credits_of(one, credits_by_keys.get(one.keys, {})):
             credit: dict[str, Value] = {
                 "ChargeCategory": "Credit",
-                "ChargeDescription": f"Credits for missed guarantees of {one.model} in the class {one.service_class}",
+                "ChargeDescription": f"Credits for missed guarantees of {one.model} in the class {one.service_class}"
+                + ("" if reason is None else f": {CREDIT_TEXTS.get(reason, reason)}"),
+                "x_CreditReason": reason,
             }
-            yield _row(day, one, -one.credit_nanodollars, credit, names)
+            yield _row(day, one, -nanodollars, credit, names)
+
+
+def _credits_of(usage: DayUsage, by_reason: Mapping[str, int]) -> list[tuple[str | None, int]]:
+    """Return the credits by reason, with the rest under None; their sum is exactly that of the usage."""
+    rest = usage.credit_nanodollars - sum(by_reason.values())
+    if rest < 0:  # of the rows, one was added after the sums were made
+        return [(None, usage.credit_nanodollars)] if usage.credit_nanodollars else []
+    known: list[tuple[str | None, int]] = [(reason, by_reason[reason]) for reason in sorted(by_reason)]
+    return [*known, (None, rest)] if rest else known
 
 
 def _row(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import structlog
-from sqlalchemy import BigInteger, cast, func, select
+from sqlalchemy import BigInteger, cast, func, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.dialect import insert_into
@@ -23,11 +23,11 @@ from moiety_platform.files.store import read_clock
 from moiety_platform.object_storage.store import ObjectStore, WrittenObject
 from moiety_platform.retention.leases import Now
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
-from moiety_platform.usage.days import day_of
-from moiety_platform.usage.models import UsageDay, UsageDayMark
+from moiety_platform.usage.days import DAY, day_of
+from moiety_platform.usage.models import IS_QUOTED, UsageDay, UsageDayMark, UsageRecord
 from moiety_platform.usage.reconciliation import take_snapshot_locks
 from moiety_platform.usage_exports.files import ExportFormat, encode
-from moiety_platform.usage_exports.focus import DayUsage, rows_of
+from moiety_platform.usage_exports.focus import CreditsByKeys, DayUsage, UsageKeys, rows_of
 from moiety_platform.usage_exports.models import UsageExport
 
 FOLDER = "exports/usage/"
@@ -72,8 +72,9 @@ class UsageExports:
             day, sums = found
             usage = await _usage_of(session, day)
             names = await _names_of(session, usage)
+            credited = await _credits_of(session, day)
         key = key_of(day, self.file_format)
-        data = await asyncio.to_thread(lambda: encode(self.file_format, rows_of(day, usage, names)))
+        data = await asyncio.to_thread(lambda: encode(self.file_format, rows_of(day, usage, names, credited)))
         written = await self._write(key, data)
         async with self.database.write() as session:
             await self._note(session, day, key, written, sums, at)
@@ -143,6 +144,27 @@ async def _usage_of(session: AsyncSession, day: datetime) -> list[DayUsage]:
     columns = [getattr(UsageDay, name) for name in DayUsage.__dataclass_fields__]
     found = await session.execute(select(*columns).where(UsageDay.day == day).order_by(*_KEYS))
     return [DayUsage(*row) for row in found]
+
+
+async def _credits_of(session: AsyncSession, day: datetime) -> CreditsByKeys:
+    """Return the credits of a day's requests whose rows are kept."""
+    keys = [getattr(UsageRecord, column.key) for column in _KEYS]
+    amount = cast(func.sum(UsageRecord.credit_nanodollars), BigInteger)
+    found = (
+        select(*keys, UsageRecord.credit_reason, amount)
+        .where(
+            UsageRecord.started_at >= day,
+            UsageRecord.started_at < day + DAY,
+            literal_column(f"({IS_QUOTED})"),  # without a type, for the reason of UsageFilter.row_conditions
+            UsageRecord.credit_nanodollars > 0,
+            UsageRecord.credit_reason.is_not(None),
+        )
+        .group_by(*keys, UsageRecord.credit_reason)
+    )
+    credited: dict[UsageKeys, dict[str, int]] = {}
+    for tenant_id, project_id, key_id, model, service_class, reason, nanodollars in await session.execute(found):
+        credited.setdefault((tenant_id, project_id, key_id, model, service_class), {})[reason] = nanodollars
+    return credited
 
 
 async def _names_of(session: AsyncSession, usage: Sequence[DayUsage]) -> dict[str, str]:
