@@ -14,6 +14,7 @@ from pydantic_settings import EnvSettingsSource, NoDecode, SettingsConfigDict
 
 from moiety_platform.alert_settings import AlertSettings
 from moiety_platform.config_file import read_config_section
+from moiety_platform.content_settings import ContentSettings
 from moiety_platform.document_settings import DocumentSettings
 from moiety_platform.engine_addresses import identity
 from moiety_platform.export_settings import ExportSettings
@@ -51,7 +52,7 @@ def _also(name: str, variable: str) -> AliasChoices:
 
 class GatewaySettings(
     LogSettings, DocumentSettings, QuoteSettings, SpotSettings, ReceiptSettings, TokenCountSettings, RoutingSettings,
-    ExportSettings, OidcSettings, AlertSettings, WakeSettings,
+    ExportSettings, OidcSettings, AlertSettings, WakeSettings, ContentSettings,
 ):  # fmt: skip
     """All settings of one gateway process."""
 

@@ -29,7 +29,10 @@ from moiety_platform.logs import set_log_level
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.reloadable import is_live
 from moiety_platform.reloading.source import SettingsSource
+from moiety_platform.request_contents.models import RequestContent
+from moiety_platform.request_contents.service import set_logging
 from moiety_platform.settings import SECTION, GatewaySettings
+from moiety_platform.tenants.models import Tenant
 from moiety_platform.trace_receiver.process import build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.traces.sampling import EndedRequest
@@ -294,6 +297,40 @@ async def test_reload_begins_and_ends_the_export_of_usage(
         assert [path.name for path in exports.rglob("*.csv")] == [f"usage-{day:%Y-%m-%d}.csv"]
 
 
+async def test_reload_applies_the_redaction_of_contents(
+    whole: Callable[..., AbstractAsyncContextManager[Whole]], receiver: Receiver, logged: io.StringIO, tmp_path: Path
+) -> None:
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(never, "127.0.0.1", 0)
+    async with silent, engine(tmp_path, "a") as address, whole(engines=[address]) as gateway:
+        async with gateway.database.write() as session:
+            (tenant_id,) = await session.scalars(select(Tenant.id))
+            await set_logging(session, tenant_id, 3, NOW)
+
+        async def failed(reason: str) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while f'"reason": "{reason}"' not in logged.getvalue():
+                    await gateway.hello()
+
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/redact"
+        await gateway.change(content_redaction_url=url)
+        await failed("address_not_allowed")
+        networks: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"]}
+        await gateway.change(**networks, content_redaction_url=f"{receiver.url}/redact")
+        assert await receiver.wait("post /redact")
+        await failed("status_404")
+        await gateway.change(**networks, content_redaction_url=url, content_redaction_timeout_ms=50)
+        await failed("timeout")
+        assert await gateway.count(RequestContent) == 0
+        await gateway.change()
+        async with asyncio.timeout(DEADLINE_S):
+            while not await gateway.count(RequestContent):
+                await gateway.hello()
+
+
 async def test_reload_applies_log_and_metric_settings(
     whole: Callable[..., AbstractAsyncContextManager[Whole]], logged: io.StringIO, tmp_path: Path
 ) -> None:
@@ -360,7 +397,7 @@ LOOKED_AT_HERE = {
     "external_engine_api_key", "webhook_networks", "max_adapter_bytes", "max_adapter_bytes_per_tenant",
     "keep_requests_days", "usage_export_format", "usage_export_days",
     "keep_limit_windows_days", "keep_batches_days", "retention_interval_s", "log_level", "metrics_tenants",
-    "access_log_rate",
+    "access_log_rate", "content_redaction_url", "content_redaction_timeout_ms",
 }  # fmt: skip
 LOOKED_AT_ELSEWHERE = {
     "engines",  # test_reload.py

@@ -12,6 +12,7 @@ from sqlalchemy import BigInteger, cast, func, literal, select, update
 
 from moiety_platform.auth.pepper import PepperRotation
 from moiety_platform.clock import ManualClock
+from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound
 from moiety_platform.guardrails.detectors import find, redact
@@ -19,9 +20,11 @@ from moiety_platform.guardrails.terms import Detector
 from moiety_platform.request_contents.cipher import ContentCipher
 from moiety_platform.request_contents.models import RequestContent
 from moiety_platform.request_contents.opted_in import load_terms
+from moiety_platform.request_contents.redaction import ContentRedactor
 from moiety_platform.request_contents.service import end_logging, purge_contents, read_content, set_logging
 from moiety_platform.request_contents.terms import MAX_CHARS, CapturedContent, Content, ContentTerms
 from moiety_platform.request_contents.writer import MAX_QUEUED_CHARS, ContentWriter
+from moiety_platform.webhooks.addresses import AddressPolicy
 
 from .conftest import PEPPER, Demo
 
@@ -52,6 +55,10 @@ def captured(
     return content
 
 
+def writer_of(database: Database, now: Any = now_ms) -> ContentWriter:
+    return ContentWriter(database, CIPHER, ContentRedactor(AddressPolicy()), now=now)
+
+
 async def opt_in(database: Database, demo: Demo, clock: ManualClock, keep_days: int = 3) -> str:
     """Let the tenant opt in; return the id of the opt-in, as requests that begin then have it."""
     async with database.write() as session:
@@ -63,7 +70,7 @@ async def opt_in(database: Database, demo: Demo, clock: ManualClock, keep_days: 
 async def stored(database: Database, demo: Demo, clock: ManualClock, now: Clock, keep_days: int = 3) -> None:
     """Let the tenant opt in, and store the content of its request r1."""
     terms: dict[str, Any] = {"keep_days": keep_days, "opt_in_id": await opt_in(database, demo, clock, keep_days)}
-    writer = ContentWriter(database, CIPHER, now=now)
+    writer = writer_of(database, now)
     writer.put("r1", captured(demo.tenant_id, f"my card is {CARD}", f"keep {SECRET} safe", "2nd", **terms))
     await writer.write_queued()
 
@@ -93,7 +100,7 @@ async def test_contents_of_tenants_that_did_not_opt_in_are_not_stored(
     database: Database, demo: Demo, clock: ManualClock
 ) -> None:
     now = Clock()
-    writer = ContentWriter(database, CIPHER, now=now)
+    writer = writer_of(database, now)
     writer.put("r1", captured(demo.tenant_id, "text"))
     await writer.write_queued()
     assert await num_stored(database) == 0, "it opted out between the request's beginning and its end"
@@ -117,7 +124,7 @@ async def test_contents_of_an_ended_opt_in_cannot_be_read_after_another_one(
         await end_logging(session, demo.tenant_id)
     again = await opt_in(database, demo, clock)
     assert again != first
-    writer = ContentWriter(second, CIPHER, now=now)  # of a gateway where a request of before ends now
+    writer = writer_of(second, now)  # of a gateway where a request of before ends now
     for number, opt_in_id in enumerate((first, again), start=2):
         writer.put(f"r{number}", captured(demo.tenant_id, "text", opt_in_id=opt_in_id))
     await writer.write_queued()
@@ -202,7 +209,7 @@ async def test_a_full_queue_drops_contents_and_a_store_that_comes_back_gets_the_
     database: Database, demo: Demo, clock: ManualClock
 ) -> None:
     opt_in_id = await opt_in(database, demo, clock)
-    writer = ContentWriter(database, CIPHER)
+    writer = writer_of(database)
     fitting = MAX_QUEUED_CHARS // MAX_CHARS
     for number in range(fitting + 2):
         writer.put(f"r{number}", captured(demo.tenant_id, "x" * MAX_CHARS, opt_in_id=opt_in_id))

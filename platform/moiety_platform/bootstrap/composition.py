@@ -159,7 +159,7 @@ async def _open_services(
     usage, stored_usage, quotas = await start_accounting(stack, settings, process_id, database, overrides)
     idempotency = await start_idempotency(stack, settings, database, overrides)
     responses = ResponseService(database, ConversationLimits.of(settings), ResponseStore(overrides.now))
-    content_writer = start_contents(stack, database, ContentCipher(pepper, turn), overrides)
+    content_writer = start_contents(stack, settings, live, database, ContentCipher(pepper, turn), overrides)
     recorder = RequestRecorder(usage, quotas, metrics, telemetry.tracing, clock, content_writer)
     start_recorder(stack, settings, live, recorder)
     machine = await start_machine_limits(stack, settings, metrics)

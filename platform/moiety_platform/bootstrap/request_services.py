@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from moiety_platform.batches.assembly import Batches
+from moiety_platform.bootstrap.administration import networks_of
 from moiety_platform.bootstrap.document_preparation import document_preparation_of
 from moiety_platform.bootstrap.engines import Engines, key_files
 from moiety_platform.bootstrap.image_preparation import link_fetcher_of
 from moiety_platform.bootstrap.overrides import Overrides
 from moiety_platform.clock import Clock
+from moiety_platform.content_settings import ContentSettings
 from moiety_platform.db.session import Database
 from moiety_platform.document_extraction.text_cache import DocumentTextCache
 from moiety_platform.files.prompt_files import UploadedPromptFiles
@@ -26,6 +28,7 @@ from moiety_platform.receipts.signing import key_file_of, load_signer
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.request_contents.cipher import ContentCipher
+from moiety_platform.request_contents.redaction import ContentRedactor
 from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
@@ -38,6 +41,7 @@ from moiety_platform.spot.service import SpotMetrics, SpotPrices
 from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.wake_on_request.metrics import wake_families
 from moiety_platform.wake_on_request.waker import EngineWaker
+from moiety_platform.webhooks.addresses import AddressPolicy
 
 LAST_RECORDS_S = 10.0
 
@@ -58,10 +62,24 @@ def receipts_of(settings: GatewaySettings, database: Database, clock: Clock, usa
 
 
 def start_contents(
-    stack: AsyncExitStack, database: Database, cipher: ContentCipher, overrides: Overrides
+    stack: AsyncExitStack,
+    settings: GatewaySettings,
+    live: LiveSettings[GatewaySettings],
+    database: Database,
+    cipher: ContentCipher,
+    overrides: Overrides,
 ) -> ContentWriter:
     """Start the writer of contents of requests, until the stack is closed."""
-    writer = ContentWriter(database, cipher, now=overrides.now)
+    redactor = ContentRedactor(AddressPolicy())
+    stack.push_async_callback(redactor.close)
+
+    def use(settings: GatewaySettings) -> None:
+        redactor.reach.networks = networks_of(settings)
+        redactor.url, redactor.timeout_s = settings.content_redaction_url, settings.content_redaction_timeout_ms / 1000
+
+    use(settings)
+    live.follow(["webhook_networks", *ContentSettings.model_fields], use)
+    writer = ContentWriter(database, cipher, redactor, now=overrides.now)
     writer.start()
     stack.push_async_callback(writer.stop)
     return writer

@@ -1,7 +1,7 @@
 """Background writer of contents: redacts, encrypts and stores them after the end of their requests.
 
-It fails open: requests never wait for it, and contents are lost if the process is killed, or if the database is away
-for so long that the queue is full.
+It fails open: requests never wait for it, and contents are lost if the process is killed, if they cannot be redacted,
+or if the database is away for so long that the queue is full.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,14 +21,15 @@ from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
-from moiety_platform.guardrails.detectors import redact
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.request_contents.cipher import ContentCipher
 from moiety_platform.request_contents.models import ContentLogging, RequestContent
-from moiety_platform.request_contents.terms import CapturedContent, Content
+from moiety_platform.request_contents.redaction import ContentRedactor, RedactionFailed
+from moiety_platform.request_contents.terms import CapturedContent, ContentTerms
 
 EVERY_S = 1.0
 BATCH_ROWS = 50
+STOP_S = 10.0
 MAX_QUEUED_CHARS = 32 * 1024 * 1024
 DAY_MS = 24 * 3600 * 1000
 
@@ -38,14 +40,27 @@ Queued = tuple[str, CapturedContent]
 """Request id and content."""
 
 
+@dataclass(frozen=True, slots=True)
+class SealedContent:
+    """Encrypted content of a request, ready to be stored under the terms of its tenant."""
+
+    request_id: str
+    terms: ContentTerms
+    sealed: bytes
+
+
 class ContentWriter:
     """Writer of one gateway process, for one event loop. Owned by the entry point, which starts and stops it."""
 
-    def __init__(self, database: Database, cipher: ContentCipher, *, now: Now = now_ms) -> None:
+    def __init__(
+        self, database: Database, cipher: ContentCipher, redactor: ContentRedactor, *, now: Now = now_ms
+    ) -> None:
         self._database = database
+        self._redactor = redactor
         self._cipher = cipher
         self._now = now
         self._queue: deque[Queued] = deque()
+        self._sealed: list[SealedContent] = []  # that the database has not taken yet
         self._queued_chars = 0
         self._is_full = False
         self._rounds = PeriodicTask("request-contents", self.write_queued, EVERY_S)
@@ -55,16 +70,17 @@ class ContentWriter:
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Stop, and write what is queued, if the database answers. Idempotent."""
+        """Stop, and write what is queued, if the database and the redaction answer in time. Idempotent."""
         await self._rounds.stop()
         try:
-            await self.write_queued()
-        except Unavailable as error:
+            async with asyncio.timeout(STOP_S):
+                await self.write_queued()
+        except (Unavailable, TimeoutError) as error:
             log.warning(
                 "request_contents_lost",
-                reason=str(error),
-                queued=len(self._queue),
-                advice="stop gateways while the database answers",
+                reason=str(error) or "timeout",
+                queued=len(self._queue) + len(self._sealed),
+                advice="stop gateways while the database and the endpoint of content_redaction_url answer",
             )
 
     def put(self, request_id: str, content: CapturedContent) -> None:
@@ -84,24 +100,40 @@ class ContentWriter:
 
     async def write_queued(self) -> None:
         """Store what is queued, some at a time. Raises Unavailable, and then keeps the rest."""
-        while batch := list(islice(self._queue, BATCH_ROWS)):
-            sealed = await asyncio.to_thread(self._seal, batch)
-            async with self._database.write() as session:
-                await self._insert(session, batch, sealed)
-            for _, content in batch:
-                self._queue.popleft()
-                self._queued_chars -= content.num_chars
-            self._is_full = False
+        while self._sealed or self._queue:
+            if not self._sealed:
+                batch = list(islice(self._queue, BATCH_ROWS))
+                self._sealed = [one for one in await asyncio.gather(*map(self._seal, batch)) if one is not None]
+                for _, content in batch:
+                    self._queue.popleft()
+                    self._queued_chars -= content.num_chars
+                self._is_full = False
+            if self._sealed:
+                async with self._database.write() as session:
+                    await self._insert(session, self._sealed)
+                self._sealed = []
 
-    def _seal(self, batch: Sequence[Queued]) -> list[bytes]:
-        return [
-            self._cipher.encrypt(content.terms.tenant_id, request_id, redacted(content.content()))
-            for request_id, content in batch
-        ]
+    async def _seal(self, queued: Queued) -> SealedContent | None:
+        """Redact and encrypt a content; return None for one that is not redacted, and so not stored."""
+        request_id, captured = queued
+        tenant_id = captured.terms.tenant_id
+        try:
+            content = await self._redactor.redact(tenant_id, request_id, captured.content())
+        except RedactionFailed as exc:
+            self.num_dropped += 1
+            log.warning(
+                "request_content_not_redacted",
+                request_id=request_id,
+                reason=str(exc),
+                advice="check the endpoint of content_redaction_url: contents that it does not redact are not stored",
+            )
+            return None
+        sealed = await asyncio.to_thread(self._cipher.encrypt, tenant_id, request_id, content)
+        return SealedContent(request_id, captured.terms, sealed)
 
-    async def _insert(self, session: AsyncSession, batch: Sequence[Queued], sealed: Sequence[bytes]) -> None:
+    async def _insert(self, session: AsyncSession, batch: Sequence[SealedContent]) -> None:
         """Insert the contents whose tenants have not opted out since the beginning of the request."""
-        tenants = {content.terms.tenant_id for _, content in batch}
+        tenants = {one.terms.tenant_id for one in batch}
         logging = select(ContentLogging.opt_in_id, ContentLogging.tenant_id)
         found = await session.execute(logging.where(ContentLogging.tenant_id.in_(tenants)))
         present = {tenant_id: opt_in_id for opt_in_id, tenant_id in found}
@@ -109,21 +141,16 @@ class ContentWriter:
         assert at_ms is not None, "the database has a clock"
         values: list[dict[str, Any]] = [
             {
-                "request_id": request_id,
-                "tenant_id": content.terms.tenant_id,
-                "opt_in_id": content.terms.opt_in_id,
-                "sealed": one,
+                "request_id": one.request_id,
+                "tenant_id": one.terms.tenant_id,
+                "opt_in_id": one.terms.opt_in_id,
+                "sealed": one.sealed,
                 "stored_ms": at_ms,
-                "expires_ms": at_ms + content.terms.keep_days * DAY_MS,
+                "expires_ms": at_ms + one.terms.keep_days * DAY_MS,
             }
-            for (request_id, content), one in zip(batch, sealed, strict=True)
-            if present.get(content.terms.tenant_id) == content.terms.opt_in_id
+            for one in batch
+            if present.get(one.terms.tenant_id) == one.terms.opt_in_id
         ]
         if values:
             connection = await session.connection()
             await connection.execute(insert_into(session, RequestContent).on_conflict_do_nothing(), values)
-
-
-def redacted(content: Content) -> Content:
-    """Return the content without secrets and card numbers that the guardrails' built-in detectors find."""
-    return Content(redact(content.input), [redact(one) for one in content.outputs], content.is_cut)
