@@ -161,6 +161,25 @@ def test_projects_webhooks_and_quotas_are_found_by_names(day: Day, moiety: Calla
     assert "no tenant has an adapter 'moiety-demo:none'" in day("adapter", "remove", "moiety-demo:none", ends_with=1)
 
 
+def test_runs_are_found_by_names_and_routes_warn_of_unknown_models(
+    day: Day, moiety: Callable[..., Any], serve: Any
+) -> None:
+    body = {"model": "moiety-demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    headers = {"Authorization": f"Bearer {serve.tenant_key}", "x-moiety-run": "night-shift; budget-tokens=500"}
+    httpx.post(f"{serve.url}/v1/chat/completions", json=body, headers=headers, timeout=DEADLINE_S).raise_for_status()
+    (run,) = rows(moiety, "run", "list")
+    listed = day("run", "list")
+    assert "demo" in listed and run["tenant_id"] not in listed
+    assert run["id"] in day("run", "show", "night-shift")
+    assert "stopped" in day("run", "stop", "night-shift")
+    assert "no run with the id or name 'day-shift'" in day("run", "show", "day-shift", ends_with=1)
+    told = day("route", "set", "best", "--to", "moiety-demo=95,canary=5", "--fallback", "last", "--shadow-to", "next",
+               "--shadow-percent", "5")  # fmt: skip
+    for model in ("canary", "last", "next"):
+        assert f"warning: no engine serves the model '{model}'; served are: moiety-demo" in told
+    assert "'moiety-demo'" not in told
+
+
 def test_usage_is_of_a_period(day: Day, moiety: Callable[..., Any], serve: Any) -> None:
     body = {"model": "moiety-demo", "prompt": "hello", "max_tokens": 1}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}

@@ -6,7 +6,7 @@ from moiety_platform.access.actions import MANAGED_BY_TENANTS
 from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
-_RUN = Parameter.path_argument("run", "Id of the run.")
+_RUN = Parameter.path_argument("run", "Name or id of the run.", finds="run")
 
 RUNS = Resource(
     name="run",
@@ -15,7 +15,7 @@ RUNS = Resource(
     page="agent-runs.md",
     columns={
         "name": "name",
-        "tenant_id": "tenant",
+        "tenant": "tenant",
         "status": "status",
         "num_requests": "requests",
         "used_tokens": "tokens",

@@ -107,6 +107,20 @@ def find_user(client: AdminClient, text: str, *, tenant_id: str | None = None) -
     raise CommandError(f"{text!r} has {len(named)} roles; give the id of one:\n{_lines(shown)}")
 
 
+def find_run(client: AdminClient, text: str) -> Row:
+    """Return the agent run with this id, or else the only one with this name. Raises CommandError."""
+    if (found := _by_id(client, "run", text)) is not None:
+        return found
+    named: list[Row] = client.get("/runs", name=text)["data"]
+    if len(named) == 1:
+        return named[0]
+    if not named:
+        raise CommandError(f"there is no run with the id or name {text!r}; see: moiety run list")
+    names = ObjectNames(client)
+    shown = [f"{one['id']} (of {names.tenant_of_row(one)})" for one in named]
+    raise CommandError(f"{len(named)} tenants have a run {text!r}; give the id of one:\n{_lines(shown)}")
+
+
 FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
     {
         "tenant": lambda client, text: client.find_tenant(text),
@@ -114,6 +128,7 @@ FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
         "user": find_user,
         "webhook": find_webhook,
         "adapter": find_adapter,
+        "run": find_run,
     }
 )
 """Functions that return an object for its name or id, by the name of its resource."""

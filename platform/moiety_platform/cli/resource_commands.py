@@ -68,7 +68,7 @@ def _run(resource: Resource, command: Command, admin: Admin, given: Mapping[str,
     if found is not None and command.method == "GET" and values[ParameterLocation.PATH]:
         admin.show_row(found)  # it has been read already
         return
-    warn_of_unknown_models(admin.client, [given[one.name] for one in command.parameters if one.is_model])
+    warn_of_unknown_models(admin.client, _models_in(command, values))
     takes_body = command.constants or any(one.place is ParameterLocation.BODY for one in command.parameters)
     body = {**values[ParameterLocation.BODY], **command.constants} if takes_body else None
     suffix = (command.suffix,) if command.suffix else ()
@@ -100,6 +100,16 @@ def _parsed(command: Command, given: Mapping[str, Any]) -> Values:
                 raise typer.BadParameter(f"{one.option} {exc}") from exc
         values[one.place][one.field or one.name] = value
     return values
+
+
+def _models_in(command: Command, values: Values) -> list[str]:
+    """Return the models that the values name."""
+    named: list[str] = []
+    for one in command.parameters:
+        field = one.field or one.name
+        if one.models_of is not None and field in values[one.place]:
+            named += one.models_of(values[one.place][field])
+    return named
 
 
 def _find_objects(command: Command, client: AdminClient, values: Values) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
+from moiety_platform.cli.object_names import find_run
 from moiety_platform.resources.paths import path_of
 
 COLUMNS = {
@@ -23,9 +24,9 @@ COLUMNS = {
 
 
 @admin_command
-def show_run(admin: Admin, run: Annotated[str, typer.Argument(help="Id of the run.")]) -> None:
+def show_run(admin: Admin, run: Annotated[str, typer.Argument(help="Name or id of the run.")]) -> None:
     """Show a run, and its first 1000 requests in their order."""
-    found = admin.client.get(path_of("runs", run) + "/trace")
+    found = admin.client.get(path_of("runs", find_run(admin.client, run)["id"]) + "/trace")
     if admin.as_json:
         admin.show_row(found)
         return

@@ -35,7 +35,7 @@ GUARDRAILS = Resource(
         "detectors": "detectors",
         "url": "endpoint",
         "entry_point": "entry point",
-        "tenant_id": "tenant",
+        "tenant": "tenant",
     },
     plain=plain,
     commands=(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Parameter
+from moiety_platform.resources.commands import Command, Parameter, the_model
 from moiety_platform.resources.declaration import Resource
 
 _NAME = Parameter.argument("name", "Name of the route: the model that clients ask for.")
@@ -26,6 +27,11 @@ def parse_targets(text: str) -> list[dict[str, Any]]:
             raise ValueError(f"must be models with weights, such as small=90,large=10, not {text!r}")
         targets.append({"model": model, "weight": int(weight)})
     return targets
+
+
+def models_of_targets(targets: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the models of targets."""
+    return [target["model"] for target in targets]
 
 
 def parse_names(text: str) -> list[str]:
@@ -66,6 +72,7 @@ ROUTES = Resource(
                 name="targets",
                 flag="--to",
                 parse=parse_targets,
+                models_of=models_of_targets,
                 help="Models that answer, with weights, such as small=90,large=10. One model is an alias.",
                 is_required=True,
             ),
@@ -73,6 +80,7 @@ ROUTES = Resource(
                 name="fallbacks",
                 flag="--fallback",
                 parse=parse_names,
+                models_of=list,
                 help="Models to use in this order, separated by commas, if the targets are overloaded, fail before "
                 "the first token, or have no engine.",
             ),
@@ -83,6 +91,7 @@ ROUTES = Resource(
             Parameter(
                 name="downgrade_model",
                 flag="--downgrade-to",
+                models_of=the_model,
                 help="Model that answers when a quota of the request is nearly used up.",
             ),
             Parameter(
@@ -94,6 +103,7 @@ ROUTES = Resource(
             Parameter(
                 name="shadow_model",
                 flag="--shadow-to",
+                models_of=the_model,
                 help="Model that gets copies of requests. Its answers are discarded and not billed.",
             ),
             Parameter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moiety_platform.access.actions import MANAGED_BY_OPERATORS
-from moiety_platform.resources.commands import Command, Parameter
+from moiety_platform.resources.commands import Command, Parameter, the_model
 from moiety_platform.resources.declaration import Resource
 
 _MODEL = Parameter.argument("model", "Name of the model, as /v1/models lists it.")
@@ -32,7 +32,7 @@ PRICES = Resource(
         Command.list_objects("List all prices, in dollars per million tokens."),
         Command.set_object(
             "Set or change a price. It applies to requests that begin later, at every gateway within seconds.",
-            replace(_MODEL, is_model=True),
+            replace(_MODEL, models_of=the_model),
             Parameter(
                 name="input_price",
                 field="input",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -31,8 +31,8 @@ class Parameter:
 
     `field` is the field of the request, by default `name`. `flag` replaces the flag that has the name. `parse` converts
     a given value to JSON; it raises ValueError with what follows the option's name in the complaint. With `finds`, the
-    name of a resource, the value is the name or the id of one of its objects, and its id is sent. With `is_model` the
-    value is a model, and the command warns if no engine serves it.
+    name of a resource, the value is the name or the id of one of its objects, and its id is sent. `models_of` returns
+    the models that a converted value names; the command warns of those that no engine serves.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Parameter:
     minimum: int | None = None
     parse: Callable[[Any], Any] | None = None
     finds: str = ""
-    is_model: bool = False
+    models_of: Callable[[Any], Iterable[str]] | None = None
 
     @property
     def option(self) -> str:
@@ -70,6 +70,11 @@ class Parameter:
     def in_query(self, field: str = "") -> Self:
         """Return the same parameter, sent in the query, as `field` if it is given."""
         return replace(self, place=ParameterLocation.QUERY, field=field or self.field)
+
+
+def the_model(value: str) -> list[str]:
+    """Return the models of a value that is one."""
+    return [value]
 
 
 TENANT_FILTER = Parameter(

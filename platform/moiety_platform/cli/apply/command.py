@@ -27,6 +27,8 @@ from moiety_platform.cli.object_names import warn_of_unknown_models
 from moiety_platform.cli.printing import print_line, print_prose
 from moiety_platform.cli.tables import show_json, show_rows, show_value
 from moiety_platform.cluster.pod_identity import ACCOUNT
+from moiety_platform.model_routes.admin_resource import models_of_targets
+from moiety_platform.model_routes.declared import ROUTE
 from moiety_platform.reloading.source import mark_of
 from moiety_platform.resources.apply_kind import DeclaredObject
 
@@ -175,9 +177,14 @@ def with_secret_names(declared: list[DeclaredObject], file: Path | None) -> list
 
 
 def declared_models(declared: list[DeclaredObject]) -> set[str]:
-    """Return the models that prices and keys of the file name."""
-    of_prices = {one.identity["model"] for one in declared if "model" in one.identity}
-    return of_prices.union(*(one.fields.get("allowed_models") or () for one in declared))
+    """Return the models that prices, keys and routes of the file name."""
+    named = {one.identity["model"] for one in declared if "model" in one.identity}
+    for one in declared:
+        named.update(one.fields.get("allowed_models") or ())
+        if one.kind == ROUTE.kind:
+            named.update(models_of_targets(one.fields["targets"]), one.fields.get("fallbacks") or ())
+            named.update(one.fields[name] for name in ("downgrade_model", "shadow_model") if one.fields.get(name))
+    return named
 
 
 def wait_for_gateway(http: httpx.Client, wait_s: float) -> None:
