@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from tests.usage_rows import make_row
 
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.contracts import learned_device, recent_arrivals, serves, service_of, show_report
@@ -18,6 +20,7 @@ from moiety_platform.contracts.arrivals import ContractTerms
 from moiety_platform.contracts.check import ContractReport, ContractRun, Verdict
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.usage.store import insert_rows
 from moiety_wire.classes import SHIPPED
 from moiety_wire.engine_load import StepCosts
 
@@ -38,12 +41,12 @@ async def test_traffic_classes_and_step_times_come_from_the_gateway(
         rows = (await asyncio.to_thread(client.get, "/classes"))["data"]
         classes = {row["name"]: service_of(row) for row in rows}
         assert {one.name: one for one in SHIPPED} == classes
-        found = await asyncio.to_thread(recent_arrivals, client, 1.0, None, classes)
+        found = await asyncio.to_thread(recent_arrivals, client, 1.0, 1800.0, None, classes)
         length = RunningGateway.prompt_tokens("hi")
         served = sorted((one.input_tokens, one.output_tokens, one.service_class) for one in found)
         assert served == [(length, 2, "flex"), (length, 4, "standard")]
-        assert all(3500 < one.at_s <= 3600 for one in found)
-        only = await asyncio.to_thread(recent_arrivals, client, 1.0, "tiny", {"flex": classes["flex"]})
+        assert all(0 <= one.at_s <= 7200 for one in found)
+        only = await asyncio.to_thread(recent_arrivals, client, 1.0, 1800.0, "tiny", {"flex": classes["flex"]})
         assert [one.service_class for one in only] == ["flex"]
         listed = (await asyncio.to_thread(client.get, "/engines"))["data"]
         assert [serves(one, "tiny") for one in listed] == [True] and not serves(listed[0], "other")
@@ -54,6 +57,29 @@ async def test_traffic_classes_and_step_times_come_from_the_gateway(
         written = Path(learned_device(listed, tmp_path))
         device = json.loads(await asyncio.to_thread(written.read_text))
         assert (device["overhead_s"], device["token_s"], device["bends"]) == (0.01, 0.001, [[96, 0.002]])
+        client.http.close()
+
+
+async def test_only_the_requests_of_the_busiest_hours_are_read(
+    start_gateway: StartGateway, new_card: NewCard, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC).replace(minute=30, second=0, microsecond=0)
+    ages_h = {"quiet": 5, "busy": 50, "after busy": 49, "before the week": 200}
+    tokens = {"quiet": 10, "busy": 900, "after busy": 20, "before the week": 5000}
+    rows = [
+        make_row(name, started_at=now - timedelta(hours=age), prompt_tokens=tokens[name], output_tokens=1)
+        for name, age in ages_h.items()
+    ]
+    async with start_gateway([FakeEngineClient(new_card("engine-1", "tiny"))], stores_usage=True) as gateway:
+        async with gateway.database.write() as session:
+            await insert_rows(session, rows)
+        client = AdminClient.connect(gateway.url, gateway.admin_key, tmp_path)
+        classes = {one.name: one for one in SHIPPED}
+        found = await asyncio.to_thread(recent_arrivals, client, 168.0, 1800.0, None, classes)
+        assert sorted(one.input_tokens for one in found) == [20, 900]
+        shorter = await asyncio.to_thread(recent_arrivals, client, 24.0, 1800.0, None, classes)
+        assert [one.input_tokens for one in shorter] == [10]
+        assert await asyncio.to_thread(recent_arrivals, client, 1.0, 1800.0, None, classes) == []
         client.http.close()
 
 

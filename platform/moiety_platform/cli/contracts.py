@@ -18,10 +18,18 @@ from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
-from moiety_platform.contracts.arrivals import MAX_REQUESTS, Arrival, ContractTerms, busiest_window, contract_arrivals
+from moiety_platform.contracts.arrivals import (
+    MAX_REQUESTS,
+    OUTPUT_WEIGHT,
+    Arrival,
+    ContractTerms,
+    busiest_window,
+    contract_arrivals,
+)
 from moiety_platform.contracts.check import ContractCheck, ContractReport, Verdict
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.simulator import ContractSimulator
+from moiety_platform.contracts.traffic import busiest_hours
 from moiety_platform.simulations.learned_device import device_fields
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import StepCosts
@@ -82,7 +90,7 @@ def check(
     classes = {row["name"]: service_of(row) for row in admin.client.get("/classes")["data"]}
     engines = [one for one in admin.client.get("/engines")["data"] if one["healthy"] and serves(one, model)]
     try:
-        _, recent = busiest_window(recent_arrivals(admin.client, hours, model, classes), window_s)
+        _, recent = busiest_window(recent_arrivals(admin.client, hours, window_s, model, classes), window_s)
         own = contract_arrivals(terms, recent, window_s, seed)
         with tempfile.TemporaryDirectory(prefix="moiety-contract-") as name:
             folder = Path(name)
@@ -101,19 +109,39 @@ def check(
 
 
 def recent_arrivals(
-    client: AdminClient, hours: float, model: str | None, classes: Mapping[str, ServiceClass]
+    client: AdminClient, hours: float, window_s: float, model: str | None, classes: Mapping[str, ServiceClass]
 ) -> list[Arrival]:
-    """Return the served requests of the last hours in classes that still exist. Raises ContractProblem for too many."""
-    since = datetime.now(UTC) - timedelta(hours=hours)
+    """Return the served requests, in classes that still exist, of the last hours' busiest ones.
+
+    These are the clock hours that a window of `window_s` can touch. Raises ContractProblem for too many requests.
+    """
+    first = datetime.now(UTC) - timedelta(hours=hours)
+    busiest = busiest_hours(hourly_work(client, first, model), window_s)
+    if busiest is None:
+        return []
+    since, until = max(busiest[0], first), busiest[1]
     found: list[Arrival] = []
-    for row in client.pages("/usage/requests", since=since.isoformat(), model=model):
+    for row in client.pages("/usage/requests", since=since.isoformat(), until=until.isoformat(), model=model):
         if row["prompt_tokens"] and row["output_tokens"] and row["service_class"] in classes:
             at_s = (datetime.fromisoformat(row["started_at"]) - since).total_seconds()
             lengths = row["prompt_tokens"], row["output_tokens"]
             found.append(Arrival(at_s, row["tenant_id"], *lengths, row["service_class"]))
         if len(found) > MAX_REQUESTS:
-            raise ContractProblem(f"more than {MAX_REQUESTS:,} requests in {hours:g} hours; give fewer --hours")
+            raise ContractProblem(
+                f"more than {MAX_REQUESTS:,} requests in the busiest hours; give a --model, other --hours, or a "
+                "shorter --window-s"
+            )
     return found
+
+
+def hourly_work(client: AdminClient, since: datetime, model: str | None) -> dict[datetime, int]:
+    """Return the work of all requests of each clock hour, in prompt tokens."""
+    report = client.get("/usage", group_by="hour", since=since.isoformat(), model=model)
+    return {
+        datetime.fromisoformat(one["group"]["hour"]): one["totals"]["prompt_tokens"]
+        + OUTPUT_WEIGHT * one["totals"]["output_tokens"]
+        for one in report["data"]
+    }
 
 
 def service_of(row: Mapping[str, Any]) -> ServiceClass:
