@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -100,6 +100,32 @@ async def test_spend_of_any_time_and_group_is_that_of_usage_and_of_the_ledger(sp
     whole = await admin.call("GET", "spend", 200, params=in_query(*SPANS[0]))
     assert whole["data"] == [{"group": {}, "totals": whole["total"]}]
     assert whole["total"]["credit_nanodollars"] > 0 and not whole["truncated"]
+
+
+@pytest.mark.parametrize("grouping", ATTRIBUTED)
+async def test_spend_by_end_user_and_tag_of_a_longer_time_adds_up_its_parts(
+    spent: Database, admin: Admin, grouping: str
+) -> None:
+    since, until = SPANS[0]
+    found = await admin.call("GET", "spend", 200, params=in_query(since, until, group_by=grouping))
+    ends = [since, since + 31 * DAY, until]
+    sums: dict[str, list[int]] = {}
+    for begin, end in pairwise(ends):
+        part = await admin.call("GET", "usage", 200, params=in_query(begin, end, group_by=grouping))
+        for one in part["data"]:
+            group, figures = shared(one["group"], one["totals"])
+            before = sums.setdefault(str(group), [0] * len(figures))
+            sums[str(group)] = [mine + its for mine, its in zip(before, figures, strict=True)]
+    listed = [shared(one["group"], one["totals"]) for one in found["data"]]
+    assert {str(group): figures for group, figures in listed} == sums
+    outputs = [(group.get("day", ""), -figures[3]) for group, figures in listed]
+    assert outputs == sorted(outputs)
+    assert found["total"]["cost_nanodollars"] == sum(figures[-1] for figures in sums.values())
+    assert found["total"]["cost_nanodollars"] == await billed(spent, since, until)
+    assert (found["since"], found["until"]) == (since.isoformat()[:19] + "Z", until.isoformat()[:19] + "Z")
+    assert not found["truncated"]
+    too_long = in_query(until - 1200 * DAY, until, group_by=grouping)
+    assert "may span 1116 days" in (await admin.call("GET", "spend", 400, params=too_long))["error"]["message"]
 
 
 async def test_spend_is_filtered_by_everything_that_it_is_grouped_by(spent: Database, admin: Admin, demo: Demo) -> None:

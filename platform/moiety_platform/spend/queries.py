@@ -6,13 +6,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import reduce
 
 from sqlalchemy import BigInteger, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from moiety_platform.errors import BadRequest
 from moiety_platform.spend.forecast import forecast_month, read_since
 from moiety_platform.spend.schemas import DaySpend, SpendForecast, SpendGroup, SpendReport, SpendTotals
-from moiety_platform.usage.queries import UsageFilter, source_of, sum_usage
+from moiety_platform.usage.queries import (
+    MAX_ATTRIBUTED_SPAN,
+    MAX_GROUPS,
+    UsageFilter,
+    reads_requests,
+    source_of,
+    sum_usage,
+)
+
+MAX_PARTS = 36  # of a report by end user or tag: about three years
 
 
 async def report_spend(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> SpendReport:
@@ -24,6 +35,48 @@ async def report_spend(session: AsyncSession, usage_filter: UsageFilter, groupin
     found = await sum_usage(session, usage_filter, grouping)
     groups = [SpendGroup(one.group, SpendTotals.of(one.totals)) for one in found.data]
     return SpendReport(usage_filter.since, usage_filter.until, total, groups, truncated=found.truncated)
+
+
+def parts_of(usage_filter: UsageFilter, grouping: Sequence[str]) -> list[UsageFilter]:
+    """Return the filter in parts of the time that one report may span, oldest first.
+
+    Reports that read every request have several, each for a short transaction. Raises BadRequest for too many.
+    """
+    since, until = usage_filter.since, usage_filter.until
+    if not reads_requests(usage_filter, grouping) or until - since <= MAX_ATTRIBUTED_SPAN:
+        return [usage_filter]
+    if until - since > MAX_PARTS * MAX_ATTRIBUTED_SPAN:
+        days = (MAX_PARTS * MAX_ATTRIBUTED_SPAN).days
+        raise BadRequest(f"Spend by end user or tag may span {days} days; ask for a shorter time.", param="since")
+    starts = [since]
+    while starts[-1] + MAX_ATTRIBUTED_SPAN < until:
+        starts.append(starts[-1] + MAX_ATTRIBUTED_SPAN)
+    return [
+        replace(usage_filter, since=start, until=end) for start, end in zip(starts, [*starts[1:], until], strict=True)
+    ]
+
+
+def merge_reports(parts: Sequence[SpendReport], grouping: Sequence[str]) -> SpendReport:
+    """Return the report of the whole time, from those of its parts, in the order of `sum_usage`."""
+    totals: dict[tuple[str | None, ...], SpendTotals] = {}
+    groups: dict[tuple[str | None, ...], dict[str, str | None]] = {}
+    for one in (group for part in parts for group in part.data):
+        key = tuple(one.group.values())
+        groups[key] = one.group
+        totals[key] = totals[key].plus(one.totals) if key in totals else one.totals
+    times = [name for name in ("hour", "day") if name in grouping]
+
+    def place(key: tuple[str | None, ...]) -> tuple[list[str], int, list[str]]:
+        return [groups[key][name] or "" for name in times], -totals[key].output_tokens, [part or "" for part in key]
+
+    listed = sorted(groups, key=place)
+    return SpendReport(
+        parts[0].since,
+        parts[-1].until,
+        reduce(SpendTotals.plus, (part.total for part in parts)),
+        [SpendGroup(groups[key], totals[key]) for key in listed[:MAX_GROUPS]],
+        truncated=len(listed) > MAX_GROUPS or any(part.truncated for part in parts),
+    )
 
 
 async def forecast_spend(session: AsyncSession, usage_filter: UsageFilter, now: datetime) -> SpendForecast:

@@ -24,6 +24,15 @@ class SpendTotals(msgspec.Struct, frozen=True):
     credit_nanodollars: int  # for missed guarantees of quotes
     cost_nanodollars: int  # what is billed
 
+    def plus(self, other: SpendTotals) -> SpendTotals:
+        """Return the sums of both."""
+        return SpendTotals(
+            *(
+                mine + its
+                for mine, its in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+            )
+        )
+
     @classmethod
     def of(cls, totals: UsageTotals) -> SpendTotals:
         before = totals.cost_nanodollars + totals.credit_nanodollars

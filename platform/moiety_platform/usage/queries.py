@@ -152,12 +152,17 @@ async def source_of(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     Raises BadRequest as `sum_usage` does, and needs a stable snapshot as well.
     """
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
-    if usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping):
+    if reads_requests(usage_filter, grouping):
         _check_span(usage_filter)
         in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
         return _rows(dialect, usage_filter, in_time, columns).subquery()
     days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
     return _source(dialect, usage_filter, columns, days)
+
+
+def reads_requests(usage_filter: UsageFilter, grouping: Sequence[str]) -> bool:
+    """Return whether a report reads every request of its time, because sums know no end users and no tags."""
+    return usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping)
 
 
 async def list_requests(session: AsyncSession, usage_filter: UsageFilter, page: PageRequest) -> RequestPage:
