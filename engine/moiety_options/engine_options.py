@@ -244,7 +244,8 @@ class EngineOptions(ServingOptions):
     )
     kv_transport: KvTransport = _roles(
         KvTransport.AUTO,
-        "Transport of KV to other engines. auto uses shared memory on the same host, otherwise TCP.",
+        "Transport of KV to other engines. auto uses shared memory on the same host, otherwise TCP. nixl needs NIXL at "
+        "both engines, which both get this value.",
     )
     kv_buffer_bytes: int | None = _roles(
         None,

@@ -153,6 +153,7 @@ class KvTransport(StrEnum):
     AUTO = "auto"  # shared memory on the same host, otherwise TCP
     TCP = "tcp"
     MEMORY = "memory"
+    NIXL = "nixl"  # NVIDIA's library, which the receiver reads with; see `moiety_engine.kv_transfer.nixl_memory`
 
 
 class Offload(StrEnum):

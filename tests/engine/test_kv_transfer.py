@@ -30,6 +30,7 @@ from moiety_wire.roles import EngineRole, KvHandoff, KvRanks, transfer_token
 from moiety_wire.trace_events import Reason
 
 from .kv_announcements import begin_of, share_of
+from .nixl_stand_in import nixl_or_stand_in
 
 DEADLINE_S = 120.0
 LENGTH = 16
@@ -143,7 +144,8 @@ def pairs_of(loops: Any) -> Iterator[Callable[..., Pair]]:
         made.append(decode)
         return Pair(prefill, decode)
 
-    yield make
+    with nixl_or_stand_in():
+        yield make
     for loop in made:
         loop.close()
 
@@ -167,6 +169,7 @@ def whole(loops: Any) -> dict[int, Result]:
         (KvTransport.TCP, {"block_size": 3, "host_kv_memory_bytes": 1 << 20}),
         (KvTransport.TCP, {"prefix_caching": False, "max_running": 1, "max_batch_tokens": 8}),
         (KvTransport.TCP, {"overlap": Overlap.ON, "max_batch_tokens": 16}),
+        (KvTransport.NIXL, {}),
     ],
     ids=str,
 )
@@ -182,7 +185,7 @@ def test_tokens_and_ends_are_those_of_one_engine(
         assert (finish.reason, finish.num_output_tokens) == (right.finish.reason, len(right.token_ids))
         assert finish.num_recomputed_tokens == 0
         assert finish.arrival.num_tokens == len(submit.prompt_ids)
-        assert finish.arrival.transport == ("tcp" if way is KvTransport.TCP else "memory")
+        assert finish.arrival.transport == ("memory" if way is KvTransport.AUTO else way.value)
         assert [event.reason for event in finish.events[:2]] == [Reason.PREFILL_DONE, Reason.TRANSFERRED]
     load = engines.decode.load()
     assert (load.disaggregated_decode_requests_total, load.lost_transfers_total, load.kv_blocks_used) == (
@@ -213,6 +216,7 @@ def test_sliding_window_layers_receive_the_end_of_the_prompt(windowed_pair: Any,
     [
         (KvTransport.TCP, {"block_size": 4}),
         (KvTransport.MEMORY, {"overlap": Overlap.ON, "speculate": Speculate.NGRAM}),
+        (KvTransport.NIXL, {"block_size": 8}),
     ],
     ids=str,
 )

@@ -42,9 +42,8 @@ class EngineEnded(Exception):
 class RoleEngine:
     """An engine with a role in its own processes."""
 
-    def __init__(self, folder: Path, role: EngineRole, **settings: Any) -> None:
-        self.folder, self.role, self.settings = folder, role, settings
-        way = KvTransport.TCP if role is EngineRole.PREFILL else KvTransport.AUTO
+    def __init__(self, folder: Path, role: EngineRole, way: KvTransport, **settings: Any) -> None:
+        self.folder, self.role, self.way, self.settings = folder, role, way, settings
         listen = LISTEN if role is EngineRole.DECODE else ""
         config = settings_of(folder, **settings)
         config = msgspec.structs.replace(config, transfer=TransferConfig(role=role, listen=listen, transport=way))
@@ -57,7 +56,7 @@ class RoleEngine:
     def started_again(self) -> RoleEngine:
         """Wait until all of its processes have ended, and return a new engine."""
         self.end()
-        again = RoleEngine(self.folder, self.role, **self.settings)
+        again = RoleEngine(self.folder, self.role, self.way, **self.settings)
         again.wait_ready()
         return again
 
@@ -179,8 +178,13 @@ def _resumed(submit: CoreSubmit, tokens: list[int], transfer_id: str) -> CoreSub
 
 
 @contextlib.contextmanager
-def pair_of(folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> Iterator[Pair]:
-    engines = [RoleEngine(folder, EngineRole.PREFILL, **prefill), RoleEngine(folder, EngineRole.DECODE, **decode)]
+def pair_of(
+    folder: Path, prefill: dict[str, Any], decode: dict[str, Any], way: KvTransport = KvTransport.TCP
+) -> Iterator[Pair]:
+    if way is KvTransport.NIXL:
+        pytest.importorskip("nixl")
+    engines = [RoleEngine(folder, EngineRole.PREFILL, way, **prefill)]
+    engines.append(RoleEngine(folder, EngineRole.DECODE, way, **decode))
     try:
         for engine in engines:
             engine.wait_ready()
@@ -283,17 +287,36 @@ def test_ranks_of_different_layouts_exchange_the_shards_that_they_need(
     assert pair.num_arrived == len(submits)
 
 
+@pytest.mark.parametrize("pair_name", ["TP 2 to 1", *(thorough(name) for name in ("TP 2 to 4", "DCP 2 to PP 2"))])
+def test_ranks_read_the_shards_that_they_need_by_nixl(
+    processes: RankProcesses, folders: dict[str, Path], pair_name: str
+) -> None:
+    family, submits = FAMILY if pair_name.startswith("TP") else "deepseek_v3", asked(6)
+    with pair_of(folders[family], *PAIRS[pair_name], KvTransport.NIXL) as pair:
+        tokens = pair.run(submits)
+    assert_answers(expected_of(processes, folders[family], submits), tokens)
+    assert pair.num_arrived == len(submits)
+
+
 @pytest.mark.timeout(900)  # each wave starts an engine again
-@pytest.mark.parametrize(("num_requests", "num_kills", "tp"), [(8, 1, 2), thorough(100, 10, 2), thorough(100, 10, 1)])
+@pytest.mark.parametrize(
+    ("num_requests", "num_kills", "tp", "way"),
+    [
+        (8, 1, 2, KvTransport.TCP),
+        thorough(100, 10, 2, KvTransport.TCP),
+        thorough(100, 10, 1, KvTransport.TCP),
+        thorough(100, 10, 1, KvTransport.NIXL),
+    ],
+)
 def test_no_answer_is_lost_when_ranks_are_killed(
-    processes: RankProcesses, folders: dict[str, Path], num_requests: int, num_kills: int, tp: int
+    processes: RankProcesses, folders: dict[str, Path], num_requests: int, num_kills: int, tp: int, way: KvTransport
 ) -> None:
     """One rank of either engine is killed in each wave. `tp` is that of the decode engine."""
     rng, submits = random.Random(num_requests), asked(num_requests)
     expected, num_arrived, killed = expected_of(processes, folders[FAMILY], submits), 0, list[RoleEngine]()
     tokens: dict[str, list[int]] = {}
     size = num_requests // num_kills
-    with pair_of(folders[FAMILY], {"tp": 2}, {"tp": tp} if tp > 1 else {}) as pair:
+    with pair_of(folders[FAMILY], {"tp": 2}, {"tp": tp} if tp > 1 else {}, way) as pair:
         for wave in range(num_kills):
             victim, after = rng.choice([pair.prefill, pair.decode]), rng.randrange(1, size)
 

@@ -14,6 +14,7 @@ from moiety_engine.errors import InvalidConfig
 from moiety_engine.kv_transfer.cache_shards import CacheShare, share_on_rank
 from moiety_engine.kv_transfer.kv_receiver import KvReceiver
 from moiety_engine.kv_transfer.kv_sender import KvSender
+from moiety_engine.kv_transfer.nixl_memory import receiver_of, sender_of
 from moiety_engine.kv_transfer.rank_messages import OpenReceiver, TransferMessage
 from moiety_engine.kv_transfer.rank_sender import RankSender
 from moiety_engine.kv_transfer.rank_transfers import (
@@ -164,10 +165,11 @@ def connector_of(
     max_bytes, share = _buffer_bytes(config, position), _share(model)
     kv_sender = None
     if config.role is EngineRole.PREFILL:
-        kv_sender = KvSender(RankSender(SenderThread(config.transport, max_bytes, key), share), send)
+        thread = SenderThread(config.transport, max_bytes, key, sender_of(config, max_bytes))
+        kv_sender = KvSender(RankSender(thread, share), send)
     if not config.listen:
         return KvConnector(kv_sender)
-    staging_buffer = StagingBuffer(max_bytes, share)
+    staging_buffer = StagingBuffer(max_bytes, share, receiver_of(config))
     receiver = ReceiverThread(config.listen, staging_buffer, key)
     if rank_group is None:
         return KvConnector(
@@ -188,8 +190,9 @@ def rank_transfers_of(config: TransferConfig, model: Transformer, rank_group: Ra
     sender = None
     if config.role is EngineRole.PREFILL:
         group = None if position.copy_rank else position.cache_group
-        sender = RankSender(SenderThread(config.transport, max_bytes, key), share, group)
-    staging_buffer = StagingBuffer(max_bytes, share) if config.listen else None
+        thread = SenderThread(config.transport, max_bytes, key, sender_of(config, max_bytes))
+        sender = RankSender(thread, share, group)
+    staging_buffer = StagingBuffer(max_bytes, share, receiver_of(config)) if config.listen else None
     listen = rank_address(config.listen, position.rank)
     return RankTransfers(
         rank_group,

@@ -2,8 +2,8 @@
 
 The sender connects a DEALER socket to the receiver's ROUTER. `Begin` comes first, then a `KvChunk` for each layer of
 each range of prompt tokens as soon as it is computed, then `End`, or `Cancel` at any time. The bytes of a chunk follow
-it as separate frames, unless both engines share memory. The receiver answers with exactly one `Received` or `Refused`;
-the sender is then done with the transfer.
+it as separate frames, unless both engines share memory or the receiver reads the sender's. The receiver answers with
+exactly one `Received` or `Refused`; the sender is then done with the transfer.
 
 Each rank of the sending engine that has a part of what a rank of the receiving engine needs sends it that part. The
 part begins once, with the token that a gateway created for the transfer, and belongs to the connection that began it.
@@ -51,6 +51,13 @@ class CacheShard(msgspec.Struct, frozen=True, array_like=True):
         return range(first + (self.phase - first) % self.stride, end, self.stride)
 
 
+class RemoteMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the sender that the receiver reads chunks from by NIXL."""
+
+    agent: bytes  # metadata of its agent
+    address: int
+
+
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Announces what one rank sends to another of the KV of the first `num_tokens` tokens of a prompt."""
 
@@ -68,6 +75,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ranks: KvRanks = KvRanks()  # of the sending engine
     rank: int = 0  # that sends
     shards: tuple[CacheShard, ...] = ()  # that it sends: of the layers of `form`, then of those of `states`
+    memory: RemoteMemory | None = None  # that holds the chunks with the transport nixl
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

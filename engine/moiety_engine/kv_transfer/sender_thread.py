@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.messages import Begin, Cancel, End, KvChunk, Received, Refused, ToReceiver, ToSender
+from moiety_engine.kv_transfer.nixl_memory import PROGRESS_S, NixlFailed, NixlSender
 from moiety_engine.kv_transfer.peer_authentication import present_sender
 from moiety_engine.kv_transfer.transports import SharedMemoryTransport, TcpTransport, Transport, own_host
 from moiety_engine.staging import DeviceMark
@@ -49,8 +50,12 @@ _Job = Callable[[], None]
 class SenderThread:
     """Sends KV. Holds at most `max_bytes` that have not arrived. Owns its thread from its creation to `close`."""
 
-    def __init__(self, transport: KvTransport, max_bytes: int, secret_key: bytes | None) -> None:
-        self._transport = transport
+    def __init__(
+        self, transport: KvTransport, max_bytes: int, secret_key: bytes | None, nixl: NixlSender | None = None
+    ) -> None:
+        """Start the thread. `nixl`: memory for the transport nixl."""
+        self._transport, self._nixl = transport, nixl
+        self._poll_s = POLL_S if nixl is None else PROGRESS_S
         self._max_bytes = max_bytes
         self._secret_key = secret_key
         self._host = own_host()
@@ -75,8 +80,9 @@ class SenderThread:
             try:
                 transport = self._choose_transport(hand_over, begin.num_bytes)
             except OSError as exc:
-                return f"shared memory is not available ({exc}); use --kv-transport tcp"
-            begin = msgspec.structs.replace(begin, segment=transport.segment, transport=transport.name.value)
+                return f"memory for the transfer is not available ({exc}); use --kv-transport tcp"
+            announced = {"segment": transport.segment, "transport": transport.name.value, "memory": transport.memory}
+            begin = msgspec.structs.replace(begin, **announced)
             transfer = _OutgoingTransfer(begin, hand_over.address, transport, time.monotonic())
             self._transfers[begin.transfer_id, hand_over.address] = transfer
             self._held_bytes += begin.num_bytes
@@ -117,6 +123,8 @@ class SenderThread:
     def _choose_transport(self, hand_over: KvHandoff, num_bytes: int) -> Transport:
         if self._transport is KvTransport.TCP:
             return TcpTransport()
+        if self._nixl is not None:
+            return self._nixl.allocate(num_bytes)
         if self._transport is KvTransport.MEMORY or (self._host and hand_over.host == self._host):
             return SharedMemoryTransport(num_bytes)
         return TcpTransport()
@@ -126,7 +134,7 @@ class SenderThread:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=POLL_S if self._transfers else None)
+                job = self._jobs.get(timeout=self._poll_s if self._transfers else None)
                 if job is None:
                     break
                 job()
@@ -134,11 +142,19 @@ class SenderThread:
                 pass
             except Exception:  # the root of a thread: KV that was not sent is lost, and the receiver recomputes it
                 log.exception("kv_sender_failed")
+            self._progress()
             self._give_up()
             self._receive_answers()
         for socket in self._links.values():
             socket.close(linger=LINGER_MS)
         self._context.term()
+
+    def _progress(self) -> None:
+        if self._nixl is not None:
+            try:
+                self._nixl.progress()
+            except NixlFailed as exc:
+                log.warning("nixl_failed", reason=str(exc), advice="check the network between the engines")
 
     def _send_message(self, transfer: _OutgoingTransfer, message: ToReceiver) -> None:
         self._post(transfer, message, [])

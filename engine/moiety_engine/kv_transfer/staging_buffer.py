@@ -21,6 +21,7 @@ from moiety_engine.config import KvTransport
 from moiety_engine.kv_transfer.cache_shards import CacheShare
 from moiety_engine.kv_transfer.kv_layout import ShardViews, announced_bytes, fits, layer_bytes, views
 from moiety_engine.kv_transfer.messages import Begin, CacheShard, Form, KvChunk
+from moiety_engine.kv_transfer.nixl_memory import NixlFailed, NixlReads, NixlReceiver
 from moiety_engine.kv_transfer.transports import open_segment
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.shared_cache import copy_from_first
@@ -54,6 +55,7 @@ class _Part:
     heard_s: float
     ended_unix_ns: int = 0  # time of completion; 0 while incomplete
     pieces: list[list[KvChunk]] = field(default_factory=list)  # chunks of each layer
+    reads: NixlReads | None = None  # that fill the buffer with the transport nixl
 
     @property
     def layers(self) -> Form:
@@ -108,9 +110,16 @@ def prompt_hash(token_ids: Sequence[int]) -> bytes:
 class StagingBuffer:
     """Received KV, at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int, share: CacheShare, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the buffer of a rank that has this share of the cache."""
-        self._share = share
+    def __init__(
+        self,
+        max_bytes: int,
+        share: CacheShare,
+        nixl: NixlReceiver | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the buffer of a rank that has this share of the cache. Without `nixl`, KV sent by it is refused."""
+        self._share, self._nixl = share, nixl
         self._max_bytes = max_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -153,8 +162,11 @@ class StagingBuffer:
             if not complaint:
                 try:
                     buffer_B = _buffer(begin)
+                    reads = self._open_reads(begin, buffer_B)
                 except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
                     complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
+                except NixlFailed as exc:
+                    complaint = f"its memory cannot be read by NIXL ({exc}); use --kv-transport tcp"
             if complaint:
                 self._drop(begin.transfer_id)
                 self._remember_lost(begin.transfer_id)
@@ -163,11 +175,11 @@ class StagingBuffer:
                 transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
             pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
             self._held_bytes += begin.num_bytes
-            transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces)
+            transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces, reads=reads)
             return ""
 
     def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
-        """Store a chunk; its bytes come with it unless the memory is shared. An invalid chunk ends the transfer.
+        """Store a chunk; its bytes come with it with the transport tcp only. An invalid chunk ends the transfer.
 
         The chunks of a layer must come in order and without gaps: a token without KV would keep that of the sequence
         that had its block before.
@@ -181,7 +193,7 @@ class StagingBuffer:
         num_bytes = 0
         if is_right:
             num_bytes = part.num_rows(piece.layer, piece.first, piece.end) * layer_bytes(form[piece.layer])
-        if not part.begin.segment:
+        if part.begin.transport == KvTransport.TCP:
             is_right = is_right and sum(len(frame) for frame in frames) == num_bytes
         if not is_right or not 0 <= piece.offset <= len(buffer_B) - num_bytes:
             self.drop(piece.transfer_id)
@@ -190,6 +202,9 @@ class StagingBuffer:
         for frame in frames:
             buffer_B[begin : begin + len(frame)].numpy()[:] = frame
             begin += len(frame)
+        if part.reads is not None and not part.reads.read(piece.offset, num_bytes):
+            self.drop(piece.transfer_id)
+            return
         part.pieces[piece.layer].append(piece)
         part.heard_s = self._clock()
 
@@ -199,6 +214,9 @@ class StagingBuffer:
         if part is None or part.ended_unix_ns:
             return part is not None
         if any(part.next_token(layer) != part.begin.num_tokens for layer in range(len(part.pieces))):
+            self.drop(transfer_id)
+            return False
+        if part.reads is not None and not part.reads.wait(STALLED_S):
             self.drop(transfer_id)
             return False
         part.heard_s, part.ended_unix_ns = self._clock(), time.time_ns()
@@ -335,7 +353,15 @@ class StagingBuffer:
         transfer = self._transfers.pop(transfer_id, None)
         if transfer is not None:
             self._held_bytes -= sum(part.begin.num_bytes for part in transfer.parts.values())
+            for part in transfer.parts.values():
+                if part.reads is not None:
+                    part.reads.close()
             self._remember_lost(transfer_id)
+
+    def _open_reads(self, begin: Begin, buffer_B: Tensor) -> NixlReads | None:
+        if begin.memory is None or self._nixl is None:
+            return None
+        return self._nixl.open(begin.memory, buffer_B)
 
     def _remember_lost(self, transfer_id: str) -> None:
         self._lost[transfer_id] = None
@@ -349,8 +375,10 @@ class StagingBuffer:
         """
         if self._kv is None:
             return "the engine sleeps"
-        if begin.transport != (KvTransport.MEMORY if begin.segment else KvTransport.TCP):
+        if begin.transport != _transport_of(begin):
             return f"its transport {begin.transport[:64]!r} is unknown: run the same release of both engines"
+        if begin.memory is not None and self._nixl is None:
+            return "it is sent by NIXL: start this engine with --kv-transport nixl as well"
         return self._why_unlike(begin, expected, self._kv) or (
             "" if transfer is None else _why_apart(begin, transfer.first)
         )
@@ -390,6 +418,12 @@ def _why_apart(begin: Begin, other: Begin) -> str:
     """Return why two parts are not of one transfer; "" if they can be."""
     both = [(one.num_tokens, one.prompt_hash, one.ranks) for one in (begin, other)]
     return "" if both[0] == both[1] else "its parts are of different prompts or engines"
+
+
+def _transport_of(begin: Begin) -> KvTransport:
+    if begin.memory is not None:
+        return KvTransport.NIXL
+    return KvTransport.MEMORY if begin.segment else KvTransport.TCP
 
 
 def _buffer(begin: Begin) -> Tensor:

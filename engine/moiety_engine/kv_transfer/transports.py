@@ -1,6 +1,6 @@
-"""Transports for KV between engines: shared memory, or a TCP connection.
+"""Transports for KV between engines: shared memory, a TCP connection, or NIXL (`nixl_memory.py`).
 
-Both fill one buffer at the receiver, chunk by chunk; they differ in which engine writes there.
+All fill one buffer at the receiver, chunk by chunk; they differ in which engine writes there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moiety_engine.config import KvTransport
+from moiety_engine.kv_transfer.messages import RemoteMemory
 
 _NAME = "moiety-kv"
 _SEGMENT = re.compile(r"/proc/\d+/fd/\d+")
@@ -44,7 +45,12 @@ class Transport(Protocol):
 
     @property
     def segment(self) -> str:
-        """File that the receiver opens; "" where the messages carry the bytes."""
+        """File that the receiver opens; "" if there is none."""
+        ...
+
+    @property
+    def memory(self) -> RemoteMemory | None:
+        """Memory that the receiver reads from by NIXL; None with other transports."""
         ...
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
@@ -61,6 +67,7 @@ class TcpTransport:
 
     name = KvTransport.TCP
     segment = ""
+    memory = None
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
         return [_bytes_of(part) for part in parts]
@@ -77,6 +84,7 @@ class SharedMemoryTransport:
     """
 
     name = KvTransport.MEMORY
+    memory = None
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate the memory. Raises OSError if that fails."""
@@ -90,14 +98,7 @@ class SharedMemoryTransport:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
-        for part in parts:
-            data = _bytes_of(part)
-            if not data:  # no row of these tokens is this rank's, or none has its last token among them
-                continue
-            torch.frombuffer(self._memory, dtype=torch.uint8, count=len(data), offset=offset).copy_(
-                torch.frombuffer(data, dtype=torch.uint8)
-            )
-            offset += len(data)
+        write_parts(torch.frombuffer(self._memory, dtype=torch.uint8), offset, parts)
         return []
 
     def close(self) -> None:
@@ -105,6 +106,16 @@ class SharedMemoryTransport:
             os.close(self._descriptor)
             self._descriptor = -1
             self._memory.close()
+
+
+def write_parts(memory_B: Tensor, offset: int, parts: Sequence[Tensor]) -> None:
+    """Write the bytes of a chunk's parts to the memory, one after the other."""
+    for part in parts:
+        data = _bytes_of(part)
+        if not data:  # no row of these tokens is this rank's, or none has its last token among them
+            continue
+        memory_B[offset : offset + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        offset += len(data)
 
 
 def open_segment(segment: str, num_bytes: int) -> Tensor:

@@ -1,0 +1,223 @@
+"""KV that is read by NIXL: the package's own agents where it is installed, and a stand-in with the same calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moiety_engine.config import KvTransport, TransferConfig
+from moiety_engine.errors import InvalidConfig
+from moiety_engine.kv_transfer.messages import Begin, KvChunk, RemoteMemory
+from moiety_engine.kv_transfer.nixl_memory import (
+    PROGRESS_S,
+    NixlFailed,
+    NixlReceiver,
+    NixlSender,
+    NixlTransport,
+    receiver_of,
+)
+from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer
+from moiety_engine.model.batch import KvCache
+from moiety_kernels.kv_store.caches import LayerCache
+
+from .kv_announcements import begin_of, share_of
+from .nixl_stand_in import Agent, stand_in
+
+NUM_TOKENS = 4
+WAIT_S = 30.0
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Provide the package, and return which one."""
+    if request.param == "stand-in":
+        monkeypatch.setitem(sys.modules, "nixl", stand_in())
+    else:
+        pytest.importorskip("nixl")
+    return str(request.param)
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Agent]]:
+    """Provide the stand-in, and return its agents."""
+    monkeypatch.setitem(sys.modules, "nixl", stand_in())
+    yield Agent
+    Agent.everyone.clear()
+
+
+@contextlib.contextmanager
+def progressing(sender: NixlSender) -> Iterator[None]:
+    """Let the sender's agent progress meanwhile, as the sender thread does."""
+    ended = threading.Event()
+
+    def progress() -> None:
+        while not ended.wait(PROGRESS_S):
+            sender.progress()
+
+    thread = threading.Thread(target=progress)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def announced(transport: NixlTransport, kv: KvCache, transfer_id: str = "a") -> Begin:
+    return begin_of(kv, transfer_id, NUM_TOKENS, transport=KvTransport.NIXL.value, memory=transport.memory)
+
+
+@pytest.fixture
+def kv() -> KvCache:
+    both = torch.zeros(2, 4, 2, 4, 8)
+    return KvCache((LayerCache(both[0], both[1], None, None),), 4, 4)
+
+
+def staging_of(kv: KvCache, nixl: NixlReceiver | None) -> StagingBuffer:
+    staging_buffer = StagingBuffer(1 << 20, share_of(kv), nixl)
+    staging_buffer.serve(kv)
+    return staging_buffer
+
+
+def test_chunks_are_read_from_the_senders_memory(nixl: str, kv: KvCache) -> None:
+    sender = NixlSender(1 << 16)
+    first, second = sender.allocate(4096), sender.allocate(8192)
+    data = torch.arange(8192, dtype=torch.int64).to(torch.uint8)
+    second.put(0, [data[:1000], data[1000:5000]])
+    buffer_B = torch.zeros(8192, dtype=torch.uint8)
+    reads = NixlReceiver().open(second.memory, buffer_B)
+    with progressing(sender):
+        assert reads.read(0, 5000) and reads.wait(WAIT_S)
+        second.put(5000, [data[5000:]])
+        assert reads.read(5000, 3192) and reads.read(8192, 0) and reads.wait(WAIT_S)
+    assert torch.equal(buffer_B, data)
+    reads.close()
+    assert not reads.read(0, 1) and not reads.wait(0)
+    first.close()
+    second.close()
+    second.close()
+
+
+def test_a_transfer_through_the_staging_buffer_is_there_once_all_chunks_are_read(nixl: str, kv: KvCache) -> None:
+    sender, staging_buffer = NixlSender(1 << 16), staging_of(kv, NixlReceiver())
+    begin = begin_of(kv, "a", NUM_TOKENS)
+    transport = sender.allocate(begin.num_bytes)
+    begin = announced(transport, kv)
+    assert staging_buffer.begin(begin) == ""
+    rows = torch.rand(begin.num_bytes // 4)
+    transport.put(0, [rows])
+    staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
+    with progressing(sender):
+        assert staging_buffer.end("a")
+    assert staging_buffer.claim("a") is Progress.THERE
+    staging_buffer.load("a", 0, [[2]], (0,))
+    layer = kv.layers[0]
+    assert isinstance(layer, LayerCache)
+    got = torch.cat([layer.k_NGPd[2].transpose(0, 1).reshape(-1), layer.v_NGPd[2].transpose(0, 1).reshape(-1)])
+    assert torch.equal(got, rows)
+    staging_buffer.drop("a")
+    transport.close()
+
+
+def test_kv_sent_by_nixl_is_refused_without_the_option_at_the_receiver(agents: type[Agent], kv: KvCache) -> None:
+    begin = announced(NixlSender(1 << 16).allocate(1 << 10), kv)
+    assert "start this engine with --kv-transport nixl" in staging_of(kv, None).begin(begin)
+    staging_buffer = staging_of(kv, NixlReceiver())
+    assert "is unknown" in staging_buffer.begin(msgspec.structs.replace(begin, transport="tcp"))
+    assert begin.memory is not None
+    memory = msgspec.structs.replace(begin.memory, agent=b"nobody")
+    other = msgspec.structs.replace(begin, transfer_id="b", memory=memory)
+    assert "cannot be read by NIXL (unknown agent)" in staging_buffer.begin(other)
+    assert staging_buffer.claim("b") is Progress.LOST
+
+
+@pytest.mark.parametrize("when", ["chunk", "end"])
+def test_a_sender_that_has_ended_loses_its_transfer_and_is_forgotten(
+    agents: type[Agent], kv: KvCache, when: str
+) -> None:
+    sender, receiver = NixlSender(1 << 16), NixlReceiver()
+    staging_buffer = staging_of(kv, receiver)
+    begin = announced(sender.allocate(begin_of(kv, "a", NUM_TOKENS).num_bytes), kv)
+    assert staging_buffer.begin(begin) == ""
+    own = agents.everyone[receiver.agent.library.name]
+    agents.holds = when == "end"
+    if when == "chunk":
+        agents.gone.add(begin.memory.agent.decode() if begin.memory else "")
+    staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
+    agents.gone.add(begin.memory.agent.decode() if begin.memory else "")
+    agents.holds = False
+    assert not staging_buffer.end("a") and staging_buffer.claim("a") is Progress.LOST
+    assert not own.known and not own.registered and not own.num_open
+
+
+def test_memory_stays_registered_until_a_read_that_is_under_way_has_ended(agents: type[Agent], kv: KvCache) -> None:
+    sender, receiver = NixlSender(1 << 16), NixlReceiver()
+    staging_buffer = staging_of(kv, receiver)
+    transport = sender.allocate(begin_of(kv, "a", NUM_TOKENS).num_bytes)
+    assert staging_buffer.begin(announced(transport, kv)) == ""
+    own = agents.everyone[receiver.agent.library.name]
+    agents.holds = True
+    staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
+    staging_buffer.drop("a")
+    assert own.registered and own.num_open == 1
+    agents.holds = False
+    assert staging_buffer.begin(announced(transport, kv, "b")) == ""
+    assert len(own.registered) == 1 and own.num_open == 0
+    staging_buffer.drop("b")
+    assert not own.registered
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.integers(0, 20)), max_size=60))
+def test_ranges_of_transfers_never_overlap_and_all_memory_is_free_at_the_end(
+    steps: list[tuple[int, bool, int]],
+) -> None:
+    sender = sender_with(1000)
+    there: dict[int, NixlTransport] = {}
+    for number, (size, frees, which) in enumerate(steps):
+        if frees and there:
+            there.pop(sorted(there)[which % len(there)]).close()
+            continue
+        try:
+            there[number] = sender.allocate(size)
+        except OSError:
+            continue
+        ranges = sorted((one._begin, one._begin + len(one._memory_B)) for one in there.values() if len(one._memory_B))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    for one in there.values():
+        one.close()
+    sender.allocate(1000)
+
+
+def sender_with(max_bytes: int) -> NixlSender:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nixl", stand_in())
+        return NixlSender(max_bytes)
+
+
+def test_nixl_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    config = TransferConfig(transport=KvTransport.NIXL)
+    with pytest.raises(InvalidConfig, match=r"needs NIXL, which cannot be imported .*--kv-transport auto"):
+        receiver_of(config)
+    assert receiver_of(TransferConfig()) is None
+
+
+def test_memory_that_cannot_be_registered_is_refused(agents: type[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise stand_in()._bindings.BackendError("no memory")
+
+    monkeypatch.setattr(agents, "register_memory", fail)
+    with pytest.raises(InvalidConfig, match="cannot register 100 bytes"):
+        NixlSender(100)
+    with pytest.raises(NixlFailed, match="unknown agent"):
+        NixlReceiver().open(RemoteMemory(b"nobody", 0), torch.zeros(1, dtype=torch.uint8))
