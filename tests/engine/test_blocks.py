@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.conftest import examples
 
 from moiety_engine.cache.block_pool import BlockPool, NoFreeBlocks
+from moiety_engine.cache.content_table import NOWHERE
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_wire.block_hashes import block_hash, root_hash
@@ -120,16 +121,18 @@ def test_new_contents_of_a_free_block_equal_allocating_sealing_and_freeing_it(op
             held = held[1:]
         else:
             block_hash = str(op).encode()
+            number = pools[0].contents.number_of(block_hash)
             assert pools[0].find(block_hash) == pools[1].find(block_hash)
             if pools[0].find(block_hash) is not None:
                 continue
             if not pools[0].num_free:
-                assert pools[0].cache_moved([block_hash]) == [None]
+                assert pools[0].cache_moved([number]) == [NOWHERE]
                 continue
             (block,) = pools[1].allocate(1)
             pools[1].seal(block, block_hash)
             pools[1].free([block])
-            assert pools[0].cache_moved([block_hash]) == [block]
+            assert pools[0].cache_moved([number]) == [block]
+            pools[0].contents.add_copy(number)
         assert [pool.num_free for pool in pools] == [6 - len(held)] * 2
         assert pools[0].num_cached == pools[1].num_cached
 
@@ -141,9 +144,9 @@ class Tiers:
     """A device pool above a host tier, whose changes are recorded."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
-        self.device, self.host, self.log = BlockPool(num_blocks), HostTier(num_host_blocks), PrefixChangeLog()
-        self.device.on_evict = self.host.keep
-        self.device.changes = self.host.pool.changes = self.log
+        self.device, self.host = BlockPool(num_blocks), HostTier(num_host_blocks)
+        self.host.attach(self.device)
+        self.log = PrefixChangeLog(self.device.contents)
         self.held_on_host: list[int] = []
 
     def retain(self, kept: frozenset[bytes]) -> None:

@@ -217,7 +217,7 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_memory_is_refused(wante
 def evict_all(host: HostTier, hashes: tuple[bytes, ...]) -> None:
     """Evict blocks with these contents from a device pool, in this order, in one allocation."""
     device = BlockPool(len(hashes))
-    device.on_evict = host.keep
+    host.attach(device)
     blocks = device.allocate(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
         device.seal(block, block_hash)

@@ -22,9 +22,9 @@ def cache(pool: BlockPool, block: bytes) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["cache", "blank", "forget", "read"]), st.sampled_from(HASHES)), max_size=40))
 def test_the_changes_add_up_to_the_contents_of_device_and_host(actions: list[tuple[str, bytes]]) -> None:
-    log, pool, host = PrefixChangeLog(), BlockPool(3), HostTier(2)
-    pool.changes = host.pool.changes = log
-    pool.on_evict = host.keep
+    pool, host = BlockPool(3), HostTier(2)
+    host.attach(pool)
+    log = PrefixChangeLog(pool.contents)
     known: set[int] = set()
     now_ns = 0
     for action, block in [*actions, ("read", HASHES[0])]:
@@ -44,11 +44,30 @@ def test_the_changes_add_up_to_the_contents_of_device_and_host(actions: list[tup
 
 
 def test_changes_are_limited_in_number_and_rate() -> None:
-    log = PrefixChangeLog()
+    pool = BlockPool(MAX_BLOCKS_PER_MESSAGE + 6)
+    log = PrefixChangeLog(pool.contents)
     root = root_hash("t", b"s")
-    log.store(block_hash(root, [number]) for number in range(MAX_BLOCKS_PER_MESSAGE + 5))
-    log.store([HASHES[0] + b"further group"])
+    for number in range(MAX_BLOCKS_PER_MESSAGE + 5):
+        cache(pool, block_hash(root, [number]))
+    cache(pool, HASHES[0] + b"further group")
     assert len((log.take(0) or ([], []))[0]) == MAX_BLOCKS_PER_MESSAGE
     assert log.take(REPORT_INTERVAL_NS - 1) is None
     assert len((log.take(REPORT_INTERVAL_NS) or ([], []))[0]) == 5
     assert log.take(2 * REPORT_INTERVAL_NS) is None
+
+
+def test_a_block_of_two_rank_groups_is_stored_until_both_have_evicted_it() -> None:
+    first, second = BlockPool(1), BlockPool(1)
+    second.share_contents(first.contents)
+    log = PrefixChangeLog(first.contents)
+    times = range(0, 5 * REPORT_INTERVAL_NS, REPORT_INTERVAL_NS)
+    name, other = block_name(HASHES[0]), block_name(HASHES[1])
+    cache(first, HASHES[0])
+    assert log.take(times[0]) == ([name], [])
+    cache(second, HASHES[0])
+    assert log.take(times[1]) is None
+    cache(first, HASHES[1])
+    assert log.take(times[2]) == ([other], [])
+    assert (first.find(HASHES[0]), second.find(HASHES[0])) == (None, 0)
+    second.allocate(1)
+    assert log.take(times[3]) == ([], [name])

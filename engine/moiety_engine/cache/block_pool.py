@@ -4,8 +4,8 @@ A block is *used* (reference count ≥ 1), *cached* (unreferenced, but its conte
 *blank*. Cached and blank blocks are both free to allocate: blank ones first, then the least recently used cached one,
 then the blocks retained for conversations. used + cached + blank = num_blocks, always.
 
-The pool knows only ids and hashes. The runner maps blocks to tensor rows, `prefix` hashes tokens, and the owner of
-`on_evict` handles evicted contents.
+The pool knows only ids and contents, which a table numbers. The runner maps blocks to tensor rows, `prefix` hashes
+tokens, and the owner of `on_evict` handles evicted contents.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import itemgetter
 
-from moiety_engine.cache.prefix_change_log import PrefixChangeLog
+from moiety_engine.cache.content_table import NOWHERE, ContentTable
 from moiety_wire.block_hashes import MARK_BYTES
 
 
@@ -29,14 +30,13 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        # Called with the cached blocks that an allocation evicts, in order, and with their hashes. Returns the hashes
-        # whose contents it has not moved to another pool (see `cache_moved`).
-        self.on_evict: Callable[[Sequence[int], Sequence[bytes]], Sequence[bytes]] | None = None
-        self.changes: PrefixChangeLog | None = None  # told of stored and removed contents
+        # Called with the cached blocks that an allocation evicts, in order, and with the numbers of their contents.
+        # Returns the numbers of those that it has not moved to another pool (see `cache_moved`).
+        self.on_evict: Callable[[Sequence[int], Sequence[int]], Sequence[int]] | None = None
         self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
         self._references = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
+        self._content_of = [NOWHERE] * num_blocks  # number of each block's contents
+        self.share_contents(ContentTable())
         self._blank = list(reversed(range(num_blocks)))  # a stack: light traffic touches little memory
         # Cached blocks, least recently used first. A block that is used again leaves a void entry behind, and gets a
         # new entry when it is freed; of several entries of a block the last one counts.
@@ -44,6 +44,15 @@ class BlockPool:
         self._entries = [0] * num_blocks
         self._skipped: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
         self.num_cached = 0
+
+    def share_contents(self, contents: ContentTable) -> None:
+        """Use the table of another pool, so that the same contents have the same number in both.
+
+        Call it while this pool holds no contents.
+        """
+        assert max(self._content_of) < 0, "the contents of a pool are numbered by another table"
+        self.contents = contents
+        self._block_of = contents.add_tier()
 
     @property
     def num_free(self) -> int:
@@ -70,20 +79,20 @@ class BlockPool:
             references[block] = 1
         return taken
 
-    def cache_moved(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+    def cache_moved(self, numbers: Sequence[int]) -> list[int]:
         """Give free blocks the contents that another pool evicts, one after the other, and return the blocks.
 
-        The same as allocating, sealing and freeing a block for each: a later hash can take the block of an earlier one.
-        None stands for a hash that a block has at its turn, and for all of them if no block is free. A moved copy is
-        recorded as neither stored nor removed: `changes` has it from the other pool, which must not remove it there.
+        The same as allocating, sealing and freeing a block for each: later contents can take the block of earlier ones.
+        NOWHERE stands for contents that a block has at their turn, and for all of them if no block is free. The copy of
+        the other pool counts as this one's, so that the other pool must not remove it from the table.
         """
-        count = len(block_hashes)
-        if count <= self.num_free and not self._retains and not any(map(self._block_of.__contains__, block_hashes)):
-            blocks = self._cache_new(block_hashes)
+        count, block_of = len(numbers), self._block_of
+        if count <= self.num_free and not self._retains and max(_items_at(numbers, block_of)[0]) < 0:
+            blocks = self._cache_new(numbers)
         elif self.num_free:
-            blocks = self._cache_one_by_one(block_hashes)
+            blocks = self._cache_one_by_one(numbers)
         else:
-            return [None] * count
+            return [NOWHERE] * count
         if len(self._cached) > 2 * self.num_blocks:
             self._drop_invalid()
         return blocks
@@ -100,12 +109,12 @@ class BlockPool:
         Pass a sequence's blocks last first: the tail of a prefix is then evicted before its head, without which the
         tail cannot be hit.
         """
-        references, hashes, cached, entries = self._references, self._hash_of, self._cached, self._entries
+        references, content_of, cached, entries = self._references, self._content_of, self._cached, self._entries
         for block in blocks:
             remaining = references[block] = references[block] - 1
             assert remaining >= 0, f"block {block} freed more often than referenced"
             if remaining == 0:
-                if hashes[block] is None:
+                if content_of[block] < 0:
                     self._blank.append(block)
                 else:
                     self.num_cached += 1
@@ -120,9 +129,9 @@ class BlockPool:
         A block that was cached before keeps its position in the eviction order. Other blocks are evicted after all
         others, or before all others if `first` is set; among these the last one is evicted first.
         """
-        references, hashes, entries = self._references, self._hash_of, self._entries
+        references, content_of, entries = self._references, self._content_of, self._entries
         for block in blocks:
-            if references[block] > 1 or hashes[block] is None or not (entries[block] or first):
+            if references[block] > 1 or content_of[block] < 0 or not (entries[block] or first):
                 self.free((block,))
                 continue
             references[block] -= 1
@@ -133,14 +142,10 @@ class BlockPool:
 
     def blank(self, block_hash: bytes) -> bool:
         """Invalidate a cached block, which makes it blank. Return False if no block is cached under this hash."""
-        block = self._block_of.get(block_hash)
+        block = self.find(block_hash)
         if block is None or self._references[block]:
             return False
-        del self._block_of[block_hash]
-        if self.changes is not None:
-            self.changes.remove((block_hash,))
-        self._hash_of[block] = None  # its entries are void
-        self._skipped.pop(block, None)
+        self._remove_contents(block)  # its entries are void
         self.num_cached -= 1
         self._blank.append(block)
         return True
@@ -150,7 +155,8 @@ class BlockPool:
 
         Used blocks remain with their users and are blank afterwards.
         """
-        invalidated = [block_hash for block_hash in self._block_of if block_hash[:MARK_BYTES] in marks]
+        hashes = self.contents.hashes_of([number for number in self._content_of if number >= 0])
+        invalidated = [block_hash for block_hash in hashes if block_hash[:MARK_BYTES] in marks]
         self.invalidate(invalidated)
         return invalidated
 
@@ -160,16 +166,16 @@ class BlockPool:
         Used blocks remain with their users and are blank afterwards.
         """
         for block_hash in hashes:
-            if not self.blank(block_hash) and block_hash in self._block_of:
-                block = self._block_of.pop(block_hash)
-                if self.changes is not None:
-                    self.changes.remove((block_hash,))
-                self._hash_of[block] = None
-                self._skipped.pop(block, None)
+            if not self.blank(block_hash) and (block := self.find(block_hash)) is not None:
+                self._remove_contents(block)
 
     def find(self, block_hash: bytes) -> int | None:
         """Return the block whose contents have this hash, if present. Takes no reference."""
-        return self._block_of.get(block_hash)
+        number = self.contents.numbers.get(block_hash)
+        if number is None:
+            return None
+        block = self._block_of[number]
+        return None if block < 0 else block
 
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
@@ -180,15 +186,16 @@ class BlockPool:
     def seal(self, block: int, block_hash: bytes) -> None:
         """Register the hash of a used, full block. If two blocks hold the same contents, `find` returns the first."""
         assert self._references[block] > 0, f"block {block} sealed while free"
-        if self._hash_of[block] is None and block_hash not in self._block_of:
-            self._hash_of[block] = block_hash
-            self._block_of[block_hash] = block
-            if self.changes is not None:
-                self.changes.store((block_hash,))
+        if self._content_of[block] < 0:
+            number = self.contents.number_of(block_hash)
+            if self._block_of[number] < 0:
+                self._content_of[block] = number
+                self._block_of[number] = block
+                self.contents.add_copy(number)
 
     def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""
-        block = self._block_of.get(block_hash)
+        block = self.find(block_hash) if self._skipped else None
         if block is not None and block in self._skipped:
             del self._skipped[block]
             if not self._references[block] and not self._entries[block]:
@@ -198,10 +205,9 @@ class BlockPool:
     def forget(self) -> None:
         """Drop all contents. No block may be used."""
         assert self.num_used == 0, f"{self.num_used} blocks are used"
-        if self.changes is not None:
-            self.changes.remove(self._block_of)
-        self._hash_of = [None] * self.num_blocks
-        self._block_of.clear()
+        for block, number in enumerate(self._content_of):
+            if number >= 0:
+                self._remove_contents(block)
         self._blank = list(reversed(range(self.num_blocks)))
         self._cached.clear()
         self._entries = [0] * self.num_blocks
@@ -213,93 +219,109 @@ class BlockPool:
         """True if the least recently used cached block may not be the first to be evicted."""
         return bool(self._skipped or self.kept)
 
-    def _cache_new(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+    def _remove_contents(self, block: int) -> None:
+        """Remove the contents of a block that has some."""
+        number = self._content_of[block]
+        self._content_of[block] = self._block_of[number] = NOWHERE
+        self._skipped.pop(block, None)
+        self.contents.remove_copies((number,))
+        self.contents.count_removed()
+
+    def _cache_new(self, numbers: Sequence[int]) -> list[int]:
         """Give free blocks these contents, which are distinct and new. There are enough blocks, and none is retained.
 
-        No hash takes the block of an earlier one, since blocks that get contents are evicted last.
+        No contents take the block of earlier ones, since blocks that get contents are evicted last.
         """
-        blank, hashes, block_of, entries = self._blank, self._hash_of, self._block_of, self._entries
-        count = len(block_hashes)
+        blank, content_of, block_of, entries = self._blank, self._content_of, self._block_of, self._entries
+        count = len(numbers)
         num_blank = min(count, len(blank))
         blocks = [blank.pop() for _ in range(num_blank)]
         self.num_cached += num_blank
         if num_blank < count:
-            blocks += (evicted := self._take_oldest(count - num_blank))
-            removed = [block_hash for block in evicted if (block_hash := hashes[block]) is not None]
-            for block_hash in removed:
-                del block_of[block_hash]
-            if self.changes is not None:
-                self.changes.remove(removed)
-        block_of.update(zip(block_hashes, blocks, strict=True))
-        for block, block_hash in zip(blocks, block_hashes, strict=True):
-            hashes[block] = block_hash
+            oldest, removed = self._take_oldest(count - num_blank)
+            for number in removed:
+                block_of[number] = NOWHERE
+            self.contents.remove_copies(removed)
+            blocks += oldest
+        for block, number in zip(blocks, numbers, strict=True):
+            content_of[block], block_of[number] = number, block
             entries[block] += 1
         self._cached.extend(blocks)
-        return [*blocks]
+        return blocks
 
-    def _cache_one_by_one(self, block_hashes: Sequence[bytes]) -> list[int | None]:
+    def _cache_one_by_one(self, numbers: Sequence[int]) -> list[int]:
         """Give free blocks the contents that they lack, as `cache_moved` describes. At least one block is free."""
-        blank, hashes, block_of = self._blank, self._hash_of, self._block_of
+        blank, content_of, block_of = self._blank, self._content_of, self._block_of
         cached, entries, evictions = self._cached, self._entries, self._evictions()
-        blocks: list[int | None] = []
-        removed: list[bytes] = []
-        for block_hash in block_hashes:
-            if block_hash in block_of:
-                blocks.append(None)
+        blocks: list[int] = []
+        removed: list[int] = []
+        for number in numbers:
+            if block_of[number] >= 0:
+                blocks.append(NOWHERE)
                 continue
             if blank:
                 block = blank.pop()
                 self.num_cached += 1
             else:
-                block, evicted = next(evictions)
-                del block_of[evicted]
+                block = next(evictions)
+                evicted = content_of[block]
+                block_of[evicted] = NOWHERE
                 removed.append(evicted)
-            hashes[block], block_of[block_hash] = block_hash, block
+            content_of[block], block_of[number] = number, block
             entries[block] += 1
             cached.append(block)
             blocks.append(block)
-        if self.changes is not None and removed:
-            self.changes.remove(removed)
+        self.contents.remove_copies(removed)
         return blocks
 
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
-        hashes, block_of = self._hash_of, self._block_of
-        evictions = islice(self._evictions(), count) if self._retains else None
-        blocks = self._take_oldest(count) if evictions is None else [block for block, _ in evictions]
-        block_hashes = [block_hash for block in blocks if (block_hash := hashes[block]) is not None]
-        removed = block_hashes if self.on_evict is None else self.on_evict(blocks, block_hashes)
-        for block_hash in block_hashes:
-            del block_of[block_hash]
-        for block in blocks:
-            hashes[block] = None
-        if self.changes is not None and removed:
-            self.changes.remove(removed)
+        content_of, block_of = self._content_of, self._block_of
+        if self._retains:
+            blocks = list(islice(self._evictions(), count))
+            numbers = [content_of[block] for block in blocks]
+        else:
+            blocks, numbers = self._take_oldest(count)
+        removed = numbers if self.on_evict is None else self.on_evict(blocks, numbers)
+        for block, number in zip(blocks, numbers, strict=True):
+            content_of[block] = block_of[number] = NOWHERE
+        self.contents.remove_copies(removed)
         self.num_cached -= count
         return blocks
 
-    def _take_oldest(self, count: int) -> list[int]:
-        """Remove the `count` least recently used cached blocks from the order of eviction, and return them.
+    def _take_oldest(self, count: int) -> tuple[list[int], list[int]]:
+        """Remove the `count` least recently used cached blocks from the order of eviction.
 
-        Only without retained blocks. The caller evicts them, or gives them other contents.
+        Return the blocks and the numbers of their contents. Only without retained blocks. The caller evicts them, or
+        gives them other contents.
         """
-        cached, entries, references, hashes = self._cached, self._entries, self._references, self._hash_of
+        cached, entries, references, content_of = self._cached, self._entries, self._references, self._content_of
         oldest: list[int] = []
+        numbers: list[int] = []
         while num_missing := count - len(oldest):
-            for block in [cached.popleft() for _ in range(num_missing)]:
-                entries[block] = num_entries = entries[block] - 1
-                if not num_entries and not references[block] and hashes[block] is not None:
+            blocks = [cached.popleft() for _ in range(num_missing)]
+            num_entries, num_references, contents = _items_at(blocks, entries, references, content_of)
+            if max(num_entries) == 1 and not any(num_references) and min(contents) >= 0:  # none is void, as usual
+                oldest += blocks
+                numbers += contents
+                for block in blocks:
+                    entries[block] = 0
+                continue
+            for block in blocks:
+                entries[block] = num_left = entries[block] - 1
+                if not num_left and not references[block] and (number := content_of[block]) >= 0:
                     oldest.append(block)
-        return oldest
+                    numbers.append(number)
+        return oldest, numbers
 
-    def _evictions(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the cached blocks in the order of eviction, with their hashes.
+    def _evictions(self) -> Iterator[int]:
+        """Yield the cached blocks in the order of eviction.
 
         The caller evicts each one, or gives it other contents, before the pool is used otherwise. It takes no more than
         there are.
         """
         cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
-        hashes = self._hash_of
+        content_of, hash_of = self._content_of, self.contents.hash_of
         kept = self.kept or ()  # most pools retain nothing
         while True:
             is_kept = not cached
@@ -310,20 +332,27 @@ class BlockPool:
                 entries[block] -= 1
             if skipped:
                 skipped.pop(block, None)
-            block_hash = hashes[block]
-            if entries[block] or references[block] or block_hash is None:
+            number = content_of[block]
+            if entries[block] or references[block] or number < 0:
                 continue
-            if kept and not is_kept and block_hash in kept:
+            if kept and not is_kept and hash_of[number] in kept:
                 skipped[block] = None
                 continue
-            yield block, block_hash
+            yield block
 
     def _drop_invalid(self) -> None:
         """Keep only the last entry of each cached block, in order."""
-        held, hashes = self._references, self._hash_of
+        held, content_of = self._references, self._content_of
         newest = dict.fromkeys(reversed(self._cached))
-        last = [block for block in newest if not held[block] and hashes[block] is not None]
+        last = [block for block in newest if not held[block] and content_of[block] >= 0]
         self._cached = deque(reversed(last))
         self._entries = [0] * self.num_blocks
         for block in last:
             self._entries[block] = 1
+
+
+def _items_at(places: Sequence[int], *lists: list[int]) -> list[tuple[int, ...]]:
+    """Return the items of each list at these places, of which there is at least one."""
+    if len(places) == 1:
+        return [(items[places[0]],) for items in lists]
+    return list(map(itemgetter(*places), lists))

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from moiety_engine.cache.block_pool import BlockPool
+from moiety_engine.cache.content_table import NOWHERE
 
 
 class Copies(NamedTuple):
@@ -68,20 +69,10 @@ class HostTier:
         self._out_to[host_block] = device_block
         return host_block
 
-    def keep(self, device_blocks: Sequence[int], block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Keep the contents of prefix blocks that the pool evicts, given with their hashes, if a host block is free.
-
-        Return the hashes of which there is no new copy: those that the host already had, or had no block for.
-        """
-        out_to, in_to = self._out_to, self._in_to
-        host_blocks = self.pool.cache_moved(block_hashes)
-        for device_block, host_block in zip(device_blocks, host_blocks, strict=True):
-            if host_block is not None:
-                assert device_block not in in_to, f"device block {device_block} has no contents yet"
-                out_to[host_block] = device_block
-        if None not in host_blocks:
-            return ()
-        return [one for one, host_block in zip(block_hashes, host_blocks, strict=True) if host_block is None]
+    def attach(self, pool: BlockPool) -> None:
+        """Keep what the pool evicts from now on. Call it while the pool holds no contents."""
+        pool.share_contents(self.pool.contents)
+        pool.on_evict = self._keep
 
     def fill(self, host_block: int, device_block: int) -> None:
         """Queue a copy in. Takes its own reference to the host block."""
@@ -108,3 +99,22 @@ class HostTier:
         self.copied_out_total += len(copies.outs)
         self.copied_in_total += len(copies.ins)
         return copies
+
+    def _keep(self, device_blocks: Sequence[int], numbers: Sequence[int]) -> Sequence[int]:
+        """Keep the contents of prefix blocks that the pool evicts, given by their numbers, if a host block is free.
+
+        Return the numbers of which there is no new copy: those that the host already had, or had no block for.
+        """
+        host_blocks = self.pool.cache_moved(numbers)
+        if NOWHERE not in host_blocks:
+            assert self._in_to.keys().isdisjoint(device_blocks), "an evicted device block has no contents yet"
+            self._out_to.update(zip(host_blocks, device_blocks, strict=True))
+            return ()
+        not_kept = []
+        for device_block, host_block, number in zip(device_blocks, host_blocks, numbers, strict=True):
+            if host_block < 0:
+                not_kept.append(number)
+            else:
+                assert device_block not in self._in_to, f"device block {device_block} has no contents yet"
+                self._out_to[host_block] = device_block
+        return not_kept

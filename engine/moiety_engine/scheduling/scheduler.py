@@ -238,6 +238,7 @@ class Scheduler:
         assert len(self._running) < self._division.num_steps, "a step was launched before an earlier one was committed"
         self._running.append(plan)
         self._step_timing.launched(plan)
+        self.groups.count_evicted()
         row, ended = -1, SequenceState.ENDED
         for chunk in plan.chunks:
             sequence = chunk.sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from moiety_engine.cache.content_table import ContentTable
 from moiety_engine.cache.host import Copies, HostTier
 from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
@@ -66,12 +67,12 @@ class KvGroups:
         """
         if self._has_states:
             return None
-        log = PrefixChangeLog()
+        contents = ContentTable()
         for kv in self._ledgers:
-            kv.pool.changes = log
+            kv.pool.share_contents(contents)
             if kv.host is not None:
-                kv.host.pool.changes = log
-        return log
+                kv.host.pool.share_contents(contents)
+        return PrefixChangeLog(contents)
 
     @property
     def num_blocks(self) -> int:
@@ -116,6 +117,11 @@ class KvGroups:
         if self._has_states or self._has_host:
             return False
         return not (self.first.kv_loads if self.count == 1 else any(kv.kv_loads for kv in self._ledgers))
+
+    def count_evicted(self) -> None:
+        """Record what the newest plan has evicted; no plan needs it, so that it can follow the launch."""
+        for kv in self._ledgers:
+            kv.pool.contents.count_removed()
 
     def take_copies(self) -> Copies:
         """Return the copies of all groups, once per plan.

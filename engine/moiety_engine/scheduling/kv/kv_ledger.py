@@ -9,7 +9,7 @@ the step's forward pass, also when the step is empty. KV from other engines is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 from moiety_engine.cache.block_pool import BlockPool
@@ -65,7 +65,7 @@ class KvLedger(StateLedger):
         if states is not None:
             states.pool.kept = self.retention
         if host is not None:
-            pool.on_evict = host.keep
+            host.attach(pool)
             host.pool.kept = self.retention
         else:
             pool.on_evict = self._evicted
@@ -383,13 +383,14 @@ class KvLedger(StateLedger):
         if self.on_release is not None:
             self.on_release(sequence)
 
-    def _evicted(self, _blocks: Collection[int], keys: ListOf[bytes]) -> ListOf[bytes]:
-        if self.retention:
+    def _evicted(self, _blocks: ListOf[int], numbers: ListOf[int]) -> ListOf[int]:
+        if self.retention or self.states is not None:
+            keys = self.pool.contents.hashes_of(numbers)
             for key in keys:
                 self.retention.drop(key)
-        if self.states is not None:
-            self.states.pool.invalidate(keys)
-        return keys
+            if self.states is not None:
+                self.states.pool.invalidate(keys)
+        return numbers
 
     def _end_retention(self, block_hash: bytes) -> None:
         self.pool.end_retention(block_hash)

@@ -1,0 +1,84 @@
+"""Table of the contents that the tiers of a prefix cache hold: hashes, and the numbers by which the tiers name them.
+
+All tiers of a cache share one table, so that contents that move between them keep their number, and no tier needs a
+hash table of its own. Removed copies are counted later, by `count_removed`: until then the table may have contents
+that no tier holds any longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moiety_engine.cache.prefix_change_log import PrefixChangeLog
+
+NOWHERE = -1  # block of contents that a tier does not hold, and number of the contents of a block without any
+
+
+class ContentTable:
+    """Owner of the numbers. Single-threaded, like the pools that share it."""
+
+    def __init__(self) -> None:
+        self.changes: PrefixChangeLog | None = None  # told of contents that the first tier stores or the last removes
+        self.numbers: dict[bytes, int] = {}  # by hash; callers read it
+        self.hash_of: list[bytes] = []  # by number, also of numbers that are not used any longer; callers read it
+        self._num_copies: list[int] = []  # by number: tiers that hold the contents, before `_removed` is counted
+        self._removed: list[int] = []  # numbers of the contents of which a tier has removed its copy
+        self._unused: list[int] = []  # numbers that had contents
+        self._tiers: list[list[int]] = []  # the blocks with the contents, by number
+
+    def add_tier(self) -> list[int]:
+        """Return the list of a new tier's blocks by number, NOWHERE at first. The table extends it."""
+        blocks = [NOWHERE] * len(self.hash_of)
+        self._tiers.append(blocks)
+        return blocks
+
+    def number_of(self, block_hash: bytes) -> int:
+        """Return the number of these contents, a new one if no tier has them. The caller stores a copy."""
+        if self._removed:
+            self.count_removed()
+        number = self.numbers.get(block_hash)
+        if number is None:
+            if self._unused:
+                number = self._unused.pop()
+                self.hash_of[number] = block_hash
+            else:
+                number = len(self.hash_of)
+                self.hash_of.append(block_hash)
+                self._num_copies.append(0)
+                for blocks in self._tiers:
+                    blocks.append(NOWHERE)
+            self.numbers[block_hash] = number
+        return number
+
+    def hashes_of(self, numbers: Iterable[int]) -> list[bytes]:
+        """Return the hashes of the contents with these numbers."""
+        hash_of = self.hash_of
+        return [hash_of[number] for number in numbers]
+
+    def add_copy(self, number: int) -> None:
+        """Record that one more tier holds the contents."""
+        copies = self._num_copies
+        copies[number] += 1
+        if copies[number] == 1 and self.changes is not None:
+            self.changes.store(self.hash_of[number])
+
+    def remove_copies(self, numbers: Iterable[int]) -> None:
+        """Record that a tier no longer holds these contents; it takes effect with `count_removed`."""
+        self._removed += numbers
+
+    def count_removed(self) -> None:
+        """Delete the contents that no tier holds any longer."""
+        copies, hash_of, numbers, unused = self._num_copies, self.hash_of, self.numbers, self._unused
+        gone = []
+        for number in self._removed:
+            copies[number] = num_left = copies[number] - 1
+            if not num_left:
+                block_hash = hash_of[number]
+                del numbers[block_hash]
+                unused.append(number)
+                gone.append(block_hash)
+        self._removed.clear()
+        if self.changes is not None and gone:
+            self.changes.remove(gone)
