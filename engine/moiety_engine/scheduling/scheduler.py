@@ -345,12 +345,14 @@ class Scheduler:
 
     def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
         """Add decodes, then as much prefill as fits."""
-        decoding = self._preemptor.secure_decodes(now_ns)
+        candidates = decoding = self._preemptor.secure_decodes(now_ns)
         division = self._division
+        due_s, context = self.queues.sums_of(candidates)
         if not self._strategy.padded:  # the rows of a padded batch run together
-            decoding = self.policy.decodes_of_step(decoding, self.queues.sums_of(decoding)[1], now_ns / 1e9)
+            decoding = self.policy.decodes_of_step(candidates, context, now_ns / 1e9)
             decoding = division.decodes_of_step(decoding) if division.is_active else decoding
-        due_s, context = self.queues.sums_of(decoding)
+        if decoding is not candidates:
+            due_s, context = self.queues.sums_of(decoding)
         planner.add_decodes(decoding, context)
         if division.is_active:
             due_s = division.earliest_due_s(due_s)

@@ -130,7 +130,7 @@ class StepPlanner:
 
         `context` is the total number of tokens whose KV the rows read.
         """
-        self._decodes += chunks
+        self._decodes = self._decodes + chunks if self._decodes else chunks
         self._decoding = None
         self._decode_context += context
         self.num_rows += len(chunks)
@@ -187,8 +187,7 @@ class StepPlanner:
         if limit <= 0:
             return 0
         budget = None if self._budget is None else self._budget.for_class(sequence.service)
-        encodings = self._encodings(sequence, limit)
-        if encodings:
+        if sequence.request.images is not None and (encodings := self._encodings(sequence, limit)):
             return self._tokens_with_images(sequence, limit, encodings, budget)
         return limit if budget is None else self._tokens_in_time(sequence, limit, budget, self.shape)
 
@@ -221,9 +220,10 @@ class StepPlanner:
         self._prefill_rows += num_tokens + pad
         self._take_answer_rows(max(0, end - max(first, sequence.request.num_prompt)))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
-        for encoding in self._encodings(sequence, num_tokens):
-            self._encoder_rows += encoding.cost
-            self._encoded.add(encoding.key)
+        if sequence.request.images is not None:
+            for encoding in self._encodings(sequence, num_tokens):
+                self._encoder_rows += encoding.cost
+                self._encoded.add(encoding.key)
         return ends
 
     def _tokens_in_time(self, sequence: Sequence, limit: int, budget: StepBudget, shape: StepShape) -> int:
@@ -293,10 +293,8 @@ class StepPlanner:
         """Return the plan's copies, replays and KV loads."""
         kv = self._kv
         copies = kv.take_copies()
-        return {
-            "swap_out": copies.outs,
-            "swap_in": copies.ins,
-            "state_replays": kv.take_state_replays(),
-            "state_copies": kv.take_state_copies(),
-            "kv_loads": kv.take_kv_loads(),
-        }
+        moves: dict[str, Any] = {"swap_out": copies.outs, "swap_in": copies.ins, "kv_loads": kv.take_kv_loads()}
+        if kv.has_states:
+            moves["state_replays"] = kv.take_state_replays()
+            moves["state_copies"] = kv.take_state_copies()
+        return moves

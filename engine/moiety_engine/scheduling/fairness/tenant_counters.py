@@ -215,7 +215,7 @@ class FairQueue:
             elif counter < account.counter:
                 heapreplace(self._order, (account.counter, tie, version, account))
             else:
-                return heap.pop()
+                return heap.pop_first()
         return None
 
     def hold(self, account: TenantCounter) -> None:

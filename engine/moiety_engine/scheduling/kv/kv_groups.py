@@ -50,7 +50,7 @@ class KvGroups:
         self._ledgers = tuple(ledgers)
         self.first = self._ledgers[0]
         self.count = len(self._ledgers)
-        self._has_states = any(kv.states is not None for kv in self._ledgers)
+        self.has_states = any(kv.states is not None for kv in self._ledgers)
         self._has_host = any(kv.host is not None for kv in self._ledgers)
 
     def __iter__(self) -> Iterator[KvLedger]:
@@ -65,7 +65,7 @@ class KvGroups:
 
         Call it while nothing is cached. Return None for models with recurrent states, whose blocks alone are no hit.
         """
-        if self._has_states:
+        if self.has_states:
             return None
         contents = ContentTable()
         for kv in self._ledgers:
@@ -114,7 +114,7 @@ class KvGroups:
     @property
     def moves_nothing(self) -> bool:
         """True if no copies, replays or KV loads are queued, as in most steps without a host tier."""
-        if self._has_states or self._has_host:
+        if self.has_states or self._has_host:
             return False
         return not (self.first.kv_loads if self.count == 1 else any(kv.kv_loads for kv in self._ledgers))
 
@@ -145,14 +145,14 @@ class KvGroups:
         Slot numbers of a group, on the device and then on the host, follow those of the groups before it.
         """
         copies: list[tuple[int, int]] = []
-        for first, kv in self._first_slots() if self._has_states else ():
+        for first, kv in self._first_slots() if self.has_states else ():
             copies += [(source + first, target + first) for source, target in kv.take_state_copies()]
         return copies
 
     def take_state_replays(self) -> list[tuple[int, int]]:
         """Return the replays of all groups, once per plan, with slots numbered as for the copies."""
         replays: list[tuple[int, int]] = []
-        for first, kv in self._first_slots() if self._has_states else ():
+        for first, kv in self._first_slots() if self.has_states else ():
             replays += [(slot + first, count) for slot, count in kv.take_state_replays()]
         return replays
 

@@ -135,8 +135,9 @@ class KvLedger(StateLedger):
 
         A hit on the host needs a new block; an unreferenced hit on the device is no longer free.
         """
-        firsts = self._firsts(len(prefix) * self.block_size)
-        return self.layout.missing_for(num_tokens, len(prefix), firsts) - self._num_in_use(prefix.hits)
+        num_hits = prefix.num_blocks
+        missing = self.layout.missing_for(num_tokens, num_hits, self._firsts(num_hits * self.block_size))
+        return missing - self._num_in_use(prefix.hits) if num_hits else missing
 
     def queue_kv_load(self, sequence: Sequence) -> None:
         """Queue the load of the KV from another engine into the sequence's blocks, after its prefix hits.

@@ -96,7 +96,7 @@ class Preemptor:
         It has a worse rank, or the same rank and a tenant that holds more than its share of batch slots.
         """
         victims = self._policy.victims(self._queues.running, beneficiary, now_ns / 1e9, takes_blocks=False)
-        return next((victim for victim in victims if self._may_go(victim, planner)), None)
+        return next((victim for victim in victims if self._may_go(victim, planner)), None) if victims else None
 
     def take_place(self, victim: Sequence, beneficiary: Sequence, planner: StepPlanner, now_ns: int) -> None:
         """Take the victim out of the batch. It keeps its blocks until another sequence needs them."""

@@ -60,12 +60,13 @@ class PrefillPlanner:
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
+        some_wait = self._waits_for_tokens or self._kv.count > 1
         while planner.prefill_rows_left > 0 and len(deferred) < MAX_EXAMINED:
             sequence = self._policy.pop(now_s)
             if sequence is None:
                 break
             reason = None
-            if self._must_wait(sequence, full, closed):
+            if some_wait and self._must_wait(sequence, full, closed):
                 deferred.append(sequence)
                 continue
             if sequence.state is not SequenceState.RUNNING:
@@ -108,6 +109,8 @@ class PrefillPlanner:
     def continue_prefills(self, planner: StepPlanner, now_s: float) -> None:
         """Add prefill of sequences that are already in the batch, regardless of the policy's queue before them."""
         going = [s for s in self._queues.prefilling if s.entry & 1 and not planner.prefills(s)]
+        if not going:
+            return
         if not planner.empty:
             going = [s for s in going if not self._policy.gives_way(s)]
         full: set[int] = set()

@@ -47,15 +47,29 @@ class EntryHeap:
 
     def pop(self) -> Sequence | None:
         """Remove and return the first valid sequence."""
-        if self.first() is None:
-            return None
-        sequence: Sequence = heappop(self._entries)[3]
-        return sequence
+        return self.pop_until(None)
 
     def pop_until(self, key: Any) -> Sequence | None:
-        """Remove and return the first valid sequence if its key is at most `key`."""
-        first = self.first()
-        return self.pop() if first is not None and first[0] <= key else None
+        """Remove and return the first valid sequence if its key is at most `key`; whatever its key is if that is None.
+
+        Written out, since it is called several times for each sequence that a step examines.
+        """
+        entries = self._entries
+        while entries:
+            first_key, _, entry, sequence = entries[0]
+            if entry != sequence.entry:
+                heappop(entries)
+            elif key is None or first_key <= key:
+                heappop(entries)
+                return sequence
+            else:
+                break
+        return None
+
+    def pop_first(self) -> Sequence:
+        """Remove the first entry and return its sequence. Call `first` before."""
+        sequence: Sequence = heappop(self._entries)[3]
+        return sequence
 
     def rekey_first(self, key: Any) -> None:
         """Change the key of the first entry. Call `first` before."""

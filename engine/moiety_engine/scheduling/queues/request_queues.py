@@ -105,10 +105,12 @@ class RequestQueues:
             self.returning.remove(sequence)
         insort(self.running, sequence, key=by_arrival)
         sequence.state = SequenceState.RUNNING
-        self._remaining_output = None
+        if self._remaining_output is not None:
+            self._remaining_output += sequence.predicted_output + 1
         self.counts.add(sequence)
         self.prefilling[sequence] = None
-        self.computed(sequence)
+        if self.computed(sequence):
+            self._remaining_output = None
 
     def computed(self, sequence: Sequence) -> bool:
         """Update the queues after more of the sequence was computed. Return whether it starts to decode."""

@@ -85,6 +85,8 @@ class PreemptionVictims:
         sequences that were preempted as often as allowed may pause as well, after all others. Sequences of spot classes
         are victims for every better rank.
         """
+        if beneficiary is not None and not takes_blocks and self._is_worst(beneficiary.service.rank):
+            return self._over_their_slots(running, beneficiary)  # the usual case in a full batch
         batch = list(running) if beneficiary is None else self._of_worse_ranks(running, beneficiary, takes_blocks)
         if beneficiary is not None and takes_blocks:
             batch += self._over_their_share(running, beneficiary)
@@ -95,10 +97,14 @@ class PreemptionVictims:
             return victims
         return victims + [s for s in batch if is_guaranteed(s)] + self._over_their_slots(running, beneficiary)
 
+    def _is_worst(self, rank: int) -> bool:
+        """Return whether no sequence of a worse rank runs."""
+        return self._context.running.worst_rank <= rank
+
     def _of_worse_ranks(self, running: Iterable[Sequence], beneficiary: Sequence, takes_blocks: bool) -> list[Sequence]:
         """Return the sequences of worse ranks that give way to the beneficiary."""
         rank = beneficiary.service.rank
-        if self._context.running.worst_rank <= rank:
+        if self._is_worst(rank):
             return []
         outranks = self._records[beneficiary].bucket == AT_RISK or (
             not takes_blocks and beneficiary.service.ttft_s is not None
@@ -112,11 +118,14 @@ class PreemptionVictims:
         youngest. A pause takes no blocks, so classes that are not preempted pause as well; a sequence that was
         preempted as often as allowed does not.
         """
-        if not self._tuning.fairness or self.share(beneficiary) == 1.0:
+        if not self._tuning.fairness:
             return []
-        slots = self._slots_of(beneficiary.service.rank)
-        own = self._records[beneficiary].tenant
-        if slots.held.get(own.tenant, 0) + 1 > max(1.0, slots.of_weight * own.weight):
+        own, rank = self._records[beneficiary].tenant, beneficiary.service.rank
+        if own.weight >= self._accounts[rank].total_weight:
+            return []  # its tenant is the only one
+        slots = self._slots_of(rank)
+        num_held = slots.held.get(own.tenant)
+        if num_held and num_held + 1 > slots.of_weight * own.weight:
             return []
         over = set(slots.over_share())
         if not over:

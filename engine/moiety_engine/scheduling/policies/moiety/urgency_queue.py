@@ -234,7 +234,10 @@ class UrgencyQueue:
     # ── the boost lane ──
 
     def _pop_lane(self, now_s: float) -> Sequence | None:
-        found = self._pop_starved(now_s) or self._pop_waited(now_s)
+        starved = self._starved
+        found = self._pop_starved(now_s) if starved and starved[0][0] <= now_s else None
+        if found is None:
+            found = self._pop_waited(now_s)
         if found is not None:
             self._lane_s -= found.num_uncomputed * self._slo.token_s + 0.001
             self._on_lane[found] = found.num_uncomputed
