@@ -164,7 +164,8 @@ class _KvWaste:
         self._samples: list[tuple[int, int]] = []
 
     def sample(self) -> None:
-        allocated, filled = self._loop.scheduler.kv_slots()
+        scheduler = self._loop.scheduler
+        allocated, filled = scheduler.queues.kv_slots(scheduler.kv.block_size)
         if allocated:
             self._samples.append((allocated, filled))
 

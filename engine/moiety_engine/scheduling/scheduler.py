@@ -137,6 +137,7 @@ class Scheduler:
         wait before. `num_transferred_tokens` is the number of tokens whose KV came from another engine. A speculative
         prefill is not a request: `speculative_prefill.take_ended` reports its end.
         """
+        self._prefill_planner.requeue_examined()
         if submit.speculative_prefill is not None:
             self.speculative_prefill.add(submit, now_ns)
             return
@@ -151,6 +152,7 @@ class Scheduler:
 
     def extend(self, key: int, credit_tokens: int, *, last: bool, now_ns: int) -> CoreOutput | None:
         """Raise a request's credit; end the request if the credit is final and used up."""
+        self._prefill_planner.requeue_examined()
         sequence = self.queues.by_key.get(key)
         if sequence is None or sequence.padded_row.is_finished or sequence.state is SequenceState.FINISHING:
             return None
@@ -170,6 +172,7 @@ class Scheduler:
 
     def abort(self, key: int, reason: FinishReason, *, now_ns: int) -> CoreOutput | None:
         """End a request now; its blocks are free when this returns."""
+        self._prefill_planner.requeue_examined()
         sequence = self.queues.by_key.get(key)
         if sequence is None:
             self.speculative_prefill.abort(key, now_ns)
@@ -238,6 +241,7 @@ class Scheduler:
         assert len(self._running) < self._division.num_steps, "a step was launched before an earlier one was committed"
         self._running.append(plan)
         self._step_timing.launched(plan)
+        self._prefill_planner.requeue_examined()
         self.groups.count_evicted()
         row, ended = -1, SequenceState.ENDED
         for chunk in plan.chunks:
@@ -281,6 +285,7 @@ class Scheduler:
         The arguments are those of `OutputProcessor.process`; `end_non_finite` ends the sequences whose results are not
         finite. A step that was not launched is launched first: nothing is planned while it runs.
         """
+        self._prefill_planner.requeue_examined()
         if not self._running:
             self.launched(plan)
         oldest = self._running.popleft()
@@ -336,11 +341,6 @@ class Scheduler:
         """Return the state and counters of every class."""
         return self.tally.loads(self.policy.predicted_ttft_s(), self.queues.oldest_unix_s())
 
-    def kv_slots(self) -> tuple[int, int]:
-        """Return (slots allocated to running sequences, slots that hold a token)."""
-        allocated = sum(len(sequence.kv.blocks) for sequence in self.queues.running) * self.kv.block_size
-        return allocated, sum(sequence.kv.num_computed for sequence in self.queues.running)
-
     # ── internal ──
 
     def _plan_into(self, planner: StepPlanner, now_ns: int) -> None:
@@ -367,6 +367,8 @@ class Scheduler:
         if self.speculator is not None:
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
             self.speculator.extend(planner, due_s - self._step_timing.free_s(now_ns), now_ns, overlaps=overlaps)
+        if not planner.num_rows or self.groups.count > 1:  # more may be preempted, or nothing is launched
+            self._prefill_planner.requeue_examined()
 
     def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
         joinable = self._strategy.joinable(queue_view(self.queues, self.limits, now_ns))

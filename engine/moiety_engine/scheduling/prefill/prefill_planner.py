@@ -1,7 +1,8 @@
 """Prefill planning: fills a step with prefill in the policy's order, as far as rows, time and blocks allow.
 
 A sequence remembers why it could not join. A sequence without blocks lets others pass only where the policy allows it;
-a sequence that waits for a prefix which this step computes always does.
+a sequence that waits for a prefix which this step computes always does. The plan does not need the sequences that were
+examined in vain any longer: `requeue_examined` queues them again after the launch.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class PrefillPlanner:
         self._kv, self._queues, self._encoder_work = state.kv, state.queues, state.encoder_work
         self._policy, self._tally = state.policy, state.tally
         self._preemptor, self._speculative_prefill = preemptor, speculative_prefill
+        self._examined: list[Sequence] = []  # in vain, by the newest plan, and not queued again yet
+        self._examined_s = 0.0
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
@@ -56,6 +59,7 @@ class PrefillPlanner:
         `must_fill`: no step is running, so that nothing is computed until the next one if this one is empty.
         """
         now_s = now_ns / 1e9
+        self.requeue_examined()
         deferred: list[Sequence] = []
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
@@ -89,7 +93,7 @@ class PrefillPlanner:
                 deferred.append(sequence)
             if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
-        self.put_back(deferred, now_s)
+        self._requeue_later(deferred, now_s)
         if planner.prefill_rows_left > 0 and len(full) < self._kv.count:
             self.continue_prefills(planner, now_s)
         self._fill_empty(planner, now_s, must_fill=must_fill)
@@ -111,6 +115,7 @@ class PrefillPlanner:
         going = [s for s in self._queues.prefilling if s.entry & 1 and not planner.prefills(s)]
         if not going:
             return
+        self.requeue_examined()
         if not planner.empty:
             going = [s for s in going if not self._policy.gives_way(s)]
         full: set[int] = set()
@@ -184,6 +189,21 @@ class PrefillPlanner:
             again = Reason.RECOMPUTE if sequence.kv.num_computed < sequence.kv.peak_computed else Reason.SWAP
             sequence.timeline.note(now_ns, EventKind.RESUMED, again)
         sequence.timeline.delay = None
+
+    def requeue_examined(self) -> None:
+        """Queue the sequences again that the newest plan examined in vain, unless that was done.
+
+        Call it after the plan, before any other change of the queues.
+        """
+        if self._examined:
+            examined, self._examined = self._examined, []
+            self.put_back(examined, self._examined_s)
+
+    def _requeue_later(self, sequences: list[Sequence], now_s: float) -> None:
+        """Let `requeue_examined` queue the sequences: at once if any is running, since it can get more of this step."""
+        self._examined, self._examined_s = sequences, now_s
+        if any(sequence.state is SequenceState.RUNNING for sequence in sequences):
+            self.requeue_examined()
 
     def put_back(self, sequences: list[Sequence], now_s: float) -> None:
         """Queue sequences again that need more prefill."""

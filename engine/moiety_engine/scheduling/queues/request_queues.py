@@ -201,6 +201,11 @@ class RequestQueues:
             held[sequence.request.tenant] += sequence.kv.num_held
         return {tenant: count for tenant, count in held.most_common(most) if count}
 
+    def kv_slots(self, block_size: int) -> tuple[int, int]:
+        """Return (slots of KV blocks that running sequences hold, slots of these that hold a token)."""
+        allocated = sum(len(sequence.kv.blocks) for sequence in self.running) * block_size
+        return allocated, sum(map(_num_computed, self.running))
+
     def _sums_of_all(self) -> tuple[float, int, int]:
         """Return the sums of all decodes, and how many tokens they have generated, less up to one for each."""
         if self._decode_sums is None:
