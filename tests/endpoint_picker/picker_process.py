@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import httpx
 from tests.conftest import free_port, wait_for
 
 from moiety_platform.endpoint_picker import messages as ext_proc
@@ -31,6 +32,7 @@ class Picker:
     log: Path
     port: int
     health_port: int
+    metrics_port: int
 
     @property
     def output(self) -> str:
@@ -46,6 +48,11 @@ class Picker:
             )
             return int(check(ext_proc.HealthCheckRequest(service=service), timeout=30, wait_for_ready=True).status)
 
+    def metrics(self) -> str:
+        """Return the text of `/metrics`."""
+        answer = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30, trust_env=False)
+        return answer.raise_for_status().text
+
     def wait_until_ready(self) -> None:
         wait_for(
             lambda: self.process.poll() is not None or self.health() == ext_proc.SERVING, f"readiness: {self.output}"
@@ -58,9 +65,10 @@ def running_picker(
     folder: Path, *arguments: str, tls: bool = False, environment: Mapping[str, str] | None = None
 ) -> Iterator[Picker]:
     """Run the command on free ports until the block ends, without TLS unless it is wanted."""
-    log, ports = folder / "picker.log", (free_port(), free_port())
+    log, ports = folder / "picker.log", (free_port(), free_port(), free_port())
     command = [sys.executable, "-m", "moiety_platform.cli", "endpoint-picker", *arguments]
-    command[4:4] = ["--port", str(ports[0]), "--health-port", str(ports[1]), "--probe-interval-s", "0.05"]
+    named = zip(("--port", "--health-port", "--metrics-port"), map(str, ports), strict=True)
+    command[4:4] = [*(one for pair in named for one in pair), "--probe-interval-s", "0.05"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--tls" if tls else "--no-tls"], stdout=output, stderr=output,

@@ -42,7 +42,7 @@ class Deployment:
     def preferred(self) -> str:
         """The gateway to which the key's requests go."""
         members = [Candidate(address, 0) for address in sorted(self.processes)]
-        return pick_endpoints(members, sha256(self.key.encode()).digest())[0]
+        return pick_endpoints(members, sha256(self.key.encode()).digest()).addresses[0]
 
     def num_served(self, address: str) -> int:
         """Return the number of chats that a gateway has answered."""

@@ -275,3 +275,20 @@ def test_a_pool_selects_the_gateways_and_its_picker_watches_the_same_pods(render
     (route,) = (one for one in objects if one["kind"] == "HTTPRoute")
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+
+
+def test_a_monitor_reads_the_port_of_the_pickers_metrics_and_only_scrapers_reach_it(render: Render) -> None:
+    objects = render(value_sets()["a pool of gateways with monitors"])
+    name = "rel-moiety-endpoint-picker"
+    named = {one["kind"]: one for one in objects if one["metadata"]["name"] == name}
+    (template,) = pod_templates(named["Deployment"])
+    monitored = named["PodMonitor"]["spec"]
+    assert monitored["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    (endpoint,) = monitored["podMetricsEndpoints"]
+    assert (endpoint["path"], f"--metrics-port={ports[endpoint['port']]}" in container["args"]) == ("/metrics", True)
+    rules = {rule["ports"][0]["port"]: rule for rule in named["NetworkPolicy"]["spec"]["ingress"]}
+    assert set(rules) == {"grpc", endpoint["port"]}
+    (scrapers,) = rules[endpoint["port"]]["from"]
+    assert list(scrapers) == ["namespaceSelector"], "pods of the release's own namespace do not reach it"

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "moiety"
 ROW = re.compile(r"\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \| (.+) \|")
 PROCESSES = {"gateway": "## The gateway", "engine": "## The engine", "trace store": "## The trace store"}
+SECTIONS = PROCESSES | {"endpoint picker": "## The endpoint picker"}  # tests/endpoint_picker runs the last one
 # what no request of a well-behaved test brings about, nor an engine without a model: the list alone knows their labels
 RARE = {
     "moiety_failovers_total", "moiety_route_requests_total", "moiety_route_fallbacks_total",
@@ -41,12 +42,12 @@ GRAFANA = {"$__rate_interval": "5m", "$model": ".*", "$service_class": ".*", "$e
 def listed(process: str) -> dict[str, tuple[str, set[str], str]]:
     """The rows of docs/metrics.md for a process: name → (type, labels, meaning)."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    section = text.split(PROCESSES[process])[1].split("\n## ")[0]
+    section = text.split(SECTIONS[process])[1].split("\n## ")[0]
     found = {}
     for name, kind, unit, labels, meaning in ROW.findall(section):
         assert unit, f"{name} has no unit"
         found[name] = (kind, set(re.findall(r"`(\w+)`", labels)), meaning)
-    if process == "engine":  # what is the same of both processes is described once
+    if process in ("engine", "endpoint picker"):  # what is the same of all processes is described once
         whole = listed("gateway")
         found |= {name: whole[name] for name in whole if name.startswith(("process_", "moiety_build"))}
     return found

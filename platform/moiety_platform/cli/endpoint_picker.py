@@ -49,6 +49,9 @@ def endpoint_picker(
     health_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for gRPC health checks, without TLS.")
     ] = 9003,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for Prometheus metrics (HTTP, /metrics), without TLS.")
+    ] = 9004,
     tls: Annotated[
         bool, typer.Option("--tls/--no-tls", help="Serve proxies with TLS; the default certificate signs itself.")
     ] = True,
@@ -88,7 +91,17 @@ def endpoint_picker(
         members = members_of(selector, endpoint or (), target_port, operations_port, account)
         certificate = certificate_of(tls_certificate, tls_key) if tls else None
         run_endpoint_picker(
-            PickerTerms(members, host, port, health_port, certificate, probe_interval_s, num_endpoints, load_factor)
+            PickerTerms(
+                members,
+                host,
+                port,
+                health_port,
+                metrics_port,
+                certificate,
+                probe_interval_s,
+                num_endpoints,
+                load_factor,
+            )
         )
     except (BadEndpoint, BadCertificate) as exc:
         raise typer.BadParameter(str(exc)) from exc

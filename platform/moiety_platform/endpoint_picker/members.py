@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from moiety_platform.endpoint_picker.errors import BadEndpoint
-from moiety_platform.endpoint_picker.picking import LOAD_FACTOR, Candidate, pick_endpoints
+from moiety_platform.endpoint_picker.picking import LOAD_FACTOR, Candidate, PickOutcome, pick_endpoints
 
 MAX_TIMEOUTS = 3  # probes in a row without an answer after which an endpoint is not ready
 
@@ -68,6 +68,7 @@ class Pick:
     """A request that was sent to an endpoint."""
 
     endpoint: PoolMember
+    outcome: PickOutcome
 
 
 class PoolMembers:
@@ -132,12 +133,12 @@ class PoolMembers:
             for address, one in self._by_address.items()
             if one.is_ready and (subset is None or address in subset or _ip_of(address) in subset)
         ]
-        chosen = pick_endpoints(ready, affinity, self._num_endpoints, self._load_factor)
-        if not chosen:
+        choice = pick_endpoints(ready, affinity, self._num_endpoints, self._load_factor)
+        if not choice.addresses:
             return [], None
-        pick = Pick(self._by_address[chosen[0]])
+        pick = Pick(self._by_address[choice.addresses[0]], choice.outcome)
         pick.endpoint.picks.add(pick)
-        return chosen, pick
+        return choice.addresses, pick
 
     def end_pick(self, pick: Pick, has_ended: bool) -> None:
         """Store that the proxy has closed the stream of a request, which may not have ended yet. Idempotent.

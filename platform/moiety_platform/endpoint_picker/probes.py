@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from moiety_platform.endpoint_picker.members import PoolMember, PoolMembers
+from moiety_platform.endpoint_picker.metrics import PickerMetrics, ProbeOutcome
 
 TIMEOUT_S = 1.0
 
@@ -25,8 +26,11 @@ class ReadinessReport(msgspec.Struct):
 class MemberProber:
     """Owner of a task for each endpoint. Follows the members of the pool."""
 
-    def __init__(self, endpoints: PoolMembers, interval_s: float, timeout_s: float = TIMEOUT_S) -> None:
-        self._endpoints, self._interval_s, self._timeout_s = endpoints, interval_s, timeout_s
+    def __init__(
+        self, endpoints: PoolMembers, metrics: PickerMetrics, interval_s: float, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._endpoints, self._metrics = endpoints, metrics
+        self._interval_s, self._timeout_s = interval_s, timeout_s
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -52,23 +56,24 @@ class MemberProber:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         async with httpx.AsyncClient(timeout=self._timeout_s, limits=limits, trust_env=False) as client:
             while True:
-                await self._probe(client, endpoint)
+                self._metrics.note_probe(await self._probe(client, endpoint))
                 await asyncio.sleep(self._interval_s)
 
-    async def _probe(self, client: httpx.AsyncClient, endpoint: PoolMember) -> None:
+    async def _probe(self, client: httpx.AsyncClient, endpoint: PoolMember) -> ProbeOutcome:
         included = self._endpoints.begin_probe(endpoint)
         try:
             answer = await client.get(endpoint.at.ready_url)
         except httpx.TimeoutException:
             self._endpoints.time_out_probe(endpoint, f"no answer of {endpoint.at.ready_url} in {self._timeout_s:g} s")
-            return
+            return ProbeOutcome.TIMEOUT
         except httpx.HTTPError as exc:
             self._endpoints.fail_probe(endpoint, f"{endpoint.at.ready_url}: {exc or type(exc).__name__}")
-            return
+            return ProbeOutcome.UNREACHABLE
         told = ReadinessReport()
         with contextlib.suppress(msgspec.MsgspecError):
             told = msgspec.json.decode(answer.content, type=ReadinessReport)
         if answer.status_code == httpx.codes.OK:
             self._endpoints.end_probe(endpoint, included, told.open_requests)
-        else:
-            self._endpoints.fail_probe(endpoint, told.reason or f"{endpoint.at.ready_url}: {answer.status_code}")
+            return ProbeOutcome.READY
+        self._endpoints.fail_probe(endpoint, told.reason or f"{endpoint.at.ready_url}: {answer.status_code}")
+        return ProbeOutcome.NOT_READY

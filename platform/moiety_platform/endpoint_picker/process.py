@@ -27,6 +27,7 @@ from moiety_platform.endpoint_picker.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
+from moiety_platform.endpoint_picker.metrics import PickerMetrics, serving_metrics
 from moiety_platform.endpoint_picker.pods import PodWatch
 from moiety_platform.endpoint_picker.probes import MemberProber
 from moiety_platform.endpoint_picker.processing import process_stream
@@ -58,6 +59,7 @@ class PickerTerms:
     host: str
     port: int
     health_port: int
+    metrics_port: int
     certificate: ServedCertificate | None  # None: without TLS
     probe_interval_s: float
     num_endpoints: int
@@ -75,13 +77,17 @@ async def _serve(terms: PickerTerms) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     endpoints = PoolMembers(terms.num_endpoints, terms.load_factor)
-    prober = MemberProber(endpoints, terms.probe_interval_s)
+    metrics = PickerMetrics(endpoints)
+    prober = MemberProber(endpoints, metrics, terms.probe_interval_s)
 
     def is_serving() -> bool:
         return endpoints.is_settled() and not stopping.is_set()
 
-    async with prober.running(), _following_members(terms.members, endpoints, prober):
-        servers = [_server(endpoints, is_serving), grpc.aio.server(options=OPTIONS)]
+    async with contextlib.AsyncExitStack() as stack:
+        metrics_port = stack.enter_context(serving_metrics(metrics.registry, terms.host, terms.metrics_port))
+        await stack.enter_async_context(prober.running())
+        await stack.enter_async_context(_following_members(terms.members, endpoints, prober))
+        servers = [_server(endpoints, metrics, is_serving), grpc.aio.server(options=OPTIONS)]
         servers[1].add_generic_rpc_handlers((_health_handler(is_serving),))
         port = _listen(servers[0], terms.host, terms.port, "--port", terms.certificate)
         health_port = _listen(servers[1], terms.host, terms.health_port, "--health-port", None)
@@ -92,6 +98,7 @@ async def _serve(terms: PickerTerms) -> None:
             host=terms.host,
             port=port,
             health_port=health_port,
+            metrics_port=metrics_port,
             tls=terms.certificate is not None,
         )
         await stopping.wait()
@@ -127,9 +134,10 @@ async def _following_members(
         watch.close()
 
 
-def _server(endpoints: PoolMembers, is_serving: Any) -> grpc.aio.Server:
+def _server(endpoints: PoolMembers, metrics: PickerMetrics, is_serving: Any) -> grpc.aio.Server:
     async def process(requests: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:
-        async with contextlib.aclosing(process_stream(endpoints, requests)) as answers:  # type: ignore[type-var]
+        stream = process_stream(endpoints, requests, metrics)
+        async with contextlib.aclosing(stream) as answers:  # type: ignore[type-var]
             async for answer in answers:
                 yield answer
 

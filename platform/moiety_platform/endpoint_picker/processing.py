@@ -7,6 +7,7 @@ them back unchanged.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import structlog
 
 from moiety_platform.endpoint_picker.members import PoolMembers
 from moiety_platform.endpoint_picker.messages import OVERWRITE_OR_ADD, BodyMode, HeaderMode, ProcessingResponse
+from moiety_platform.endpoint_picker.metrics import PickerMetrics
+from moiety_platform.endpoint_picker.picking import PickOutcome
 from moiety_platform.errors import Unavailable
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -27,7 +30,9 @@ RETRY_AFTER_S = 1
 log = structlog.get_logger(__name__)
 
 
-async def process_stream(endpoints: PoolMembers, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def process_stream(
+    endpoints: PoolMembers, requests: AsyncIterator[Any], metrics: PickerMetrics
+) -> AsyncIterator[Any]:
     """Yield the answer to each message of one HTTP request's stream."""
     pick, request_mode, response_mode = None, BodyMode.NONE, BodyMode.NONE
     try:
@@ -41,9 +46,14 @@ async def process_stream(endpoints: PoolMembers, requests: AsyncIterator[Any]) -
                 continue  # the proxy ignores answers
             part = message.WhichOneof("request")
             if part == "request_headers":
+                begin_s = time.perf_counter()
                 affinity = affinity_of(message.request_headers.headers.headers)
                 chosen, pick = endpoints.pick(affinity, subset_of(message.metadata_context))
-                yield destination_answer(chosen) if chosen else no_endpoint_answer(bool(endpoints.all()))
+                has_members = bool(endpoints.all())
+                answer = destination_answer(chosen) if chosen else no_endpoint_answer(has_members)
+                missing = PickOutcome.NONE_READY if has_members else PickOutcome.NO_MEMBERS
+                metrics.note_pick(missing if pick is None else pick.outcome, time.perf_counter() - begin_s)
+                yield answer
             elif part == "request_body":
                 yield body_answer(part, message.request_body, request_mode)
             elif part == "response_body":
