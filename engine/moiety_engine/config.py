@@ -142,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int | None = None  # sequences in the batch
     kv_memory_bytes: int | None = None
     host_kv_memory_bytes: int | None = None  # host memory that KV is swapped to; 0 for none
+    sleep_folder: str = ""  # for the weights of a sleeping engine; "": host memory
     disk_cache: str = ""  # folder of the prefix cache's tier on disk; "": none
     disk_cache_bytes: int = 16 << 30
     disk_cache_ttl_s: float = 86_400.0  # what has not been used for so long is deleted

@@ -3,7 +3,7 @@
 EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
-├── OutOfMemory           the KV cache does not fit in the memory that is there
+├── OutOfMemory           the weights or the KV cache do not fit in the memory or on the disk that is there
 ├── AdapterError          an adapter cannot be served beside this model
 ├── RanksError            the ranks of a model do not come together, or one of them is lost
 └── InvalidRequest        a request of a program to the model in its own process is invalid

@@ -224,10 +224,10 @@ class EngineLoop:
         return self.executor.asleep
 
     def sleep(self, on_progress: Callable[[], None] = lambda: None) -> int:
-        """Release the device's memory: move the weights to host memory and discard the KV cache.
+        """Release the device's memory: move the weights to host memory or a file, and discard the KV cache.
 
-        Call only while no request is open. Return the bytes of the weights and of the cache. Raises OutOfMemory if the
-        host has too little memory for the weights; the loop is then awake and has lost only time.
+        Call only while no request is open. Return the bytes of the weights and of the cache. Raises OutOfMemory if
+        there is too little room for the weights; the loop is then awake and has lost only time.
         """
         assert self.scheduler.idle, "a replica sleeps only when no request is open"
         device_state = self.executor.awake()

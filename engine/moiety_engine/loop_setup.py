@@ -80,9 +80,9 @@ def build_loop(
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-batching")
     if model.experts is None and config.expert_profiles:
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-profiles")
-    options = DeviceOptions(
-        kv_connector, adapters, tenants, compile_queue.num_words, cutting_of(config, model.device.type, model.ranks)
-    )
+    cutting = cutting_of(config, model.device.type, model.ranks)
+    num_mask_words = compile_queue.num_words
+    options = DeviceOptions(kv_connector, adapters, tenants, num_mask_words, cutting, config.sleep_folder)
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, adapters, tenants, clock_ns, load_experts)
     scheduler = build_scheduler(config, model, sizes, draft)

@@ -34,6 +34,7 @@ class DeviceOptions:
     tenants: TenantSlots | None  # slots by which the load of experts is counted; None for a model without experts
     num_mask_words: int  # of a token mask of structured outputs; 0 without them
     cutting: StepSplit
+    sleep_folder: str  # for the weights of a sleeping replica; "": host memory
 
 
 class ModelExecutor:
@@ -56,7 +57,7 @@ class ModelExecutor:
         self.controls = controls
         self.overlaps = overlaps
         self._options = options
-        self._weights = Weights([model] if draft is None else [model, *draft.models], controls)
+        self._weights = Weights([model] if draft is None else [model, *draft.models], controls, options.sleep_folder)
         self.device_state: DeviceState | None = self._allocate()
 
     @property
@@ -98,9 +99,9 @@ class ModelExecutor:
         self._weights.settle(timeout_s)
 
     def offload_weights(self, on_progress: Callable[[], None]) -> int:
-        """Move the weights to host memory, and return the bytes of the weights and of the KV cache.
+        """Move the weights to host memory or to the folder, and return the bytes of the weights and of the KV cache.
 
-        Raises OutOfMemory if the host has too little memory; the weights then stay where they are.
+        Raises OutOfMemory if there is too little room; the weights then stay where they are.
         """
         kv_bytes = self.sizes.num_blocks * self._weights.kv_bytes_per_block(self.sizes.block_size)
         return self._weights.offload_or_restore(on_progress) + kv_bytes

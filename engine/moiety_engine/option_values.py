@@ -39,6 +39,7 @@ def serving_config(options: EngineOptions, folder: Path, name: str, adapters: di
         options,
         folder,
         name,
+        sleep_folder=str(options.sleep_folder.resolve()) if options.sleep_folder else "",
         disk_cache=str(options.disk_cache.resolve()) if options.disk_cache else "",
         rank_failure_log=str(options.rank_failure_log.resolve()) if options.rank_failure_log else "",
         grammar=_grammar_limits(options),

@@ -202,6 +202,12 @@ class ServingOptions(ServedModelOptions):
         1, "Number of tokens that each request receives in a step, with --scripted.", min=1
     )
     scripted_step_ms: float = _simulated(0.0, "Duration of a step in milliseconds, with --scripted.", min=0)
+    sleep_folder: Path | None = _process(
+        None,
+        "Folder for the weights of the engine in sleep mode, so that they need no host memory. If not given, they stay "
+        "in host memory.",
+        file_okay=False,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

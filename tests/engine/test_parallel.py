@@ -329,14 +329,16 @@ def test_parallel_ranks_share_the_experts_that_all_tokens_go_to(
 
 @pytest.mark.parametrize("lacks", [thorough("host"), "device", thorough("cache")])
 def test_parallel_ranks_of_which_one_has_no_room_to_sleep_or_wake_go_on_together(
-    processes: RankProcesses, alone: Alone, lacks: str
+    processes: RankProcesses, alone: Alone, tmp_path: Path, lacks: str
 ) -> None:
-    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, host_kv_memory_bytes=1 << 20)
+    folder = str(tmp_path / "asleep") if lacks == "device" else ""
+    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, host_kv_memory_bytes=1 << 20, sleep_folder=folder)
     ours, other = processes.work(*ranks_of(config), waves=requests(), naps=True, lacks=lacks)
     assert_same(alone.says("qwen3_moe"), ours)
     assert not other["error"]
     first, *_ = ours["refusals"]
     assert ("does not fit" if lacks == "cache" else "another rank") in first
+    assert not folder or Path(folder).exists()
 
 
 def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses, alone: Alone) -> None:

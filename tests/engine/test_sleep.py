@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +19,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
 from moiety_engine.messages import CoreSleep, CoreSlept, CoreSubmit
-from moiety_engine.model import weight_offload
+from moiety_engine.model import weight_file, weight_offload
 from moiety_engine.model.batch import KvCache
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.weight_offload import named_tensors, require_fit, weight_bytes
@@ -71,6 +74,68 @@ def test_a_sleeping_engine_frees_its_memory_and_answers_the_same_after_waking(
         loop.wake()
         assert weights_on_device(loop) == held
         assert {key: result.token_ids for key, result in run_all(loop, submits).items()} == before
+
+
+def test_the_weights_of_a_sleeping_engine_with_a_folder_are_in_a_file_and_not_in_memory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "asleep"
+    loop = own_loop(checkpoint, sleep_folder=str(folder))
+    before = run_all(loop, [make_submit(0)])[0].token_ids
+    monkeypatch.setattr(weight_file, "_CHUNK_BYTES", 1000)  # less than a tensor
+    held = weights_on_device(loop)
+    for _ in range(2):
+        loop.sleep()
+        assert weights_on_device(loop) == 0
+        assert open_bytes(folder) == held
+        assert not list(folder.iterdir()), "another program can read the weights"
+        loop.wake()
+        assert weights_on_device(loop) == held
+        assert open_bytes(folder) == 0
+        assert run_all(loop, [make_submit(0)])[0].token_ids == before
+
+
+def open_bytes(folder: Path) -> int:
+    """Return the bytes of the deleted files of the folder that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    found = {str(link.readlink()): link.stat().st_size for link in links if link.exists()}
+    return sum(size for target, size in found.items() if target.startswith(str(folder)))
+
+
+@pytest.mark.parametrize("lacks", ["space", "rights", "space while it writes"])
+def test_a_folder_without_room_for_the_weights_leaves_the_replica_awake(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    (tmp_path / "file").touch()
+    loop = own_loop(checkpoint, sleep_folder=str(tmp_path / "file" if lacks == "rights" else tmp_path))
+    held = weights_on_device(loop)
+    if lacks == "space":
+        monkeypatch.setattr(weight_file, "disk_usage", lambda _: shutil.disk_usage(tmp_path)._replace(free=held))
+    if lacks == "space while it writes":
+        monkeypatch.setattr(weight_file.os, "fdatasync", full_disk)
+    with pytest.raises(OutOfMemory, match="they stay"):
+        loop.sleep()
+    assert not loop.asleep
+    assert (weights_on_device(loop), open_bytes(tmp_path)) == (held, 0)
+    assert run_all(loop, [make_submit(0)])[0].finish is not None
+
+
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_host_without_memory_for_the_weights_in_the_file_leaves_the_replica_asleep(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = own_loop(checkpoint, sleep_folder=str(tmp_path))
+    loop.sleep()
+    with monkeypatch.context() as patched, pytest.raises(OutOfMemory, match="the weights need"):
+        patched.setattr(weight_file, "available_bytes", lambda: 1000)
+        loop.wake()
+    assert loop.asleep
+    assert weights_on_device(loop) == 0
+    loop.wake()
+    assert run_all(loop, [make_submit(0)])[0].token_ids
 
 
 def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(

@@ -24,8 +24,14 @@ def test_the_server_has_the_same_defaults_as_its_options() -> None:
 
 def test_each_option_reaches_the_field_of_its_name() -> None:
     given = EngineOptions(
-        max_running=3, kv_memory_bytes=5 << 20, threads=2, disk_cache=Path("/d"), kv_listen="tcp://a:1"
+        max_running=3,
+        kv_memory_bytes=5 << 20,
+        threads=2,
+        disk_cache=Path("/d"),
+        kv_listen="tcp://a:1",
+        sleep_folder=Path("/s"),
     )
     made = serving_config(given, Path("/models/m"), "m", {})
     assert (made.max_running, made.kv_memory_bytes, made.num_threads, made.disk_cache) == (3, 5 << 20, 2, "/d")
+    assert made.sleep_folder == "/s"
     assert made.transfer == TransferConfig(listen="tcp://a:1")

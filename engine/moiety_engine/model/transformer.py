@@ -136,10 +136,10 @@ class Transformer(OffloadableModel):
         """Return whether experts are offloaded, with some cached on the device."""
         return self.expert_cache is not None
 
-    def offload_weights(self, on_progress: Callable[[], None]) -> int:
+    def offload_weights(self, on_progress: Callable[[], None], folder: str = "") -> int:
         if self._programs is not None:
             self._programs.forget()
-        return super().offload_weights(on_progress)
+        return super().offload_weights(on_progress, folder)
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights are in large pages, for at most `timeout_s`."""

@@ -1,4 +1,4 @@
-"""Memory of a model's weights: their size, their pages, and their offload to host memory and back (sleep mode).
+"""Memory of a model's weights: their size, their pages, and their offload to host memory or a file (sleep mode).
 
 Offloaded weights keep their tensor objects and lose only the memory: tensors and views of them are valid again after
 the return, possibly at another address.
@@ -16,6 +16,7 @@ from torch import Tensor
 from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import Memory, available_bytes
 from moiety_engine.model.spec import ModelSpec
+from moiety_engine.model.weight_file import WeightFile, bytes_of
 from moiety_engine.model.weights import ModelWeights, allocate
 from moiety_kernels.cpu import pages
 
@@ -57,14 +58,39 @@ def require_fit(num_bytes: int, memory: Memory, device: torch.device) -> None:
     raise OutOfMemory(f"the weights need {wanted}, but the {device} has {free} free of {total}: {advice}")
 
 
+class HostCopy:
+    """Copy of weights in host memory."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def move(self, storages: list[torch.UntypedStorage], on_progress: Callable[[], None]) -> None:
+        """Move the weights here, and release their memory."""
+        for storage in storages:  # one at a time: on a CPU both are the same memory
+            self._parts.append(bytes_of(storage).to("cpu", copy=True))
+            storage.resize_(0)
+            on_progress()
+
+    def read(self, storages: list[torch.UntypedStorage], on_progress: Callable[[], None]) -> None:
+        """Allocate the memory of the weights and fill it."""
+        for storage, copy in zip(storages, self._parts, strict=True):
+            storage.resize_(copy.nbytes)
+            bytes_of(storage).copy_(copy)
+            on_progress()
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._parts = []
+
+
 class WeightOffload:
-    """Mover of one model's weights between its device and host memory. Used between steps only."""
+    """Mover of one model's weights between its device and host memory or a file. Used between steps only."""
 
     def __init__(self, weights: ModelWeights) -> None:
         storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
         self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
-        self._host_copies: list[Tensor] | None = None
-        self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
+        self._copy: HostCopy | WeightFile | None = None
+        self._gathering = pages.collapse_into_large_pages(map(bytes_of, self._storages))
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the weights are in large pages, for at most `timeout_s`."""
@@ -73,71 +99,66 @@ class WeightOffload:
 
     @property
     def is_offloaded(self) -> bool:
-        return self._host_copies is not None
+        return self._copy is not None
 
     @torch.inference_mode()
-    def offload_weights(self, on_progress: Callable[[], None]) -> int:
-        """Move the weights to host memory and return the bytes released on the device.
+    def offload_weights(self, on_progress: Callable[[], None], folder: str = "") -> int:
+        """Move the weights to host memory, or to a file in the folder, and return the bytes released on the device.
 
         `on_progress` is called after each tensor. Raises OutOfMemory, without moving anything, if the host has too
-        little memory.
+        little memory, or the folder too little space.
         """
-        assert self._host_copies is None, "the weights are offloaded already"
+        assert self._copy is None, "the weights are offloaded already"
         num_bytes = sum(storage.nbytes() for storage in self._storages)
-        if num_bytes >= available_bytes():
+        if not folder and num_bytes >= available_bytes():
             wanted, free = (f"{one / 2**30:.2f} GiB" for one in (num_bytes, available_bytes()))
             raise OutOfMemory(
                 f"the weights need {wanted}, but {free} of the host's memory are free: they stay on the device"
             )
-        self._host_copies = []
-        for storage in self._storages:  # one at a time: on a CPU both are the same memory
-            self._host_copies.append(_bytes_of(storage).to("cpu", copy=True))
-            storage.resize_(0)
-            on_progress()
+        copy = WeightFile(folder, num_bytes) if folder else HostCopy()
+        copy.move(self._storages, on_progress)
+        self._copy = copy
         return num_bytes
 
     @torch.inference_mode()
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
         """Move the weights back to the device.
 
-        Raises OutOfMemory, and leaves the weights in host memory, if the device has too little memory.
+        Raises OutOfMemory, and leaves the weights where they are, if the device has too little memory.
         """
-        assert self._host_copies is not None, "the weights are on the device already"
+        assert self._copy is not None, "the weights are on the device already"
         try:
-            for storage, copy in zip(self._storages, self._host_copies, strict=True):
-                storage.resize_(copy.nbytes)
-                _bytes_of(storage).copy_(copy)
-                on_progress()
+            self._copy.read(self._storages, on_progress)
         except torch.OutOfMemoryError as exc:
             for storage in self._storages:
                 storage.resize_(0)
             raise OutOfMemory(
                 "the device has too little free memory for the weights: end other processes on it"
             ) from exc
-        self._host_copies = None
-        self._gathering = pages.collapse_into_large_pages(map(_bytes_of, self._storages))
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._copy.close()
+        self._copy = None
+        self._gathering = pages.collapse_into_large_pages(map(bytes_of, self._storages))
 
 
 class OffloadableModel:
-    """Base of models, or of parts of one, that sleep mode moves to host memory and back between steps."""
+    """Base of models, or of parts of one, whose weights sleep mode moves away and back between steps."""
 
     _weight_offload: WeightOffload
     expert_cache: ExpertCache | None
 
     @property
     def is_offloaded(self) -> bool:
-        """Return whether `offload_weights` has moved the weights to host memory."""
+        """Return whether `offload_weights` has moved the weights away."""
         return self._weight_offload.is_offloaded
 
-    def offload_weights(self, on_progress: Callable[[], None]) -> int:
-        """Move the weights to host memory and return the bytes released on the device. Raises OutOfMemory."""
+    def offload_weights(self, on_progress: Callable[[], None], folder: str = "") -> int:
+        """Move the weights to host memory, or to a file in the folder, and return the bytes released on the device.
+
+        Raises OutOfMemory.
+        """
         if self.expert_cache is not None:
             self.expert_cache.settle()
-        return self._weight_offload.offload_weights(on_progress)
+        return self._weight_offload.offload_weights(on_progress, folder)
 
     def reload_weights(self, on_progress: Callable[[], None]) -> None:
         """Move the weights back to the device. Raises OutOfMemory."""

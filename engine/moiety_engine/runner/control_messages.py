@@ -254,7 +254,9 @@ class MoveStates(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OffloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Offload the weights to host memory, unless they are there already."""
+    """Offload the weights to host memory, or to a file in the folder, unless they are offloaded already."""
+
+    folder: str
 
 
 class ReloadWeights(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -14,8 +14,9 @@ Progress = Callable[[], None]
 class Weights:
     """Weights of a replica's models. Used by the step loop's thread only."""
 
-    def __init__(self, models: list[Transformer], controls: ControlSender) -> None:
-        self._models, self._controls = models, controls
+    def __init__(self, models: list[Transformer], controls: ControlSender, sleep_folder: str) -> None:
+        """Create the mover. `sleep_folder` is where offloaded weights are stored; "" for host memory."""
+        self._models, self._controls, self._folder = models, controls, sleep_folder
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block in the caches of all models."""
@@ -27,9 +28,10 @@ class Weights:
             model.settle(timeout_s)
 
     def offload_weights(self, on_progress: Progress) -> int:
-        """Offload the loaded weights to host memory, on all ranks, and return the bytes freed. Raises OutOfMemory."""
-        with self._controls.run_on_all_ranks(OffloadWeights()):
-            return sum(model.offload_weights(on_progress) for model in self._models if not model.is_offloaded)
+        """Offload the loaded weights, on all ranks, and return the bytes freed. Raises OutOfMemory."""
+        with self._controls.run_on_all_ranks(OffloadWeights(self._folder)):
+            on_device = [model for model in self._models if not model.is_offloaded]
+            return sum(model.offload_weights(on_progress, self._folder) for model in on_device)
 
     def offload_or_restore(self, on_progress: Progress) -> int:
         """Offload the weights of all ranks, or of none, and return the bytes freed.

@@ -155,7 +155,7 @@ class WorkerBase:
                 self._release()
                 self._run_on_all_ranks(lambda: self._allocate(message))
             case OffloadWeights():
-                self._run_on_all_ranks(self._offload_weights)
+                self._run_on_all_ranks(lambda: self._offload_weights(message.folder))
             case ReloadWeights():
                 self._run_on_all_ranks(self._reload_weights)
             case OpenDiskRows():
@@ -252,10 +252,10 @@ class WorkerBase:
             )
         return self._rank_group.all_succeeded(succeeded)
 
-    def _offload_weights(self) -> None:
+    def _offload_weights(self, folder: str) -> None:
         for share in self._shares():
             if not share.is_offloaded:
-                share.offload_weights(lambda: None)
+                share.offload_weights(lambda: None, folder)
         free_cached_memory(self._share.device)
 
     def _reload_weights(self) -> None:
