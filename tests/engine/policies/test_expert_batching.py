@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from moiety_engine.config import EngineConfig, PolicyName
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.scheduling.policies.moiety.expert_batching import MAX_PASSED_OVER, choose_by_experts, union_of
+from moiety_engine.scheduling.policies.moiety.expert_batching import (
+    MAX_BEHIND,
+    MAX_PASSED_OVER,
+    TenantTurns,
+    choose_by_experts,
+    union_of,
+)
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_wire.classes import OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching
@@ -48,6 +54,7 @@ def test_those_that_add_fewest_experts_are_chosen_and_each_choice_counts_for_the
     # two requests with the same new experts cost less than two with different ones
     assert choose_by_experts(0, [0b000111, 0b111000, 0b000111, 0b110001], 2) == [0, 2]
     assert choose_by_experts(0b1, [0b10, 0b10, 0b10], 2) == [0, 1], "among equals the earliest deadline"
+    assert choose_by_experts(0, [0b0011, 0b1100] * 10, 10) == list(range(0, 20, 2)), "one group, not a half of each"
 
 
 def start(make_replica: MakeReplica, worse: ServiceClass, *, on: bool) -> tuple[Any, int, list[int]]:
@@ -113,6 +120,62 @@ def test_a_request_that_shares_no_experts_is_passed_over_a_few_times_at_most(mak
         longest = max(longest, *(one.experts.num_passed_over for one in replica.scheduler.queues.by_key.values()))
     assert 0 < longest <= MAX_PASSED_OVER
     assert max(gaps_s(replica, alone, begin_ns)) <= TUNING.no_slo_token_s + 2 * PACE_S
+
+
+def turns_of_tenants(make_replica: MakeReplica, experts: dict[str, Callable[[], int]], *, on: bool) -> dict[str, int]:
+    """Return the tokens of two tenants with 30 requests each in 300 steps, and the experts that these steps used."""
+    replica = make_replica("moiety", num_blocks=1 << 15, budget=128, max_running=64, batches_experts=on)
+    tenants = list(experts)
+    keys = {replica.add(4, tenant=tenants[n % 2], service=ENDS, output=500): tenants[n % 2] for n in range(60)}
+    while len(replica.scheduler.queues.decoding) < 60:
+        replica.step()
+    best, found = replica.add(4, tenant="paying", service=TIGHT, output=450), dict.fromkeys((*tenants, "experts"), 0)
+    while not replica.outputs[best]:
+        replica.step()
+    for _ in range(300):
+        predicted = {key: experts[tenant]() for key, tenant in keys.items()}
+        for key, one in predicted.items():
+            replica.scheduler.queues.by_key[key].experts.predicted = one
+        before = {key: len(replica.outputs[key]) for key in keys}
+        replica.step()
+        ran = [key for key in keys if len(replica.outputs[key]) > before[key]]
+        found["experts"] += union_of(predicted[key] for key in ran).bit_count()
+        for key in ran:
+            found[keys[key]] += 1
+    return found
+
+
+def test_a_tenant_whose_requests_use_other_experts_keeps_its_share_of_the_turns(make_replica: MakeReplica) -> None:
+    rng = random.Random(0)
+    experts = {"crowd": lambda: 0b1111, "odd": lambda: rng.getrandbits(60) << 8 | 1 << 8}
+    found = turns_of_tenants(make_replica, experts, on=True)
+    assert found["odd"] >= found["crowd"] - 3 * MAX_BEHIND, "less than half of it without a bound"
+
+
+def test_tenants_with_experts_of_their_own_take_turns_step_by_step(make_replica: MakeReplica) -> None:
+    experts = {"one": lambda: 0b1111, "other": lambda: 0b1111 << 8}
+    off, on = (turns_of_tenants(make_replica, experts, on=on) for on in (False, True))
+    assert on["experts"] < 0.8 * off["experts"]
+    assert abs(on["one"] - on["other"]) <= 3 * MAX_BEHIND
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), min_size=1, max_size=12), max_size=60))
+def test_a_tenant_is_behind_once_it_has_lost_turns_and_no_longer_once_it_got_them(
+    steps: list[list[tuple[str, bool]]],
+) -> None:
+    turns, lost = TenantTurns(), 0.0
+    for step in steps:
+        tenants, taken = [tenant for tenant, _ in step], [tenant for tenant, has_turn in step if has_turn]
+        turns.count_step(tenants, taken)
+        share = len(taken) / len(step) * tenants.count("a")
+        lost = max(0.0, lost + share - taken.count("a")) if "a" in tenants else 0.0
+        assert not turns.is_behind("a") or lost >= MAX_BEHIND - 1e-6
+    for _ in range(int(3 * MAX_BEHIND)):
+        turns.count_step("ab", "a")
+    assert turns.is_behind("b") and not turns.is_behind("a")
+    for _ in range(int(3 * MAX_BEHIND)):
+        turns.count_step("ab", "b")
+    assert not turns.is_behind("b")
 
 
 @pytest.mark.parametrize("wrong", [{"policy": PolicyName.FCFS}, {"batching": Batching.PADDED}])

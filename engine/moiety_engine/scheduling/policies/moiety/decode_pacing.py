@@ -16,7 +16,12 @@ from bisect import bisect_right
 from itertools import accumulate
 
 from moiety_engine.scheduling.plan import Chunk
-from moiety_engine.scheduling.policies.moiety.expert_batching import MAX_PASSED_OVER, choose_by_experts, union_of
+from moiety_engine.scheduling.policies.moiety.expert_batching import (
+    MAX_PASSED_OVER,
+    TenantTurns,
+    choose_by_experts,
+    union_of,
+)
 from moiety_engine.scheduling.policies.moiety.slo_tracker import SloTracker
 from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.step_time.step_time_model import StepShape, StepTimeModel
@@ -30,6 +35,7 @@ class DecodePacing:
     ) -> None:
         self._tuning = tuning
         self.batches_experts = batches_experts
+        self._turns = TenantTurns()
         self._slo = pace
         self._step_time = step_time
         self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
@@ -85,11 +91,13 @@ class DecodePacing:
         """Return `num_taken` of the worse ranks' requests: the first ones, then those that add few experts.
 
         The first `first` requests are taken whatever they use, and so is each that was passed over MAX_PASSED_OVER
-        times in a row: it lost its turn, by its deadline, to others.
+        times in a row: it lost its turn, by its deadline, to others. A tenant that is behind gets the turns of its
+        deadlines.
         """
-        must, open_ = worse[:first], list[Chunk]()
-        for chunk in worse[first:]:
+        must, open_, turns = worse[:first], list[Chunk](), self._turns
+        for place, chunk in enumerate(worse[first:], start=first):
             waited = chunk.sequence.experts.num_passed_over >= MAX_PASSED_OVER
+            waited = waited or (place < num_taken and turns.is_behind(chunk.sequence.request.tenant))
             (must if waited and len(must) < num_taken else open_).append(chunk)
         used = union_of(chunk.sequence.experts.predicted for chunk in (*best, *must))
         predicted = [chunk.sequence.experts.predicted for chunk in open_]
@@ -98,6 +106,7 @@ class DecodePacing:
             chunk.sequence.experts.num_passed_over += 1
         for chunk in taken:
             chunk.sequence.experts.num_passed_over = 0
+        turns.count_step([one.sequence.request.tenant for one in worse], [one.sequence.request.tenant for one in taken])
         return taken
 
     def _take_turn_of_floor(self) -> None:
