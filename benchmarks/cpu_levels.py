@@ -34,7 +34,7 @@ from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.instructions import LEVEL_VARIABLE, LEVELS
 
 WHOLE = "whole"  # the level that withholds nothing
-FORMATS = ["bfloat16", "int8", "int4", "awq", "gptq"]
+FORMATS = ["bfloat16", "int8", "int4", "awq", "gptq", "awq_32"]  # the kernels multiply the last one as GGUF's Q4_K
 ON_LOADING = {"int8", "int4"}  # quantized when loaded; the others are checkpoints
 INPUT_TOKENS, WARMING_TOKENS = 32, 4
 

@@ -37,7 +37,7 @@ from moiety_engine.offline import run_all
 from moiety_engine.startup import load_loop
 
 BITS = 4
-GROUPS = {"int4": 32, "awq": 128, "gptq": 128, "gptq_act_order": 128}
+GROUPS = {"int4": 32, "awq": 128, "gptq": 128, "gptq_act_order": 128, "awq_32": 32}
 MOST = 2**BITS - 1
 INPUT_TOKENS = 32
 KV_BYTES, SETTLING_S = 1 << 28, 20.0
@@ -57,6 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": BITS, "group_size": GROUPS["gptq"], "sym": True, "desc_act": False},
 }
 SETTINGS["gptq_act_order"] = SETTINGS["gptq"] | {"desc_act": True}
+COMPARED = tuple(SETTINGS)
+SETTINGS["awq_32"] = SETTINGS["awq"] | {"group_size": GROUPS["awq_32"]}  # for other benchmarks: stored as GGUF's Q4_K
 JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # matrices with the inputs of another one
 
 
@@ -92,9 +94,9 @@ def order_of(module: str, width: int) -> Tensor:
 
 def tensors_of(method: str, module: str, weight_NK: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of the method has in place of a weight."""
-    width = weight_NK.shape[1]
+    width, is_awq = weight_NK.shape[1], method.startswith("awq")
     order_K = order_of(module, width) if method == "gptq_act_order" else torch.arange(width)
-    numbers, scales, zeros = rounded(weight_NK[:, order_K], GROUPS[method], symmetric=method != "awq")
+    numbers, scales, zeros = rounded(weight_NK[:, order_K], GROUPS[method], symmetric=not is_awq)
     numbers = torch.empty_like(numbers).index_copy_(1, order_K, numbers)
     if method == "int4":
         shape = torch.tensor(weight_NK.shape)
@@ -103,14 +105,14 @@ def tensors_of(method: str, module: str, weight_NK: Tensor) -> dict[str, Tensor]
             f"{module}.weight_scale": scales.bfloat16(),
             f"{module}.weight_shape": shape,
         }
-    if method == "awq":
+    if is_awq:
         packed = [
             words(part.T.reshape(part.shape[1], -1, 8)[..., list(AWQ_ORDER)].flatten(-2)) for part in (numbers, zeros)
         ]
     else:
         packed = [words(numbers).T.contiguous(), words((zeros - 1).T.contiguous())]
     parts = {"qweight": packed[0], "qzeros": packed[1], "scales": scales.T.half().contiguous()}
-    if method != "awq":
+    if not is_awq:
         parts["g_idx"] = torch.empty(width, dtype=torch.int32)
         parts["g_idx"][order_K] = torch.arange(width, dtype=torch.int32) // GROUPS[method]
     return {f"{module}.{end}": part for end, part in parts.items()}
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=24)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "packed_formats.json")
     options = parser.parse_args()
-    folders = {method: options.folder / method for method in SETTINGS}
+    folders = {method: options.folder / method for method in COMPARED}
     torch.set_num_threads(1)
     for method, folder in folders.items():
         if not (folder / "model.safetensors").exists():

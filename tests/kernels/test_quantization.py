@@ -32,7 +32,8 @@ from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, un
 
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
 OFFSETS = WeightFormat("int4", 4, 64, offsets=True)
-FORMATS = [*WHOLE, OFFSETS, FP8, MXFP4, NVFP4]
+WHOLE_OFFSETS = WeightFormat("int4", 4, 128, offsets=True)  # as AWQ
+FORMATS = [*WHOLE, OFFSETS, WHOLE_OFFSETS, FP8, MXFP4, NVFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:

@@ -102,6 +102,8 @@ class PackedDots:
     prefetches others.
     """
 
+    locality = 2  # of the memory that is prefetched: into the L2 cache
+
     def __init__(self, e: Emitter, args: PackedDotArguments, num_rows: int, cols: int) -> None:
         self.e, self.args, self.cols = e, args, cols
         self.packed_M = args.packed_MK.rows(args.packed_stride, num_rows)
@@ -144,7 +146,25 @@ class PackedDots:
         if self.cols > 1:
             start = (done * self.args.share) >> SHARE_BITS
             for line in range(0, self.cols * num_bytes, LINE):
-                self.args.ahead.prefetch(start + line, locality=2)
+                self.args.ahead.prefetch(start + line, locality=self.locality)
+
+
+class AllColumns(PackedDots):
+    """Emits the products with all of the N weight rows, COLS at a time, if there are as many columns."""
+
+    locality = 3  # these are few and short rows, which the next ones follow soon
+
+    def emit(self) -> None:
+        if self.cols == 1:
+            super().emit()
+            return
+        self.prepare()
+        args = self.args
+        for n in self.e.loop(args.n, self.cols):
+            w_NK, scales_NG = args.w_NK.moved(args.w_stride * n), args.scales_NG.moved(args.scales_stride * n)
+            self.args = args._replace(ahead=args.ahead.moved(args.w_stride * n))
+            self.columns(w_NK, scales_NG, args.out_MN.moved(n * 4))
+        self.args = args
 
 
 class _Pairs(PackedDots):
@@ -187,6 +207,18 @@ class _FourBits:
             last = self._table(*(self._scaled(scales_G, k + LANES + block) for block in (0, BLOCKS // 2)))
         return self._read(table, lower), self._read(last, upper)
 
+    def group(self, values_K: Bytes, scales_G: Floats, k: Int) -> list[Vector]:
+        """Return the GROUP inputs from k on, which share a scale, in the order of `two_blocks`.
+
+        Both halves of the table are the same, so that the other number of a byte does not matter.
+        """
+        scaled = self._scaled(scales_G, k)
+        table, parts = self._table(scaled, scaled), []
+        for first in range(0, GROUP, BLOCKS):
+            both = values_K.load((k + first) >> 1, _BYTES).extended(_WORDS, signed=False)
+            parts += [self._read(table, both), self._read(table, both >> 4)]
+        return parts
+
     def block(self, values_K: Bytes, scales_G: Floats, k: Int) -> Vector:
         """Return the last inputs, in their own order."""
         low = values_K.load(k >> 1, _HALF_BYTES).extended(_HALF_WORDS, signed=False)
@@ -200,8 +232,10 @@ class _FourBits:
 
     def _scaled(self, scales_G: Floats, k: Int) -> Vector:
         at = (k >> self.shift) << int(self.offsets)
-        scaled = self.numbers * self.e.splat(scales_G.scalar(at))
-        return scaled + self.e.splat(scales_G.scalar(at + 1)) if self.offsets else scaled
+        scale = self.e.splat(scales_G.scalar(at))
+        if self.offsets:
+            return self.e.fma(self.numbers, scale, self.e.splat(scales_G.scalar(at + 1)))
+        return self.numbers * scale
 
     def _table(self, first: Vector, second: Vector) -> Vector:
         return narrowed(self.e, first, second).as_(_WORDS)
@@ -236,7 +270,7 @@ def _unpack_fours(
         out_K[at] = bits.block(values_K, scales_G, at)
 
 
-class _Fours(PackedDots):
+class _Fours(AllColumns):
     """Dot products with a 4-bit weight in groups of one or more blocks, for few rows.
 
     They equal the products of the output of `_unpack_fours`, in the same order.
@@ -270,6 +304,20 @@ class _OffsetFours(_Fours):
 
     def prepare(self) -> None:
         self.bits = _FourBits(self.e, self.args.table, self.args.shift, offsets=True)
+
+
+class _WholeFours(_Fours):
+    """Dot products with a 4-bit weight in groups of GROUP or more, whose table is built once for GROUP inputs."""
+
+    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
+        for i in self.e.loop(self.args.k, GROUP, sums_MN):
+            self.prefetch_share(i >> 1, GROUP // 2)
+            parts_N = [self.bits.group(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
+            self._add_parts(i, parts_N, sums_MN)
+
+
+class _WholeOffsetFours(_WholeFours, _OffsetFours):
+    """Dot products with a 4-bit weight in groups of GROUP or more that have an offset."""
 
 
 class _HalfFours(_Fours):
@@ -386,7 +434,10 @@ EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
 HALF_FOURS = DotsKind("half_fours", PAIRS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
 OFFSET_FOURS = DotsKind("offset_fours", PAIRS_AVAILABLE, _OffsetFours, FOURS_FEW, FOURS_FEW)  # with offsets
+WHOLE_FOURS = DotsKind("whole_fours", PAIRS_AVAILABLE, _WholeFours, FOURS_FEW, FOURS_FEW)  # of GROUP or more
+WHOLE_OFFSET_FOURS = DotsKind("whole_offset_fours", PAIRS_AVAILABLE, _WholeOffsetFours, FOURS_FEW, FOURS_FEW)
 
 # In compiled code: products of packed rows with a kind of weight.
 pairs, fours, half_fours, offset_fours = map(dots_function, (PAIRS, FOURS, HALF_FOURS, OFFSET_FOURS))
+whole_fours, whole_offset_fours = map(dots_function, (WHOLE_FOURS, WHOLE_OFFSET_FOURS))
 eights, grouped_eights = map(dots_function, (EIGHTS, GROUPED_EIGHTS))

@@ -27,9 +27,10 @@ from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
 from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN
 from moiety_kernels.cpu.vectors import fetch
 
-PACKED_BYTES = 512 << 10  # prefetch distance in groups of COLS weight rows; 4-bit rows as far in bytes
+PACKED_BYTES = 512 << 10  # of the packed rows that are multiplied at once
 PAD = 64  # bytes between packed rows, so that they do not all map to the same cache sets
-TILES_AHEAD, FOURS_AHEAD = 2, 8  # prefetch distance in groups of COLS weight rows; the second is for four bits
+TILES_AHEAD, FOURS_AHEAD = 2, 8  # prefetch distance in groups of COLS weight rows; the second is for unpacking
+FOURS_AHEAD_BYTES = 4 << 10  # prefetch distance into the L1 cache, of 4-bit rows that are multiplied as they lie
 
 
 class WeightDescription(NamedTuple):
@@ -108,21 +109,24 @@ def multiply_packed(
     w_bytes, s_bytes = described.row_bytes, described.scales_bytes
     halves = int(numbers == E2M1_HALVES)
     table = int(numbers == E2M1) + halves + 2 * int(numbers == INT4_OFFSETS)
-    few, most, tiles_ahead, is_fours = PAIRS_FEW, PAIRS_ROWS, TILES_AHEAD, False
+    few, most, is_fours = PAIRS_FEW, PAIRS_ROWS, False
     if numbers == INT8:
         few, most = EIGHTS_FEW, EIGHTS_ROWS
     elif numbers != PLAIN:
-        few, tiles_ahead, is_fours = FOURS_FEW, FOURS_AHEAD, True
+        few, is_fours = FOURS_FEW, True
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
         pack(rows + 8 * start, count, k, numbers, area)
         unpacks, alone = is_fours and count > few, not is_fours and count <= few
-        tiles, parts = 0 if alone else n // COLS, (count + most - 1) // most
+        columns = n // COLS * COLS if is_fours and not unpacks else COLS  # weight rows of a tile
+        tiles, parts = 0 if alone or n < COLS else n // columns, (count + most - 1) // most
         share = (COLS << SHARE_BITS) // parts
+        distance = FOURS_AHEAD_BYTES if is_fours else COLS * w_bytes * TILES_AHEAD
         for turn in range((2 if other else 1) * (tiles + 1)):
             tile, of = turn % (tiles + 1), struct_at(WeightDescription, other if turn > tiles else weight)
-            many, first, i, part = tile < tiles, COLS * tile, 0, 0
+            many, first, i, part = tile < tiles, columns * tile, 0, 0
+            num_columns = columns if many else n - first
             w, s = of.values + first * w_bytes, of.scales + first * s_bytes
             column = (other_out if turn > tiles else out) + start * out_stride + 4 * first
             if first == n:
@@ -142,11 +146,11 @@ def multiply_packed(
                     i += step
             while i < count:
                 step = even_part(count - i, most if many and not is_fours else few)
-                ahead = w + COLS * w_bytes * tiles_ahead + COLS * w_bytes * part // parts
+                ahead = w + distance + COLS * w_bytes * part // parts
                 of_weight(
                     is_many=int(many), num_rows=step,
                     packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
-                    w_NK=w, w_stride=w_bytes, n=n - first, ahead=ahead, share=share,
+                    w_NK=w, w_stride=w_bytes, n=num_columns, ahead=ahead, share=share,
                     scales_NG=s, scales_stride=s_bytes, shift=shift, table=table,
                     out_MN=column + i * out_stride, out_stride=out_stride,
                 )  # fmt: skip

@@ -10,7 +10,17 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_kernels.cpu.compiling import function_address, jit
-from moiety_kernels.cpu.dots import GROUP, eights, fours, grouped_eights, half_fours, offset_fours, pairs
+from moiety_kernels.cpu.dots import (
+    GROUP,
+    eights,
+    fours,
+    grouped_eights,
+    half_fours,
+    offset_fours,
+    pairs,
+    whole_fours,
+    whole_offset_fours,
+)
 from moiety_kernels.cpu.gemm import (
     BFLOAT16,
     BFLOAT16_TILES,
@@ -88,6 +98,8 @@ def _packed(kind: int, numbers: int, shift: int) -> Callable[..., None]:
         return _WORD_FOURS[min(1 << shift, GROUP), numbers == INT4_OFFSETS]
     if numbers in (PLAIN, E4M3):  # whose rows are unpacked before they are multiplied
         return _in_pairs
+    if numbers in (INT4, INT4_OFFSETS) and 1 << shift >= GROUP:
+        return _in_whole_offset_fours if numbers == INT4_OFFSETS else _in_whole_fours
     return {E2M1_HALVES: _in_half_fours, INT4_OFFSETS: _in_offset_fours}.get(numbers, _in_fours)
 
 
@@ -144,6 +156,20 @@ def _in_offset_fours(
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
     multiply_packed(offset_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_whole_fours(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(whole_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+
+
+def _in_whole_offset_fours(
+    rows: int, m: int, w: int, other_w: int, n: int, k: int,
+    out: int, other_out: int, out_stride: int, scratch: int,
+) -> None:  # fmt: skip
+    multiply_packed(whole_offset_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
 
 
 def _in_eights(

@@ -23,16 +23,16 @@ from moiety_kernels.cpu.dots import (
     COLS,
     GROUP,
     SHARE_BITS,
+    AllColumns,
     DotsKind,
     PackedDotArguments,
-    PackedDots,
     dots_function,
     multiplied,
 )
 from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.instructions import EMULATED, WORDS_FEATURE
 from moiety_kernels.cpu.memory import load_i64
-from moiety_kernels.cpu.packed import FOURS_AHEAD, PACKED_BYTES, PAD, WeightDescription, even_part
+from moiety_kernels.cpu.packed import FOURS_AHEAD_BYTES, PACKED_BYTES, PAD, WeightDescription, even_part
 from moiety_kernels.cpu.row_packing import pack_whole_group
 from moiety_kernels.cpu.structs import struct_at
 from moiety_kernels.cpu.values import F32, I8, I16, LANES, VI32, Bytes, Floats, Int, Int16s, Vector
@@ -62,7 +62,7 @@ def _sum_of_products(e: Emitter, x: Sequence[Vector], numbers: Sequence[Vector])
     return sum(others, first)
 
 
-class _WordFours(PackedDots):
+class _WordFours(AllColumns):
     """Dot products with a 4-bit weight. `blocks` of every 128 inputs share a scale, or the whole 128 or more if 4."""
 
     def __init__(
@@ -71,18 +71,6 @@ class _WordFours(PackedDots):
         super().__init__(e, args, num_rows, cols)
         self.blocks, self.per_scale = blocks, 2 if offsets else 1
         self.scales_of_group = _BLOCKS // blocks * self.per_scale
-
-    def emit(self) -> None:
-        """Emit the products with all of the N weight rows, COLS at a time, if there are as many columns."""
-        if self.cols == 1:
-            super().emit()
-            return
-        args = self.args
-        for n in self.e.loop(args.n, self.cols):
-            w_NK, scales_NG = args.w_NK.moved(args.w_stride * n), args.scales_NG.moved(args.scales_stride * n)
-            self.args = args._replace(ahead=args.ahead.moved(args.w_stride * n))
-            self.columns(w_NK, scales_NG, args.out_MN.moved(n * 4))
-        self.args = args
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
         whole, count = self.args.k & -GROUP, len(sums_MN)
@@ -263,7 +251,7 @@ def multiply_fours(
                 column = (other_out if turn else out) + start * out_stride + 4 * first
                 while i < count:
                     step = even_part(count - i, ROWS)
-                    ahead = w + COLS * w_bytes * FOURS_AHEAD + COLS * w_bytes * part // parts
+                    ahead = w + FOURS_AHEAD_BYTES + COLS * w_bytes * part // parts
                     dots(
                         is_many=int(many), num_rows=step,
                         packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
