@@ -31,7 +31,7 @@ from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import paths
-from moiety_kernels.cpu.instructions import LEVEL_VARIABLE, LEVELS
+from moiety_kernels.cpu.instructions import ARM_LEVEL, LEVEL_VARIABLE, LEVELS
 
 WHOLE = "whole"  # the level that withholds nothing
 FORMATS = ["bfloat16", "int8", "int4", "awq", "gptq", "awq_32"]  # the kernels multiply the last one as GGUF's Q4_K
@@ -89,7 +89,7 @@ def measure_level(checkpoint: Path, options: argparse.Namespace) -> LevelFigures
 def run_level(level: str) -> dict[str, Any]:
     """Measure a level in a process of its own."""
     variables = {LEVEL_VARIABLE: "" if level == WHOLE else level}
-    if level in ("avx2", "avxvnni"):
+    if level in ("avx2", "avxvnni", ARM_LEVEL):
         variables["ATEN_CPU_CAPABILITY"] = "avx2"
     command = [sys.executable, __file__, *sys.argv[1:], "--in-this-process"]
     done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moiety_kernels.cpu import paths
-from moiety_kernels.cpu.instructions import LEVEL, LEVEL_VARIABLE, LEVELS, VARIABLE
+from moiety_kernels.cpu.instructions import ARM_LEVEL, LEVEL, LEVEL_VARIABLE, LEVELS, VARIABLE
 
 HERE = Path(__file__).parent
 # a product of each format and kind of weight, attention, and kernels without a product
@@ -32,9 +32,9 @@ def run_limited(level: str, *args: str, **variables: str) -> subprocess.Complete
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1100, check=False)
 
 
-def num_passed(level: str, *args: str) -> int:
+def num_passed(level: str, *args: str, **variables: str) -> int:
     command = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *args]
-    done = run_limited(level, *command, MOIETY_TEST_ALL="1")
+    done = run_limited(level, *command, **({"MOIETY_TEST_ALL": "1"} | variables))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     found = re.search(r"(\d+) passed", done.stdout)
     return int(found[1]) if found else 0
@@ -42,7 +42,7 @@ def num_passed(level: str, *args: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
+@pytest.mark.parametrize("level", ["avx2", "avx512", ARM_LEVEL])
 def test_products_at_a_level_agree_with_their_references(level: str) -> None:
     files = [str(HERE / name) for name in ("test_quantization.py", "test_against_reference.py")]
     assert num_passed(level, *files, "-k", FEW) >= 40
@@ -104,6 +104,12 @@ def test_compiled_kernels_are_kept_for_each_level(tmp_path: Path) -> None:
     counts = [int(run_limited(level, "-c", COMPILES, str(tmp_path)).stdout) for level in ("", "avx2", "", "avx2")]
     withholds = bool(json.loads(run_limited("avx2", "-m", "moiety_kernels.cpu.paths").stdout)["withheld"])
     assert counts == [1, int(withholds), 0, 0]
+
+
+def test_the_code_of_arms_level_is_kept_apart_from_that_of_the_same_features() -> None:
+    code = "from moiety_kernels.cpu.compiling import _cacheable, config\n_cacheable()\nprint(config.CACHE_DIR)"
+    kept = {run_limited(level, "-c", code).stdout for level in ("avx2", ARM_LEVEL)}
+    assert len(kept) == 2
 
 
 def test_a_level_that_does_not_exist_is_refused() -> None:

@@ -21,7 +21,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
 from moiety_kernels.cpu.compile_progress import progress
-from moiety_kernels.cpu.instructions import EMULATED
+from moiety_kernels.cpu.instructions import ARM, ARM_FEATURE, EMULATED
 from moiety_kernels.cpu.structs import S, StructAt
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def _cacheable() -> bool:
     not the files of the functions called from there.
     """
     package = Path(__file__).parent.parent
-    digest = hashlib.sha256(",".join(sorted(EMULATED)).encode())
+    kinds = EMULATED | ({ARM_FEATURE} if ARM else set())  # of code; numba knows the features of the compiler
+    digest = hashlib.sha256(",".join(sorted(kinds)).encode())
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     for parent in (package / "__pycache__", Path("~/.cache/moiety")):

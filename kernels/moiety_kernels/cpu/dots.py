@@ -23,8 +23,8 @@ from llvmlite import ir
 
 from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
-from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_words, rounded_pairs
-from moiety_kernels.cpu.instructions import EMULATED, PAIRS_FEATURE, WIDE, WORDS_FEATURE
+from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_halves, multiplied_words, rounded_pairs
+from moiety_kernels.cpu.instructions import ARM, EMULATED, PAIRS_FEATURE, WIDE, WORDS_FEATURE
 from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Pairs, Vector
 from moiety_kernels.quantization.reference import MAGNITUDES
 
@@ -69,6 +69,8 @@ def multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
     """Multiply 16-bit integers and add neighbouring products (AVX512-BW, or AVX2 with vectors of 8 floats)."""
     if WORDS_FEATURE in EMULATED:
         return multiplied_words(e, x, w)
+    if ARM:
+        return multiplied_halves(x, w)
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
     return Vector(e, e.intrinsic(name, VI32, [_WORDS] * 2, x.ir, w.ir))
 

@@ -51,6 +51,16 @@ def multiplied_words(e: Emitter, x: Vector, w: Vector) -> Vector:
     return even + odd
 
 
+def multiplied_halves(x: Vector, w: Vector) -> Vector:
+    """Multiply 16-bit integers and add the products of both halves: VPMADDWD's sum over all lanes, for NEON."""
+    count = VI32.count
+    low, high = (
+        x.lanes(half).extended(VI32, signed=True) * w.lanes(half).extended(VI32, signed=True)
+        for half in (range(count), range(count, 2 * count))
+    )
+    return low + high
+
+
 def looked_up(e: Emitter, table: Vector, index: Vector) -> Vector:
     """Emulate VPERMW: table words selected by the lowest five bits of each index word."""
     builder, result = e.builder, ir.Constant(table.ir.type, ir.Undefined)

@@ -1,7 +1,8 @@
 """Optional CPU instructions that kernels use: those of the CPU, limited or emulated by the environment.
 
 `MOIETY_CPU_LEVEL` limits them, so that one machine runs the kernels of CPUs that have less: `avx2` withholds AVX-512,
-AVX-VNNI and AMX from the compiler and from the choice of kernels. LEVELS has all levels.
+AVX-VNNI and AMX from the compiler and from the choice of kernels. LEVELS has all levels. `neon` is Arm's: its kernels
+use no instruction of x86 by name, so that they compile for Arm, and an x86 CPU runs them as well.
 
 Emulation allows tests of kernels for matrix tiles or AVX-512 on any CPU. The environment variable
 `MOIETY_EMULATED_INSTRUCTIONS` names features by their LLVM names, separated by commas; their instructions are then
@@ -28,6 +29,8 @@ LEVELS = {
     "avx512vnni": ("avx512bf16", "avx512fp16", "avx10", "amx"),
     "avx512bf16": ("avx10", "amx"),
 }
+ARM_LEVEL = ARM_FEATURE = "neon"
+LEVELS[ARM_LEVEL] = LEVELS["avx2"]
 TILES_FEATURE, PAIRS_FEATURE, WORDS_FEATURE = "amx-bf16", "avx512bf16", "avx512bw"  # features that can be emulated
 EMULATED = frozenset(filter(None, os.environ.get(VARIABLE, "").split(",")))
 LEVEL = os.environ.get(LEVEL_VARIABLE, "")
@@ -61,5 +64,7 @@ def _limit_compiler(level: str) -> frozenset[str]:
 
 WITHHELD = _limit_compiler(LEVEL) if LEVEL else frozenset()  # features that the CPU has and LEVEL does not
 _HOST = _compiled_for()
-FEATURES = _HOST | EMULATED | ({"amx-tile"} if TILES_FEATURE in EMULATED else frozenset())
+ARM = LEVEL == ARM_LEVEL or ARM_FEATURE in _HOST  # kernels use no instruction of x86 by name
+_FURTHER = ({"amx-tile"} if TILES_FEATURE in EMULATED else set()) | ({ARM_FEATURE} if ARM else set())
+FEATURES = _HOST | EMULATED | _FURTHER
 WIDE = "avx512f" in _HOST or bool(EMULATED)  # 16 floats per vector

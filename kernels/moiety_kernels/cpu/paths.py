@@ -11,6 +11,8 @@ import sys
 from typing import Any, NamedTuple
 
 from moiety_kernels.cpu.instructions import (
+    ARM,
+    ARM_FEATURE,
     EMULATED,
     FEATURES,
     LEVEL,
@@ -34,7 +36,9 @@ class KernelPath(NamedTuple):
 TILES = KernelPath("tiles", "matrix tiles (AMX)", frozenset({"amx-tile", TILES_FEATURE, PAIRS_FEATURE}))
 PAIRS = KernelPath("pairs", "pairs of bfloat16 (AVX512-BF16)", frozenset({PAIRS_FEATURE, WORDS_FEATURE}))
 WORDS = KernelPath(
-    "words", "pairs of 16-bit integers (AVX2 or AVX512-BW)", frozenset({WORDS_FEATURE if WIDE else "avx2"})
+    "words",
+    "products of 16-bit integers (AVX2, AVX512-BW or NEON)",
+    frozenset({WORDS_FEATURE if WIDE else ARM_FEATURE if ARM else "avx2"}),
 )
 FLOATS = KernelPath("floats", "float32, widened from bfloat16")
 

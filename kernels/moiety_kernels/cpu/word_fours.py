@@ -30,7 +30,7 @@ from moiety_kernels.cpu.dots import (
     multiplied,
 )
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.instructions import EMULATED, WORDS_FEATURE
+from moiety_kernels.cpu.instructions import ARM, EMULATED, WORDS_FEATURE
 from moiety_kernels.cpu.memory import load_i64
 from moiety_kernels.cpu.packed import FOURS_AHEAD_BYTES, PACKED_BYTES, PAD, WeightDescription, even_part
 from moiety_kernels.cpu.row_packing import pack_whole_group
@@ -52,7 +52,7 @@ def _separated(e: Emitter, both: Vector) -> list[Vector]:
     Empty code between both steps: the compiler would separate the bytes first, and extend them twice.
     """
     kind = both.ir.type
-    if WORDS_FEATURE not in EMULATED:  # else the vector may not fit in a register
+    if not ARM and WORDS_FEATURE not in EMULATED:  # else the vector may not fit in a register
         both = Vector(e, e.builder.asm(ir.FunctionType(kind, [kind]), "", "=v,0", [both.ir], side_effect=False))
     return [both & 15, both >> 4]
 
