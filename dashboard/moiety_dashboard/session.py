@@ -161,6 +161,11 @@ def may(action: str) -> bool:
     return action in st.session_state[CALLER]["may"]
 
 
+def advice(text: str, *actions: str) -> str:
+    """Return a sentence about what to do next, for a role that may do one of the actions; otherwise nothing."""
+    return f" {text}" if any(map(may, actions)) else ""
+
+
 def is_of_one_tenant() -> bool:
     return st.session_state[CALLER]["tenant_id"] is not None
 

@@ -12,6 +12,17 @@ from moiety_dashboard.formatting import NO_VALUE, percent, short
 Rows = Sequence[Mapping[str, Any]]
 SIDES = {"now": "Current", "then": "Simulated"}  # names of the two runs
 
+_LENGTHS = "input=100..1000,output=50..400"
+GENERATED = {  # labels of arrivals; their classes are the built-in ones
+    (
+        f"poisson:rate=0.6,tenants=2,{_LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{_LENGTHS},class=standard;"
+        f"poisson:rate=0.4,tenants=2,{_LENGTHS},class=flex"
+    ): "generated, steady, 10 min",
+    (
+        f"poisson:rate=0.6,tenants=2,{_LENGTHS},class=priority;poisson:rate=1,tenants=4,{_LENGTHS},class=standard;"
+        f"onoff:rate=8,on=30,off=90,tenants=2,{_LENGTHS},class=standard"
+    ): "generated, bursts, 10 min",
+}
 TERMS = (
     *("rank", "weight", "ttft_s", "ttft_per_1k_s", "tpot_s", "completion_s", "max_queue_s"),
     *("preemptible", "on_overload", "downgrade_to"),
@@ -109,7 +120,8 @@ def learned(engines: Rows) -> dict[str, str]:
 
 def in_words(settings: Mapping[str, Any]) -> str:
     """Return the settings of a simulation besides its classes."""
-    source = settings["generate"] or f"last {settings['minutes']} min"
+    generated = settings["generate"]
+    source = GENERATED.get(generated, generated) if generated else f"last {settings['minutes']} min"
     replicas = f"{settings['replicas_now']} → {settings['replicas']} replicas"
     changed = [
         f"{name}.{term} = {value}" for name, terms in settings["classes"].items() for term, value in terms.items()

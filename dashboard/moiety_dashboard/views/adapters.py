@@ -15,7 +15,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.tenants.names import names_of
 
-NONE = "No adapter is stored. Upload one with: `moiety adapter add`."
+NONE, HOW = "No adapter is stored.", "Upload one with: `moiety adapter add`."
 STATES = {"ready": colours.GOOD, "uploading": colours.WARN}
 
 
@@ -39,7 +39,7 @@ def draw_list(client: AdminClient) -> None:
         figures.append(Tile("Tenants", f"{frame['tenant'].nunique()}", "with an adapter"))
     panels.tiles(figures, [answer], key="adapter figures")
     with panels.panel("Adapters", "by tenant, model and name", [answer], key="adapters", frame=frame):
-        panels.table(frame, columns(), NONE, states=STATES, max_rows=16)
+        panels.table(frame, columns(), f"{NONE}{session.advice(HOW, 'adapters.write')}", states=STATES, max_rows=16)
 
 
 def ask_deletion(client: AdminClient) -> None:

@@ -15,7 +15,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.views.catalogue import price_columns
 
 ALL_CLASSES = "all classes"
-NONE = "No price is set: all requests are free of charge. Set one below."
+NONE, HOW = "No price is set: all requests are free of charge.", "Set one below."
 
 
 def draw(page: Page) -> None:
@@ -25,7 +25,8 @@ def draw(page: Page) -> None:
         frame = prices_frame(answer.data["data"])
         note = "a price for all classes is multiplied by the price factor of each class"
         with panels.panel("Prices", note, [answer], key="prices", frame=frame):
-            panels.table(frame, {"model": "Model", **price_columns()}, NONE, max_rows=16)
+            none = f"{NONE}{session.advice(HOW, 'prices.write')}"
+            panels.table(frame, {"model": "Model", **price_columns()}, none, max_rows=16)
         if not session.may("prices.write"):
             st.caption("Your role can view prices, but not change them.")
             return

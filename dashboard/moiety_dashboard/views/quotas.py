@@ -17,6 +17,7 @@ from moiety_dashboard.frames import limits
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import limit_columns
+from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
 from moiety_dashboard.views.tenants.names import names_of, read_usage_rates
 
 VERDICT = "reconciliation"
@@ -42,7 +43,7 @@ def draw_live(client: AdminClient) -> None:
     with panels.panel(
         "Quotas", "now; usage rate of the last one to two hours", [quotas, usage], key="limits", frame=frame
     ):
-        none = "No quota is set. Set one on the Tenants page."
+        none = f"No quota is set.{session.advice('Set one on the Tenants page.', *QUOTA_WRITES)}"
         panels.table(frame, limit_columns(), none)
     held, quarantined = (limits.leases_frame(answer.data["data"], names) for answer in (live, lost))
     with panels.panel("Leases", "parts of quotas that gateways hold now", [live], key="leases", frame=held):

@@ -21,17 +21,6 @@ from moiety_dashboard.views.windows import HOUR
 
 CLASSES = "classes"  # the page where settings are applied
 MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
-LENGTHS = "input=100..1000,output=50..400"
-GENERATED = {  # its classes are the built-in ones
-    "steady": (
-        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1.5,tenants=4,{LENGTHS},class=standard;"
-        f"poisson:rate=0.4,tenants=2,{LENGTHS},class=flex"
-    ),
-    "bursts": (
-        f"poisson:rate=0.6,tenants=2,{LENGTHS},class=priority;poisson:rate=1,tenants=4,{LENGTHS},class=standard;"
-        f"onoff:rate=8,on=30,off=90,tenants=2,{LENGTHS},class=standard"
-    ),
-}
 
 
 def draw(page: Page) -> None:
@@ -107,7 +96,7 @@ def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
         if served >= 2
         else {}
     )
-    sources = own | {f"generated, {label}, 10 min": {"generate": spec} for label, spec in GENERATED.items()}
+    sources = own | {label: {"generate": spec} for spec, label in simulations.GENERATED.items()}
     description = (
         f"{short(served)} requests were served in the last hour. A longer time range takes longer to simulate."
     )

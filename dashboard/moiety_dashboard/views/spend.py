@@ -18,6 +18,7 @@ from moiety_dashboard.frames.spend import PREDICTED, REMAINING, budgets_frame, b
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import scope_columns, token_columns
+from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
 from moiety_dashboard.views.tenants.names import names_of
 
 DAY = timedelta(days=1)
@@ -32,7 +33,7 @@ END_USER = "end_user"
 TAG = "tag:"
 NUM_DRAWN = 5  # groups with colours of their own in the chart
 NUM_SAMPLED = 500  # newest requests in which the names of tags are looked for
-NOBODY = "No cost in this time. Set prices with `moiety price set`, and send requests."
+NOBODY, HOW = "No cost in this time.", "Set prices with `moiety price set`, and send requests."
 ALL, REST = "all", "others"
 
 
@@ -124,6 +125,10 @@ def draw_month(answer: Answer) -> None:
     panels.tiles(figures, [answer])
 
 
+def nobody() -> str:
+    return f"{NOBODY}{session.advice(HOW, 'prices.write')}"
+
+
 def draw_groups(
     client: AdminClient,
     answer: Answer,
@@ -146,12 +151,12 @@ def draw_groups(
         panels.draw(
             lambda: charts.stacked(days, figure, "name", inks, span, width_px=charts.WHOLE_PX),
             days,
-            NOBODY,
+            nobody(),
             "spend chart",
         )
     note = f"{since:%Y-%m-%d} to {until - DAY:%Y-%m-%d}; the CSV has all rows"
     with panels.panel(f"By {as_text(label_of(grouping).lower())}", note, [answer], key="spend", frame=frame):
-        panels.table(frame, columns(grouping), NOBODY, max_rows=14)
+        panels.table(frame, columns(grouping), nobody(), max_rows=14)
         if answer.data["truncated"]:
             st.caption(f"Only {len(frame):,d} groups are listed: those with most output tokens.")
 
@@ -205,7 +210,8 @@ def draw_budgets(answer: Answer, names: Mapping[str, str]) -> None:
     budgets = answer.data["data"]
     frame = budgets_frame(budgets, names)
     with panels.panel("Budgets", "limits on money, in their present window", [answer], key="budgets", frame=frame):
-        none = "No limit on money is set. Set one on the Tenants page, or with `moiety quota set --dollars-per-month`."
+        how = "Set one on the Tenants page, or with `moiety quota set --dollars-per-month`."
+        none = f"No limit on money is set.{session.advice(how, *QUOTA_WRITES)}"
         panels.table(frame, budget_columns(), none)
     if not budgets:
         return
@@ -225,7 +231,7 @@ def draw_budgets(answer: Answer, names: Mapping[str, str]) -> None:
         panels.draw(
             lambda: charts.lines(burn, figure, "name", inks, span, width_px=charts.WHOLE_PX),
             burn,
-            NOBODY,
+            nobody(),
             "burn-down chart",
         )
 

@@ -22,7 +22,8 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     note = "identified by their last four characters; spend of this month"
     with panels.panel("Keys", note, [keys, projects], key="keys", frame=frame):
         columns = key_columns(with_user=bool(frame["user"].notna().any()))
-        panels.table(frame, columns, "No key yet. Create one below and send it with every request.")
+        how = session.advice("Create one below and send it with every request.", "keys.write")
+        panels.table(frame, columns, f"No key yet.{how}")
     if not session.may("keys.write"):
         st.caption("Your role can view keys, but not create, rotate or revoke them.")
         return

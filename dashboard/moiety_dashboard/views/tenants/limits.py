@@ -17,6 +17,7 @@ from moiety_dashboard.views.columns import limit_columns
 from moiety_dashboard.views.key_forms import dollars_of, nano_of
 from moiety_dashboard.views.tenants.names import read_usage_rates
 
+QUOTA_WRITES = "quotas.write", "tenant_quotas.write"
 Scope = tuple[str, str]  # level and id
 
 
@@ -29,7 +30,8 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     frame = limits.quotas_frame(quotas.data, names, by_scope, now)
     note = "every quota applies to a request; usage rate of the last one to two hours"
     with panels.panel("Quotas", note, [quotas, usage], key="own limits", frame=frame):
-        panels.table(frame, limit_columns(), "No quota is set: usage is unlimited. Set a quota below.")
+        how = session.advice("Set a quota below.", *QUOTA_WRITES)
+        panels.table(frame, limit_columns(), f"No quota is set: usage is unlimited.{how}")
     allowed = {
         scope: name
         for scope, name in scopes.items()
