@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise, product
 from typing import Any
@@ -9,20 +12,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import func, select
+from sqlalchemy import delete, event, func, select
 from tests.usage_rows import make_row
 
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key, rotate_key
 from moiety_platform.clock import ManualClock
+from moiety_platform.db.paging import PageRequest
 from moiety_platform.db.session import Database
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
 from moiety_platform.quota.service import set_quota
+from moiety_platform.spend import queries
+from moiety_platform.spend.budgets import list_budgets
 from moiety_platform.spend.forecast import RATE_SPAN, forecast_month, rate_of, read_since
+from moiety_platform.spend.queries import forecast_spend, report_spend
 from moiety_platform.usage.days import DAY, sum_up_some
-from moiety_platform.usage.models import LedgerEntry
+from moiety_platform.usage.models import LedgerEntry, UsageRecord
+from moiety_platform.usage.queries import UsageFilter
+from moiety_platform.usage.reconciliation import take_snapshot_locks
 from moiety_platform.usage.store import insert_rows
 
 from .conftest import PEPPER, Admin, Demo
@@ -126,6 +135,104 @@ async def test_spend_by_end_user_and_tag_of_a_longer_time_adds_up_its_parts(
     assert not found["truncated"]
     too_long = in_query(until - 1200 * DAY, until, group_by=grouping)
     assert "may span 1116 days" in (await admin.call("GET", "spend", 400, params=too_long))["error"]["message"]
+
+
+@contextmanager
+def statements_of(database: Database) -> Iterator[list[tuple[str, str]]]:
+    """Record the statements that are sent, each with its parameters as text."""
+    found: list[tuple[str, str]] = []
+
+    def record(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        found.append((statement, str(parameters)))
+
+    event.listen(database.engine.sync_engine, "before_cursor_execute", record)
+    yield found
+    event.remove(database.engine.sync_engine, "before_cursor_execute", record)
+
+
+async def test_a_report_of_spend_reads_the_usage_once_and_adds_up_only_what_it_shows(spent: Database) -> None:
+    (since, until), *_ = SPANS
+    for grouping in GROUPINGS:
+        async with spent.read() as session:
+            await take_snapshot_locks(session)
+            with statements_of(spent) as found:
+                report = await report_spend(session, UsageFilter(since, until), grouping.split(","))
+        (statement,) = [text for text, _ in found if "usage_hours" in text]
+        assert not re.search(r"sum\([a-z0-9_.]*(ttft_ms|expert_read_bytes)", statement)
+        assert report.total.cost_nanodollars == await billed(spent, since, until)
+
+
+async def test_the_total_of_spend_is_of_all_groups_if_some_are_not_listed(
+    spent: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (since, until), *_ = SPANS
+    monkeypatch.setattr(queries, "MAX_GROUPS", 2)
+    async with spent.read() as session:
+        await take_snapshot_locks(session)
+        report = await report_spend(session, UsageFilter(since, until), ("key",))
+        nothing = await report_spend(session, UsageFilter(since - 2 * DAY, since - DAY), ("key",))
+    assert (len(report.data), report.truncated) == (2, True)
+    assert report.total.cost_nanodollars == await billed(spent, since, until)
+    assert (nothing.data, nothing.total.requests, nothing.truncated) == ([], 0, False)
+
+
+async def test_the_total_of_a_report_by_end_user_has_requests_whose_rows_are_deleted(spent: Database) -> None:
+    since, until = SPANS[1]
+    before = await billed(spent, since, until)
+    async with spent.write() as session:
+        await session.execute(delete(UsageRecord).where(UsageRecord.started_at < NOW - 10 * DAY))
+    async with spent.read() as session:
+        await take_snapshot_locks(session)
+        report = await report_spend(session, UsageFilter(since, until), ("end_user",))
+    assert report.total.cost_nanodollars == before > sum(one.totals.cost_nanodollars for one in report.data) > 0
+
+
+async def test_a_report_up_to_now_reads_the_sums_of_the_present_hour_unless_a_request_is_later(
+    spent: Database, demo: Demo, clock: ManualClock
+) -> None:
+    now = NOW + timedelta(minutes=20)
+    rows = [
+        make_row(f"now{ago}", tenant_id=demo.tenant_id, cost_nanodollars=10, started_at=now - timedelta(minutes=ago))
+        for ago in range(1, 30)
+    ]
+    later: Any = make_row("later", tenant_id=demo.tenant_id, cost_nanodollars=10**6, started_at=now)
+    async with spent.write() as session:
+        await insert_rows(session, rows)
+        new = NewQuota(LimitLevel.TENANT, demo.tenant_id, LimitKind.MONEY_PER_MONTH, 10**7)
+        await set_quota(session, new, clock.now())
+    before = await spend_until(spent, demo, now)
+    assert [one for one in before[1] if "sum(" in one[0] and is_at(now, one[1])] == []
+    async with spent.write() as session:
+        await insert_rows(session, [later])
+    after = await spend_until(spent, demo, now)
+    assert [one for one in after[1] if "sum(" in one[0] and is_at(now, one[1])], "the requests of the hour are read"
+    assert before[0] == after[0] == 3 * [await billed_to(spent, demo.tenant_id, now)]
+
+
+async def spend_until(database: Database, demo: Demo, now: datetime) -> tuple[list[int], list[tuple[str, str]]]:
+    """The spend of a month as the report, the forecast and the budget have it, and the statements for it."""
+    of_tenant = UsageFilter(SPANS[1][0], now, tenant_id=demo.tenant_id)
+    async with database.read() as session:
+        await take_snapshot_locks(session)
+        with statements_of(database) as found:
+            report = await report_spend(session, of_tenant, ("day",))
+            forecast = await forecast_spend(session, of_tenant, now)
+            (budget,) = (await list_budgets(session, PageRequest(10, None), now, None)).data
+    assert budget.rate_nanodollars_per_day == forecast.rate_nanodollars_per_day
+    return [report.total.cost_nanodollars, forecast.spent_nanodollars, budget.spent_nanodollars], found
+
+
+async def billed_to(database: Database, tenant_id: str, until: datetime) -> int:
+    cost = func.sum(LedgerEntry.cost_nanodollars)
+    in_time = LedgerEntry.started_at >= SPANS[1][0], LedgerEntry.started_at < until
+    async with database.read() as session:
+        return int(await session.scalar(select(cost).where(LedgerEntry.tenant_id == tenant_id, *in_time)) or 0)
+
+
+def is_at(moment: datetime, parameters: str) -> bool:
+    """Whether the parameters of a statement contain this time, as one of the databases has it."""
+    in_python = f"datetime.datetime({moment.year}, {moment.month}, {moment.day}, {moment.hour}, {moment.minute}"
+    return in_python in parameters or f"{moment:%Y-%m-%d %H:%M}:00" in parameters
 
 
 async def test_spend_is_filtered_by_everything_that_it_is_grouped_by(spent: Database, admin: Admin, demo: Demo) -> None:

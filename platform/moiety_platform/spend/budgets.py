@@ -54,22 +54,30 @@ async def _used(session: AsyncSession, quotas: Sequence[Quota], now: datetime) -
 async def _spend_of(
     session: AsyncSession, quotas: Sequence[Quota], now: datetime
 ) -> tuple[Mapping[str, Spend], Mapping[str, Spend]]:
-    """Return the spend of each limit's scope by day, since `read_since`, and by hour, today."""
+    """Return the spend of each limit's scope by day, since `read_since`, and by hour, today.
+
+    The spend of today is the sum of its hours, so that these are read once.
+    """
     days: dict[str, Spend] = {}
     hours: dict[str, Spend] = {}
     today = window_start(Period.DAY, now)
     for level in LimitLevel:
         here = [one for one in quotas if one.level == level]
         ids = await _ids_of(session, level, {one.scope_id for one in here})
-        for found, slot, since in ((days, "day", read_since(now)), (hours, "hour", today)):
-            if not ids or since >= now:
+        ids_of: defaultdict[str, list[str]] = defaultdict(list)
+        for one, scope in ids.items():
+            ids_of[scope].append(one)
+        for found, slot, since, until in ((days, "day", read_since(now), today), (hours, "hour", today, now)):
+            if not ids or since >= until:
                 continue
             among = f"{level}_id", tuple(ids)
-            by_id = await spend_by_slot(session, UsageFilter(since, now, among=among), slot, level.value)
+            by_id = await spend_by_slot(session, UsageFilter(since, until, among=among), slot, level.value)
             for quota in here:
-                found[quota.id] = _added(
-                    by_id[one] for one, scope in ids.items() if scope == quota.scope_id and one in by_id
-                )
+                found[quota.id] = _added(by_id[one] for one in ids_of[quota.scope_id] if one in by_id)
+    for quota in quotas:
+        spent_today = sum(hours.get(quota.id, {}).values())
+        days[quota.id] = days.get(quota.id, {}) | ({today: spent_today} if spent_today else {})
+        hours.setdefault(quota.id, {})
     return days, hours
 
 

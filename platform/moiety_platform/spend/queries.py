@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import reduce
 
-from sqlalchemy import BigInteger, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Subquery, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.errors import BadRequest
@@ -18,23 +18,59 @@ from moiety_platform.usage.queries import (
     MAX_ATTRIBUTED_SPAN,
     MAX_GROUPS,
     UsageFilter,
+    find_names,
+    group_keys,
+    group_order,
+    is_by_attribution,
     reads_requests,
     source_of,
-    sum_usage,
 )
 
 MAX_PARTS = 36  # of a report by end user or tag: about three years
+_SUMS = tuple(name for name in SpendTotals.__struct_fields__ if name != "cost_before_credits_nanodollars")
 
 
 async def report_spend(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> SpendReport:
-    """Return spend per group. Needs a stable snapshot, and raises BadRequest, both as `sum_usage` does."""
-    whole = await sum_usage(session, usage_filter, ())
-    total = SpendTotals.of(whole.data[0].totals)
+    """Return spend per group. Needs a stable snapshot, and raises BadRequest, both as `sum_usage` does.
+
+    One statement returns the groups and the total, so that the usage is read once. Only the total of a report by end
+    user or tag, which lists the requests whose rows are kept, comes from the sums of all requests.
+    """
+    source = await source_of(session, usage_filter, grouping, _SUMS)
+    since, until = usage_filter.since, usage_filter.until
     if not grouping:
-        return SpendReport(usage_filter.since, usage_filter.until, total, [SpendGroup({}, total)], truncated=False)
-    found = await sum_usage(session, usage_filter, grouping)
-    groups = [SpendGroup(one.group, SpendTotals.of(one.totals)) for one in found.data]
-    return SpendReport(usage_filter.since, usage_filter.until, total, groups, truncated=found.truncated)
+        total = await _total(session, source)
+        return SpendReport(since, until, total, [SpendGroup({}, total)], truncated=False)
+    keys = group_keys(source, grouping)
+    sums = [_sum(source.c[name]).label(name) for name in _SUMS]
+    whole = [cast(func.sum(one.element).over(), BigInteger).label(f"all_{one.name}") for one in sums]
+    groups = select(*keys, *sums, *whole).group_by(*keys).subquery()
+    columns = list(groups.c)
+    order = group_order(columns[: len(keys)], grouping, groups.c.output_tokens)
+    is_counted = groups.c.requests + groups.c.speculative_tokens > 0  # as in reports of usage
+    rows = (await session.execute(select(groups).where(is_counted).order_by(*order).limit(MAX_GROUPS + 1))).all()
+    if is_by_attribution(grouping):
+        total = await _total(session, await source_of(session, usage_filter, (), _SUMS))
+    else:
+        total = _totals(rows[0][-len(_SUMS) :]) if rows else await _total(session, source)
+    listed, end = rows[:MAX_GROUPS], len(keys) + len(_SUMS)
+    names = await find_names(session, grouping, listed)
+    data = [SpendGroup(names.label_all(grouping, row), _totals(row[len(keys) : end])) for row in listed]
+    return SpendReport(since, until, total, data, truncated=len(rows) > MAX_GROUPS)
+
+
+async def _total(session: AsyncSession, source: Subquery) -> SpendTotals:
+    return _totals((await session.execute(select(*(_sum(source.c[name]) for name in _SUMS)))).one())
+
+
+def _sum(column: ColumnElement[int]) -> ColumnElement[int]:
+    return cast(func.coalesce(func.sum(column), 0), BigInteger)
+
+
+def _totals(row: Sequence[int]) -> SpendTotals:
+    sums = dict(zip(_SUMS, row, strict=True))
+    before = sums["cost_nanodollars"] + sums["credit_nanodollars"]
+    return SpendTotals(**sums, cost_before_credits_nanodollars=before)
 
 
 def parts_of(usage_filter: UsageFilter, grouping: Sequence[str]) -> list[UsageFilter]:
@@ -97,7 +133,7 @@ async def spend_by_slot(
     Without a column, all is under None.
     """
     grouping = (slot,) if column is None else (slot, column)
-    source = await source_of(session, usage_filter, grouping)
+    source = await source_of(session, usage_filter, grouping, ("cost_nanodollars",))
     keys = [source.c[slot], *(() if column is None else (source.c[f"{column}_id"],))]
     cost = cast(func.sum(source.c.cost_nanodollars), BigInteger)
     found: defaultdict[str | None, dict[datetime, int]] = defaultdict(dict)

@@ -8,8 +8,6 @@ import msgspec
 
 from moiety_platform.db.paging import Page
 from moiety_platform.spend.forecast import MonthForecast
-from moiety_platform.usage.schemas import UsageTotals
-from moiety_wire.shared_fields import copy_fields
 
 
 class SpendTotals(msgspec.Struct, frozen=True):
@@ -32,11 +30,6 @@ class SpendTotals(msgspec.Struct, frozen=True):
                 for mine, its in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
             )
         )
-
-    @classmethod
-    def of(cls, totals: UsageTotals) -> SpendTotals:
-        before = totals.cost_nanodollars + totals.credit_nanodollars
-        return copy_fields(totals, cls, cost_before_credits_nanodollars=before)
 
 
 class SpendGroup(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -122,17 +122,17 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     """Return sums per group, the groups with most output tokens first; by time if grouped by the hour or the day.
 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
-    Sums know no end users and no tags. Reports by them read the requests, as long as these are kept, and raise
-    BadRequest for a time of more than MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot
-    (`take_snapshot_locks`): it reads which days have sums before it reads these.
+    The present hour is whole for a time that ends after the last request. Sums know no end users and no tags. Reports
+    by them read the requests, as long as these are kept, and raise BadRequest for a time of more than
+    MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot (`take_snapshot_locks`): it reads which days
+    have sums before it reads these.
     """
     source = await source_of(session, usage_filter, grouping)
-    keys = [source.c[_COLUMNS.get(name, name)] for name in grouping]
+    keys = group_keys(source, grouping)
     statement = select(*keys, *_sums(source))
     if keys:
-        order = [key for key, name in zip(keys, grouping, strict=True) if name in _TIMES]
-        output = func.sum(source.c.output_tokens).desc()
-        statement = statement.group_by(*keys).order_by(*order, output, *keys).limit(MAX_GROUPS + 1)
+        output = func.sum(source.c.output_tokens)
+        statement = statement.group_by(*keys).order_by(*group_order(keys, grouping, output)).limit(MAX_GROUPS + 1)
         counted = func.sum(source.c.requests + source.c.speculative_tokens)
         # a correction may have moved the requests of an hour to another class
         statement = statement.having(counted > 0)
@@ -146,23 +146,57 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     )
 
 
-async def source_of(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> Subquery:
-    """Return the rows that a report adds up, with a column for each grouping and each sum.
+def is_by_attribution(grouping: Sequence[str]) -> bool:
+    """Return whether a report groups by end user or tag, which only single requests have."""
+    return any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping)
 
-    Raises BadRequest as `sum_usage` does, and needs a stable snapshot as well.
+
+def group_keys(source: Subquery, grouping: Sequence[str]) -> list[ColumnElement[Any]]:
+    """Return the columns of the groupings."""
+    return [source.c[_COLUMNS.get(name, name)] for name in grouping]
+
+
+def group_order(
+    keys: Sequence[ColumnElement[Any]], grouping: Sequence[str], output_tokens: ColumnElement[Any]
+) -> list[ColumnElement[Any]]:
+    """Return the order of a report's groups: by time, then those with most output tokens first."""
+    times = [key for key, name in zip(keys, grouping, strict=True) if name in _TIMES]
+    return [*times, output_tokens.desc(), *keys]
+
+
+async def source_of(
+    session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str], sums: Sequence[str] = ()
+) -> Subquery:
+    """Return the rows that a report adds up, with a column for each grouping and for each of the sums, or for all.
+
+    A database computes every sum of these rows, also those that are not read. Raises BadRequest as `sum_usage` does,
+    and needs a stable snapshot as well.
     """
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
     if reads_requests(usage_filter, grouping):
         _check_span(usage_filter)
         in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
         return _rows(dialect, usage_filter, in_time, columns).subquery()
+    usage_filter = await _to_whole_hour(session, usage_filter)
     days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
-    return _source(dialect, usage_filter, columns, days)
+    return _source(dialect, usage_filter, columns, days, sums)
+
+
+async def _to_whole_hour(session: AsyncSession, usage_filter: UsageFilter) -> UsageFilter:
+    """Return the filter with the end of the hour as its end, if no request started after its end.
+
+    So a report up to now reads the sums of the present hour, and not its requests.
+    """
+    end = _floor(usage_filter.until)
+    if end == usage_filter.until:
+        return usage_filter
+    later = select(UsageRecord.request_id).where(UsageRecord.started_at >= usage_filter.until).limit(1)
+    return usage_filter if await session.scalar(later) else replace(usage_filter, until=end + _HOUR)
 
 
 def reads_requests(usage_filter: UsageFilter, grouping: Sequence[str]) -> bool:
     """Return whether a report reads every request of its time, because sums know no end users and no tags."""
-    return usage_filter.is_attributed or any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping)
+    return usage_filter.is_attributed or is_by_attribution(grouping)
 
 
 async def list_requests(session: AsyncSession, usage_filter: UsageFilter, page: PageRequest) -> RequestPage:
@@ -209,7 +243,9 @@ def _floor(moment: datetime) -> datetime:
     return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
-def _source(dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: Span | None) -> Subquery:
+def _source(
+    dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: Span | None, sums: Sequence[str]
+) -> Subquery:
     """Return the rows to add up.
 
     These are the sums of the days and of the whole hours around them, and single requests at both ends.
@@ -231,14 +267,15 @@ def _source(dialect: str, usage_filter: UsageFilter, keys: Sequence[str], days: 
         parts.append(_summed(dialect, usage_filter, UsageHour.hour, start, days[0]))
         parts.append(_summed(dialect, usage_filter, UsageDay.day, *days))
         parts.append(_summed(dialect, usage_filter, UsageHour.hour, days[1], end))
-    return union_all(*(_added_up(part, keys) for part in parts)).subquery()
+    return union_all(*(_added_up(part, keys, sums) for part in parts)).subquery()
 
 
-def _added_up(part: Select[Any], keys: Sequence[str]) -> Select[Any]:
+def _added_up(part: Select[Any], keys: Sequence[str], sums: Sequence[str]) -> Select[Any]:
     """Return the part's sums by these keys, so that only one row per group goes through the union."""
     subquery = part.subquery().c
-    sums = [func.sum(column).label(column.key) for column in subquery if column.key not in (*_TIMES, *_KEYS)]
-    return select(*(subquery[name] for name in keys), *sums).group_by(*(subquery[name] for name in keys))
+    names = sums or [column.key for column in subquery if column.key not in (*_TIMES, *_KEYS)]
+    added = [func.sum(subquery[name]).label(name) for name in names]
+    return select(*(subquery[name] for name in keys), *added).group_by(*(subquery[name] for name in keys))
 
 
 def _check_span(usage_filter: UsageFilter) -> None:
