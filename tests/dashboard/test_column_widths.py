@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import pytest
 import streamlit as st
@@ -9,6 +11,8 @@ from streamlit.testing.v1 import AppTest
 
 from moiety_dashboard import panels
 from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
+from moiety_dashboard.views import batches, requests, runs
+from moiety_dashboard.views.traces import page as traces
 
 SHORT = ["acme", "hooli", "globex", "initech", "demo", "research"]
 
@@ -23,6 +27,20 @@ def test_a_text_that_is_much_longer_than_the_others_gets_its_width() -> None:
 def test_a_text_beyond_the_measured_rows_gets_its_width() -> None:
     frame = pd.DataFrame({"name": ["acme"] * 9 + ["umbrella"] + ["acme"] * 5})
     assert too_narrow(frame, {"name": st.column_config.TextColumn("Name")}) == {"name": width_of(["umbrella"])}
+
+
+COLUMNS_OF_NAMES = [
+    (requests.columns(), "request_id"),
+    (traces.columns(pd.DataFrame()), "request_id"),
+    (runs.columns(), "name"),
+    (batches.columns(), "project"),
+]
+
+
+@pytest.mark.parametrize(("columns", "name"), COLUMNS_OF_NAMES)
+def test_request_ids_and_names_have_the_width_of_their_texts(columns: dict[str, Any], name: str) -> None:
+    config = columns[name]
+    assert isinstance(config, str) or config["width"] is None
 
 
 def test_a_tenant_takes_no_more_than_its_share_and_a_set_width_stays() -> None:

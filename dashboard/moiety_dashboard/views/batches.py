@@ -65,6 +65,6 @@ def columns() -> dict[str, Any]:
         "ended": panels.time_column("Ended", "YYYY-MM-DD HH:mm", width=140),
         "expires": panels.time_column("Expires", "YYYY-MM-DD HH:mm"),
         "endpoint": "Endpoint",
-        "project": column.TextColumn("Project", width="medium"),
+        "project": "Project",
         "id": column.TextColumn("Id", width="medium"),
     }

@@ -141,6 +141,6 @@ def columns() -> dict[str, Any]:
         "route": "Route",
         "end_user": "End user",
         "tags": "Tags",
-        "request_id": column.TextColumn("Request", width="medium"),
+        "request_id": "Request",
     }
     return shown

@@ -61,7 +61,7 @@ def draw_trace(client: AdminClient, run_id: str) -> None:
 def columns() -> dict[str, Any]:
     column = st.column_config
     return {
-        "name": column.TextColumn("Run", width="medium"),
+        "name": "Run",
         "tenant": "Tenant",
         "status": "Status",
         "requests": column.NumberColumn("Requests", format="localized"),

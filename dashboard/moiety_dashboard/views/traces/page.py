@@ -86,6 +86,6 @@ def columns(frame: pd.DataFrame) -> dict[str, Any]:
         "duration_ms": column.ProgressColumn("Duration, ms", min_value=0, max_value=longest, format="%,.0f"),
         "reason": column.TextColumn("Reason", help="Error code, or the scheduler's reason"),
         "kept_for": column.TextColumn("Kept because", help="Why the trace was kept"),
-        "request_id": column.TextColumn("Request", width="medium"),
+        "request_id": "Request",
     }
     return shown
