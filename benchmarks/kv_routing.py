@@ -1,6 +1,7 @@
 """KV-aware routing beside affinity and random choice: prefix-cache hit rate and TTFT of simulated replicas.
 
     python benchmarks/kv_routing.py [--replicas 16] [--seconds 240] [--jobs 2] [--cases TRACE:RATE …] [--out FILE]
+    python benchmarks/kv_routing.py --mooncake conversation_trace.jsonl --rates 3.4 5 [--seconds 1200] [--out FILE]
 
 Each replica is the real scheduler and block pool under the step times of an A100 with Llama-3 8B, with a device and a
 host tier of the prefix cache. Two simulated gateways choose with the gateway's own `choose`: they see load reports
@@ -9,6 +10,9 @@ every 0.5 s, cache events every 50 ms, and only their own open requests. The tra
 has about the published means of its conversation trace: 12,035 prompt tokens, 343 output tokens, and 40 % of the prompt
 tokens in earlier requests. In `agents`, each of these conversations begins with one of 8 system prompts of 20,480
 tokens, drawn with weights 1, 1/2, … 1/8. Figures are of requests that arrive after the first quarter of the time.
+
+With `--mooncake`, the requests are those of a published trace of Mooncake (github.com/kvcache-ai/Mooncake, folder
+FAST25-release/traces), in their order, with the times between them scaled to a mean rate.
 """
 
 from __future__ import annotations
@@ -88,6 +92,14 @@ def generate_trace(path: Path, trace: str, rate: float, seconds: float, seed: in
             at_s += output_tokens * 0.04 + rng.expovariate(1 / 30)
     rows.sort(key=lambda row: row["timestamp"])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_mooncake(source: Path, path: Path, rate: float, seconds: float) -> None:
+    """Write the part of a published trace that arrives within `seconds` at a mean rate for the whole trace."""
+    rows = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
+    scale = len(rows) / rate / (rows[-1]["timestamp"] / 1000)
+    scaled = [row | {"timestamp": round(row["timestamp"] * scale)} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in scaled if row["timestamp"] < seconds * 1000))
 
 
 def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
@@ -175,12 +187,17 @@ def _card() -> ModelCard:
     )  # fmt: skip
 
 
-def measure(trace: str, routing: str, rate: float, num_replicas: int, seconds: float) -> dict[str, Any]:
-    """Return the figures of one run."""
+def measure(
+    trace: str, routing: str, rate: float, num_replicas: int, seconds: float, mooncake: Path | None = None
+) -> dict[str, Any]:
+    """Return the figures of one run, of a generated trace or of one that is published."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{trace}.jsonl"
-        generate_trace(path, trace, rate, seconds)
+        if mooncake is None:
+            generate_trace(path, trace, rate, seconds)
+        else:
+            read_mooncake(mooncake, path, rate, seconds)
         workload = load_workload(path, num_tenants=1)
     terms = PoolTerms(find_device(DEVICE), POLICY, {service.name: service for service in SHIPPED}, 0.0)
     longest = max(request.output_tokens for request in workload.requests)
@@ -350,19 +367,25 @@ def main() -> None:
         default=all_cases,
         help="Traces with requests per second. The file keeps the runs of the others.",
     )
+    parser.add_argument("--mooncake", type=Path, help="a published trace of Mooncake, in place of the generated ones")
+    parser.add_argument("--rates", nargs="+", type=float, default=[3.4], help="requests per second of this trace")
     args = parser.parse_args()
+    traces = [case.split(":") for case in args.cases]
+    if args.mooncake is not None:
+        traces = [[args.mooncake.stem, rate] for rate in args.rates]
     cases = [
-        (trace, routing, float(rate), args.replicas, args.seconds)
-        for trace, rate in (case.split(":") for case in args.cases)
+        (trace, routing, float(rate), args.replicas, args.seconds, args.mooncake)
+        for trace, rate in traces
         for routing in ROUTINGS
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = print_runs(pool.map(measure, *zip(*cases, strict=True)))
     settings = {"device": DEVICE, "policy": POLICY, "replicas": args.replicas, "virtual_seconds": args.seconds}
     runs = [run | {"date": date.today().isoformat()} for run in runs]
-    if args.out is not None and args.out.exists():
+    if args.mooncake is None and args.out is not None and args.out.exists():
         runs = merge_runs(json.loads(args.out.read_text()), settings, runs)
-    result = settings | {"lookup": measure_lookup(args.replicas), "runs": runs}
+    lookup = {"lookup": measure_lookup(args.replicas)} if args.mooncake is None else {}
+    result = settings | lookup | {"runs": runs}
     write_simulation(result, args.out)
 
 
