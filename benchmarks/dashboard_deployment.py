@@ -98,6 +98,14 @@ def set_up(admin: Any, issuer: TokenIssuer, tenants: Mapping[str, tuple[str, str
     spot = {"name": "spot", "rank": 9, "completion_s": 86_400.0, "on_overload": "queue", "price_factor": 0.5}
     admin("POST", "/classes", spot | {"spot_floor_percent": 20, "spot_ceiling_percent": 100})
     admin("PUT", "/routes", {"name": "best", "targets": [{"model": MODEL}], "fallbacks": [f"{MODEL}-large"]})
+    canary = [{"model": MODEL, "weight": 95}, {"model": f"{MODEL}-next", "weight": 5}]
+    sparing = {"downgrade_model": f"{MODEL}-small", "downgrade_percent": 90}
+    admin("PUT", "/routes", {"name": "chat", "targets": canary, "sticky": "conversation"} | sparing)
+    detected = {"name": "no-secrets", "stage": "input", "detectors": ["secrets", "card_numbers"]}
+    admin("PUT", "/guardrails", detected)
+    observed = {"action": "observe", "on_failure": "open", "tenant_id": globex}
+    moderation = {"name": "moderation", "stage": "output", "url": "https://guard.example.com/check", "timeout_ms": 500}
+    admin("PUT", "/guardrails", moderation | observed)
     for name, (tenant_id, _) in tenants.items():
         budget = {"level": "tenant", "scope_id": tenant_id, "kind": "money_per_month"}
         admin("PUT", "/quotas", budget | {"cap": 400 * 10**9 if name != "hooli" else 2 * 10**9})

@@ -45,6 +45,8 @@ PAGES = (
     "Agent runs",
     "Quotas",
     "Prices",
+    "Routes",
+    "Guardrails",
     "Adapters",
     "Batches",
     "Alerts",
@@ -54,7 +56,7 @@ PAGES = (
     "Contract check",
     "Audit",
 )
-FOR_OPERATORS = {"Engines", "Simulator", "Contract check", "Webhooks"}
+FOR_OPERATORS = {"Engines", "Simulator", "Contract check", "Webhooks", "Guardrails"}
 
 pytestmark = pytest.mark.timeout(900)
 needs_browser = pytest.mark.skipif(
