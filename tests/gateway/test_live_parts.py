@@ -30,9 +30,7 @@ from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.reloadable import is_live
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.request_contents.models import RequestContent
-from moiety_platform.request_contents.service import set_logging
 from moiety_platform.settings import SECTION, GatewaySettings
-from moiety_platform.tenants.models import Tenant
 from moiety_platform.trace_receiver.process import build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.traces.sampling import EndedRequest
@@ -306,13 +304,17 @@ async def test_reload_applies_the_redaction_of_contents(
 
     silent = await asyncio.start_server(never, "127.0.0.1", 0)
     async with silent, engine(tmp_path, "a") as address, whole(engines=[address]) as gateway:
-        async with gateway.database.write() as session:
-            (tenant_id,) = await session.scalars(select(Tenant.id))
-            await set_logging(session, tenant_id, 3, NOW)
+        (tenant,) = (await gateway.http.get("/admin/v1/tenants", headers=gateway.admin)).json()["data"]
+        new = {"name": "boss", "role": "tenant-admin", "tenant_id": tenant["id"]}
+        made = (await gateway.http.post("/admin/v1/keys", json=new, headers=gateway.admin)).json()
+        own, path = {"Authorization": f"Bearer {made['secret']}"}, f"/admin/v1/request-contents/logging/{tenant['id']}"
+        assert (await gateway.http.put(path, json={"keep_days": 2}, headers=own)).json()["is_on"]
 
         async def failed(reason: str) -> None:
             async with asyncio.timeout(DEADLINE_S):
-                while f'"reason": "{reason}"' not in logged.getvalue():
+                while not any(
+                    "content_not_redacted" in line and reason in line for line in logged.getvalue().splitlines()
+                ):
                     await gateway.hello()
 
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}/redact"
@@ -320,8 +322,8 @@ async def test_reload_applies_the_redaction_of_contents(
         await failed("address_not_allowed")
         networks: dict[str, Any] = {"webhook_networks": ["127.0.0.0/8"]}
         await gateway.change(**networks, content_redaction_url=f"{receiver.url}/redact")
-        assert await receiver.wait("post /redact")
         await failed("status_404")
+        assert await receiver.wait("post /redact")
         await gateway.change(**networks, content_redaction_url=url, content_redaction_timeout_ms=50)
         await failed("timeout")
         assert await gateway.count(RequestContent) == 0
