@@ -27,6 +27,8 @@ def test_the_load_stays_what_it_was_while_requests_end_and_join(policy: str, eve
     assert times.num_ended > 0
     assert sum(times.prefill_rows) > 0
     assert len(times.decision_us) == len(times.decision_cpu_us) == len(times.commit_us) == 100
+    assert len(times.after_launch_us) == len(times.total_cpu_us) == 100
+    assert all(total > alone for total, alone in zip(times.total_cpu_us, times.decision_cpu_us, strict=True))
     exchange = state.scheduler.service_exchange
     assert (exchange is not None) == (everything and policy == "moiety")
     assert exchange is None or exchange.received_total > 0
@@ -46,7 +48,9 @@ def test_the_report_is_one_json_object_with_the_decision_and_its_growth() -> Non
     report = json.loads(result.stdout)
     assert (report["running"], report["tenants"]) == (16, 30)
     assert report["waiting"] >= 300
-    assert set(report["decision_us"]) == set(report["decision_cpu_us"]) == {"p50", "p90", "p99"}
+    for name in ("decision_us", "decision_cpu_us", "after_launch_us", "total_us", "total_cpu_us"):
+        assert set(report[name]) == {"p50", "p90", "p99"}
+    assert report["total_us"]["p50"] > report["decision_us"]["p50"]
     assert report["settings"]["everything"] is False
     assert set(report["growth"]) == {"100", "300"}
     assert report["environment"]["python"]

@@ -151,7 +151,8 @@ def run_bench_scheduler(options: BenchSchedulerOptions) -> None:
         return
     out = Console()
     out.print(f"{report['running']} running, {report['waiting']} waiting, {options.tenants} tenants ({options.policy})")
-    for name in ("decision_us", "decision_cpu_us", "commit_us", "add_us"):
+    names = "decision_us", "decision_cpu_us", "after_launch_us", "total_us", "total_cpu_us", "commit_us", "add_us"
+    for name in names:
         if report[name]:
             out.print(name, ", ".join(f"{p} {value:.1f}" for p, value in report[name].items()))
     out.print(

@@ -4,6 +4,9 @@ The real scheduler and block pool run under virtual step times in a steady state
 tenants end and are replaced by others of the same class and tenant, so that every step has decisions to make and the
 numbers of running and waiting requests stay as configured. Uses neither model nor tensors. CPU time is measured beside
 the time, since it hardly depends on other load of the machine.
+
+The decision is what the launch of a step waits for. The scheduler then records what the plan does not need any longer,
+while a GPU computes the step; the benchmark measures that as well, and the sum.
 """
 
 from __future__ import annotations
@@ -69,8 +72,10 @@ class BenchLoad:
 class SchedulerTimes:
     """Measured times: one entry per step or per request."""
 
-    decision_us: list[float] = field(default_factory=list)
+    decision_us: list[float] = field(default_factory=list)  # before the launch
     decision_cpu_us: list[float] = field(default_factory=list)
+    after_launch_us: list[float] = field(default_factory=list)  # records of the launched step, and of cached blocks
+    total_cpu_us: list[float] = field(default_factory=list)  # decision and after the launch
     commit_us: list[float] = field(default_factory=list)
     add_us: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
@@ -115,13 +120,20 @@ class SteadyState:
         self.times = SchedulerTimes()
 
     def step(self) -> None:
-        """Plan, advance the clock, commit, and replace the requests that ended."""
+        """Plan, launch, advance the clock, commit, and replace the requests that ended."""
         scheduler = self.scheduler
         begin_ns, begin_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         plan = scheduler.plan(self._now_ns)
         planned_cpu_ns, planned_ns = time.thread_time_ns(), time.perf_counter_ns()
         self.times.decision_cpu_us.append((planned_cpu_ns - begin_cpu_ns) / 1e3)
         self._note(plan, (planned_ns - begin_ns) / 1e3)
+        begin_ns, begin_launched_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        scheduler.launched(plan)
+        if self._fleet is not None:
+            self._fleet.take_changes(self._now_ns)
+        end_cpu_ns = time.thread_time_ns()
+        self.times.after_launch_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
+        self.times.total_cpu_us.append((planned_cpu_ns - begin_cpu_ns + end_cpu_ns - begin_launched_cpu_ns) / 1e3)
         tokens = [1] * sum(chunk.samples for chunk in plan.chunks)
         seconds = self._device.predict_s(plan.shape) * self._rng.uniform(1 - _NOISE, 1 + _NOISE)
         self._now_ns += int(seconds * 1e9)
@@ -184,10 +196,13 @@ class _Fleet:
         if counts_tenant_service(load.policy):
             self._exchange = scheduler.service_exchange = ServiceExchange(scheduler.policy, load.policy)
 
-    def exchange(self, now_ns: int) -> None:
-        """Take the changes of the prefix cache, and report the service here as that of another replica."""
+    def take_changes(self, now_ns: int) -> None:
+        """Take the changes of the prefix cache, for a gateway."""
         if self._changes is not None:
             self._changes.take(now_ns)
+
+    def exchange(self, now_ns: int) -> None:
+        """Report the service here as that of another replica."""
         if self._exchange is not None and (report := self._exchange.take_report(now_ns / 1e9)) is not None:
             self._exchange.receive([ReplicaService("other", report)], now_ns / 1e9)
 
@@ -220,6 +235,9 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
         "tenants": load.tenants,
         "decision_us": percentiles(times.decision_us),
         "decision_cpu_us": percentiles(times.decision_cpu_us),
+        "after_launch_us": percentiles(times.after_launch_us),
+        "total_us": percentiles([sum(pair) for pair in zip(times.decision_us, times.after_launch_us, strict=True)]),
+        "total_cpu_us": percentiles(times.total_cpu_us),
         "commit_us": percentiles(times.commit_us),
         "add_us": percentiles(times.add_us),
         "prefill_tokens_per_step": sum(times.prefill_rows) / steps,
