@@ -63,6 +63,11 @@ class StepPlanner:
         return not self._decodes and not self._prefills
 
     @property
+    def completes_blocks(self) -> bool:
+        """True if the step has prefill so far, whose blocks `will_compute` finds."""
+        return bool(self._completing)
+
+    @property
     def groups(self) -> set[int]:
         """Rank groups that have chunks in the step."""
         return {chunk.sequence.kv.group for chunk in (*self._decodes, *self._prefills.values())}
@@ -293,7 +298,9 @@ class StepPlanner:
         """Return the plan's copies, replays and KV loads."""
         kv = self._kv
         copies = kv.take_copies()
-        moves: dict[str, Any] = {"swap_out": copies.outs, "swap_in": copies.ins, "kv_loads": kv.take_kv_loads()}
+        moves: dict[str, Any] = {"swap_out": copies.outs, "swap_in": copies.ins}
+        if kv.has_kv_loads:
+            moves["kv_loads"] = kv.take_kv_loads()
         if kv.has_states:
             moves["state_replays"] = kv.take_state_replays()
             moves["state_copies"] = kv.take_state_copies()

@@ -114,9 +114,12 @@ class KvGroups:
     @property
     def moves_nothing(self) -> bool:
         """True if no copies, replays or KV loads are queued, as in most steps without a host tier."""
-        if self.has_states or self._has_host:
-            return False
-        return not (self.first.kv_loads if self.count == 1 else any(kv.kv_loads for kv in self._ledgers))
+        return not (self.has_states or self._has_host or self.has_kv_loads)
+
+    @property
+    def has_kv_loads(self) -> bool:
+        """True if KV loads from other engines are queued."""
+        return bool(self.first.kv_loads) if self.count == 1 else any(kv.kv_loads for kv in self._ledgers)
 
     def count_evicted(self) -> None:
         """Record what the newest plan has evicted; no plan needs it, so that it can follow the launch."""

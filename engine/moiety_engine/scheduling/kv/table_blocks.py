@@ -131,6 +131,8 @@ class TableBlocks:
         return cells_of(sequence.kv.firsts, self.blocks_for(sequence.kv.num_computed))
 
     def _find(self, block_hash: bytes) -> Hit | None:
+        if block_hash not in self.pool.contents.numbers:
+            return None  # on no tier
         block = self.pool.find(block_hash)
         if block is not None:
             return Hit(block, on_host=False)
@@ -139,7 +141,7 @@ class TableBlocks:
 
     def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
         """Return whether `num_new` blocks can be allocated once the blocks `beside` are shared."""
-        num_revived = sum(self.pool.is_free(block) for block in beside)
+        num_revived = sum(map(self.pool.is_free, beside))
         return num_new <= self.pool.num_free - num_revived
 
     def _take_hits(self, sequence: Sequence, hits: list[Hit], firsts: tuple[int, ...], num_blocks: int) -> None:
@@ -168,6 +170,9 @@ class TableBlocks:
         self._set_tables(sequence, blocks, firsts, num_blocks)
 
     def _set_tables(self, sequence: Sequence, blocks: list[int], firsts: tuple[int, ...], num_blocks: int) -> None:
+        if firsts == (0,):
+            sequence.kv.blocks, sequence.kv.further_blocks, sequence.kv.firsts = blocks, (), firsts
+            return
         tables, begin = [], 0
         for first in firsts:
             end = begin + num_blocks - first

@@ -256,11 +256,14 @@ class PrefillPlanner:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = kv.find_prefix(sequence)
-            next_hash = None if sequence.kv.num_transferred_tokens else kv.next_hash(sequence, len(hits))
-            if planner.will_compute(next_hash, len(hits), sequence.kv.group):
-                return Reason.SHARED_PREFIX
+            if planner.completes_blocks and not sequence.kv.num_transferred_tokens:
+                next_hash = kv.next_hash(sequence, hits.num_blocks)
+                if planner.will_compute(next_hash, hits.num_blocks, sequence.kv.group):
+                    return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
-        view.select_group(self._preemptor.peers(sequence.kv.group), kv.pool.num_free)
+        view.blocks_free = kv.pool.num_free
+        if self._kv.count > 1:
+            view.select_group(self._preemptor.peers(sequence.kv.group), view.blocks_free)
         view.shape = planner.shape
         view.worst_rank = self._queues.counts.worst_rank
         reason = self._policy.delays(sequence, view, num_new, now_s)
