@@ -71,10 +71,12 @@ class BlockPool:
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks requested, but {self.num_free} of {self.num_blocks} are free")
         blank, references = self._blank, self._references
-        num_blank = min(count, len(blank))
-        taken = [blank.pop() for _ in range(num_blank)]
-        if num_blank < count:
-            taken += self._evict(count - num_blank)
+        if not count:
+            return []
+        taken = blank[: -count - 1 : -1]
+        del blank[-count:]
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         for block in taken:
             references[block] = 1
         return taken
@@ -234,11 +236,11 @@ class BlockPool:
         """
         blank, content_of, block_of, entries = self._blank, self._content_of, self._block_of, self._entries
         count = len(numbers)
-        num_blank = min(count, len(blank))
-        blocks = [blank.pop() for _ in range(num_blank)]
-        self.num_cached += num_blank
-        if num_blank < count:
-            oldest, removed = self._take_oldest(count - num_blank)
+        blocks = blank[: -count - 1 : -1]
+        del blank[-count:]
+        self.num_cached += len(blocks)
+        if len(blocks) < count:
+            oldest, removed = self._take_oldest(count - len(blocks))
             for number in removed:
                 block_of[number] = NOWHERE
             self.contents.remove_copies(removed)

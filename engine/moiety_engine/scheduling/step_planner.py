@@ -83,7 +83,8 @@ class StepPlanner:
     @property
     def prefill_rows_left(self) -> int:
         """Rows that prefill may still take."""
-        return min(self.rows_left, self._max_prefill_rows - self._prefill_rows - self._encoder_rows)
+        of_step, of_prefill = self._budget_rows - self.num_rows, self._max_prefill_rows - self._prefill_rows
+        return (of_step if of_step < of_prefill else of_prefill) - self._encoder_rows
 
     @property
     def shape(self) -> StepShape:

@@ -177,13 +177,14 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._heaps: dict[TenantCounter, EntryHeap] = {}
-        self._order: list[tuple[float, int, int, TenantCounter]] = []  # (counter, tie, version, account)
+        # (counter, tie, version, account); without entries, there is no sequence
+        self.order: list[tuple[float, int, int, TenantCounter]] = []
         self._ties = 0
         self._held: set[TenantCounter] = set()
         self._passed: dict[TenantCounter, int] = {}  # held accounts taken out of the order, with their version
 
     def __bool__(self) -> bool:
-        return bool(self._order)
+        return bool(self.order)
 
     def push(self, account: TenantCounter, sequence: Sequence, key: float) -> None:
         heap = self._heaps.get(account)
@@ -199,21 +200,21 @@ class FairQueue:
 
     def pop(self) -> Sequence | None:
         """Remove and return the first sequence; None if there is none."""
-        while self._order:
-            counter, tie, version, account = self._order[0]
+        while self.order:
+            counter, tie, version, account = self.order[0]
             heap = self._heaps.get(account)
             if heap is None or version != account.version:
-                heappop(self._order)
+                heappop(self.order)
                 continue
             if account in self._held:
                 self._passed[account] = version
-                heappop(self._order)
+                heappop(self.order)
                 continue
             if heap.first() is None:
                 del self._heaps[account]
-                heappop(self._order)
+                heappop(self.order)
             elif counter < account.counter:
-                heapreplace(self._order, (account.counter, tie, version, account))
+                heapreplace(self.order, (account.counter, tie, version, account))
             else:
                 return heap.pop_first()
         return None
@@ -237,4 +238,4 @@ class FairQueue:
 
     def _enqueue(self, account: TenantCounter) -> None:
         self._ties += 1
-        heappush(self._order, (account.counter, self._ties, account.version, account))
+        heappush(self.order, (account.counter, self._ties, account.version, account))

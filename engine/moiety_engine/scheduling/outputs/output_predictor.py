@@ -20,10 +20,11 @@ _UNKNOWN_TOKENS = 128.0  # before the first output has ended
 
 
 class _Histogram:
-    __slots__ = ("counts", "scale", "sums", "total")
+    __slots__ = ("counts", "first_bin", "scale", "sums", "total")
 
     def __init__(self) -> None:
         self.counts = [0.0] * _NUM_BINS
+        self.first_bin = _NUM_BINS  # first one with outputs
         self.sums = [0.0] * _NUM_BINS
         self.total = 0.0
         self.scale = 1.0  # grows instead of decaying every bin
@@ -32,6 +33,7 @@ class _Histogram:
         self.scale /= _DECAY
         index = _bin(length)
         self.counts[index] += self.scale
+        self.first_bin = min(self.first_bin, index)
         self.sums[index] += self.scale * length
         self.total += self.scale
         if self.scale > 1e12:
@@ -94,8 +96,8 @@ class OutputPredictor:
         if whole <= 1e-6:
             return 4 * _UNKNOWN_TOKENS
         seen, wanted = 0.0, quantile * whole
-        for index, count in enumerate(own.counts):  # a plain loop: this runs for every request that may join
-            seen += own_share * count
+        for index in range(everyone.first_bin, _NUM_BINS):  # a plain loop: this runs for every request that may join
+            seen += own_share * own.counts[index]
             seen += share * everyone.counts[index]
             if seen >= wanted:
                 return math.ceil(_GROWTH ** (index + 1) * self._bias)

@@ -186,11 +186,8 @@ class Preemptor:
     def _short_of_a_block(self) -> list[Sequence]:
         """Return the decoding sequences whose blocks are full."""
         size, decoding = self._kv.first.block_size, self._queues.decoding
-        short = [
-            s
-            for s in self._queues.filled
-            if not s.kv.num_computed % size and s in decoding and s.kv.num_computed >= len(s.kv.blocks) * size
-        ]
+        filled = self._queues.filled
+        short = [s for s in filled if (kv := s.kv).num_computed >= len(kv.blocks) * size and s in decoding]
         self._queues.filled = dict.fromkeys(short)
         return short
 

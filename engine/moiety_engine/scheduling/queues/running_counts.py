@@ -12,14 +12,10 @@ class RunningCounts:
     """Counts of one scheduler's batch. The queues update them; policies read them."""
 
     def __init__(self) -> None:
+        self.worst_rank = -1  # of the running sequences; -1 if none runs
         self._of_rank: Counter[int] = Counter()  # without ranks that have none
         self._by_tenant: dict[int, dict[str, int]] = {}  # by rank
         self._several: dict[int, dict[str, int]] = {}  # the same of tenants with at least two
-
-    @property
-    def worst_rank(self) -> int:
-        """Worst rank of the running sequences; -1 if none runs."""
-        return max(self._of_rank, default=-1)
 
     def num_of_rank(self, rank: int) -> int:
         """Return the number of running sequences of this rank."""
@@ -37,6 +33,7 @@ class RunningCounts:
         """Count a sequence that joins the batch."""
         rank, tenant = sequence.service.rank, sequence.request.tenant
         self._of_rank[rank] += 1
+        self.worst_rank = max(self.worst_rank, rank)
         of_rank = self._by_tenant.setdefault(rank, {})
         count = of_rank[tenant] = of_rank.get(tenant, 0) + 1
         if count > 1:
@@ -48,6 +45,7 @@ class RunningCounts:
         self._of_rank[rank] -= 1
         if not self._of_rank[rank]:
             del self._of_rank[rank]
+            self.worst_rank = max(self._of_rank, default=-1)
         of_rank = self._by_tenant[rank]
         count = of_rank[tenant] = of_rank[tenant] - 1
         if not count:

@@ -82,7 +82,7 @@ class UrgencyQueue:
             for level, queue in self._levels:
                 if self._holds_spot and level[1] in self._spot_ranks:
                     continue
-                if queue and (found := queue.pop()) is not None:
+                if queue.order and (found := queue.pop()) is not None:
                     break
         if found is not None:
             self._dequeue(found)
