@@ -10,7 +10,6 @@ tokens, and the owner of `on_evict` handles evicted contents.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -38,10 +37,11 @@ class BlockPool:
         self._content_of = [NOWHERE] * num_blocks  # number of each block's contents
         self.share_contents(ContentTable())
         self._blank = list(reversed(range(num_blocks)))  # a stack: light traffic touches little memory
-        # Cached blocks, least recently used first. A block that is used again leaves a void entry behind, and gets a
-        # new entry when it is freed; of several entries of a block the last one counts.
-        self._cached: deque[int] = deque()
-        self._entries = [0] * num_blocks
+        # Cached blocks, least recently used first, from index `_begin` on. A block that is used again leaves a void
+        # entry behind, and gets a new one when it is freed; of several entries of a block the last one counts.
+        self._cached: list[int] = []
+        self._begin = 0
+        self._num_void: dict[int, int] = {}  # by block, if it has void entries
         self._skipped: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
         self.num_cached = 0
 
@@ -95,14 +95,15 @@ class BlockPool:
             blocks = self._cache_one_by_one(numbers)
         else:
             return [NOWHERE] * count
-        if len(self._cached) > 2 * self.num_blocks:
-            self._drop_invalid()
+        self._shorten_order()
         return blocks
 
     def share(self, block: int) -> None:
         """Add one reference to a used or cached block."""
         if self._references[block] == 0:
             self.num_cached -= 1
+            if block not in self._skipped:
+                self._void_entry(block)
         self._references[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -111,7 +112,7 @@ class BlockPool:
         Pass a sequence's blocks last first: the tail of a prefix is then evicted before its head, without which the
         tail cannot be hit.
         """
-        references, content_of, cached, entries = self._references, self._content_of, self._cached, self._entries
+        references, content_of, cached, skipped = self._references, self._content_of, self._cached, self._skipped
         for block in blocks:
             remaining = references[block] = references[block] - 1
             assert remaining >= 0, f"block {block} freed more often than referenced"
@@ -120,10 +121,10 @@ class BlockPool:
                     self._blank.append(block)
                 else:
                     self.num_cached += 1
-                    entries[block] += 1
                     cached.append(block)
-        if len(cached) > 2 * self.num_blocks:
-            self._drop_invalid()
+                    if skipped:
+                        skipped.pop(block, None)
+        self._shorten_order()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
         """Drop one reference to each block, as if it had not been used.
@@ -131,23 +132,27 @@ class BlockPool:
         A block that was cached before keeps its position in the eviction order. Other blocks are evicted after all
         others, or before all others if `first` is set; among these the last one is evicted first.
         """
-        references, content_of, entries = self._references, self._content_of, self._entries
+        references, content_of, num_void = self._references, self._content_of, self._num_void
         for block in blocks:
-            if references[block] > 1 or content_of[block] < 0 or not (entries[block] or first):
+            if references[block] > 1 or content_of[block] < 0 or not (block in num_void or first):
                 self.free((block,))
                 continue
             references[block] -= 1
             self.num_cached += 1
-            if not entries[block]:
-                entries[block] = 1
-                self._cached.appendleft(block)
+            if block in num_void:
+                self._pass_void_entry(block)  # it counts again
+            else:
+                self._skipped.pop(block, None)
+                self._evict_first(block)
 
     def blank(self, block_hash: bytes) -> bool:
         """Invalidate a cached block, which makes it blank. Return False if no block is cached under this hash."""
         block = self.find(block_hash)
         if block is None or self._references[block]:
             return False
-        self._remove_contents(block)  # its entries are void
+        if block not in self._skipped:
+            self._void_entry(block)
+        self._remove_contents(block)
         self.num_cached -= 1
         self._blank.append(block)
         return True
@@ -200,9 +205,8 @@ class BlockPool:
         block = self.find(block_hash) if self._skipped else None
         if block is not None and block in self._skipped:
             del self._skipped[block]
-            if not self._references[block] and not self._entries[block]:
-                self._entries[block] = 1
-                self._cached.appendleft(block)
+            if not self._references[block]:
+                self._evict_first(block)
 
     def forget(self) -> None:
         """Drop all contents. No block may be used."""
@@ -212,7 +216,8 @@ class BlockPool:
                 self._remove_contents(block)
         self._blank = list(reversed(range(self.num_blocks)))
         self._cached.clear()
-        self._entries = [0] * self.num_blocks
+        self._begin = 0
+        self._num_void.clear()
         self._skipped.clear()
         self.num_cached = 0
 
@@ -234,7 +239,7 @@ class BlockPool:
 
         No contents take the block of earlier ones, since blocks that get contents are evicted last.
         """
-        blank, content_of, block_of, entries = self._blank, self._content_of, self._block_of, self._entries
+        blank, content_of, block_of = self._blank, self._content_of, self._block_of
         count = len(numbers)
         blocks = blank[: -count - 1 : -1]
         del blank[-count:]
@@ -247,14 +252,13 @@ class BlockPool:
             blocks += oldest
         for block, number in zip(blocks, numbers, strict=True):
             content_of[block], block_of[number] = number, block
-            entries[block] += 1
-        self._cached.extend(blocks)
+        self._cached += blocks
         return blocks
 
     def _cache_one_by_one(self, numbers: Sequence[int]) -> list[int]:
         """Give free blocks the contents that they lack, as `cache_moved` describes. At least one block is free."""
         blank, content_of, block_of = self._blank, self._content_of, self._block_of
-        cached, entries, evictions = self._cached, self._entries, self._evictions()
+        cached, evictions = self._cached, self._evictions()
         blocks: list[int] = []
         removed: list[int] = []
         for number in numbers:
@@ -270,7 +274,6 @@ class BlockPool:
                 block_of[evicted] = NOWHERE
                 removed.append(evicted)
             content_of[block], block_of[number] = number, block
-            entries[block] += 1
             cached.append(block)
             blocks.append(block)
         self.contents.remove_copies(removed)
@@ -289,6 +292,7 @@ class BlockPool:
             content_of[block] = block_of[number] = NOWHERE
         self.contents.remove_copies(removed)
         self.num_cached -= count
+        self._shorten_order()
         return blocks
 
     def _take_oldest(self, count: int) -> tuple[list[int], list[int]]:
@@ -297,24 +301,16 @@ class BlockPool:
         Return the blocks and the numbers of their contents. Only without retained blocks. The caller evicts them, or
         gives them other contents.
         """
-        cached, entries, references, content_of = self._cached, self._entries, self._references, self._content_of
+        cached, num_void = self._cached, self._num_void
         oldest: list[int] = []
-        numbers: list[int] = []
         while num_missing := count - len(oldest):
-            blocks = [cached.popleft() for _ in range(num_missing)]
-            num_entries, num_references, contents = _items_at(blocks, entries, references, content_of)
-            if max(num_entries) == 1 and not any(num_references) and min(contents) >= 0:  # none is void, as usual
-                oldest += blocks
-                numbers += contents
-                for block in blocks:
-                    entries[block] = 0
-                continue
-            for block in blocks:
-                entries[block] = num_left = entries[block] - 1
-                if not num_left and not references[block] and (number := content_of[block]) >= 0:
-                    oldest.append(block)
-                    numbers.append(number)
-        return oldest, numbers
+            blocks = cached[self._begin : self._begin + num_missing]
+            self._begin += num_missing
+            if not num_void.keys().isdisjoint(blocks):
+                blocks = [block for block in blocks if not self._pass_void_entry(block)]
+            oldest += blocks
+        (numbers,) = _items_at(oldest, self._content_of)
+        return oldest, list(numbers)
 
     def _evictions(self) -> Iterator[int]:
         """Yield the cached blocks in the order of eviction.
@@ -322,35 +318,59 @@ class BlockPool:
         The caller evicts each one, or gives it other contents, before the pool is used otherwise. It takes no more than
         there are.
         """
-        cached, entries, references, skipped = self._cached, self._entries, self._references, self._skipped
+        cached, references, skipped = self._cached, self._references, self._skipped
         content_of, hash_of = self._content_of, self.contents.hash_of
         kept = self.kept or ()  # most pools retain nothing
         while True:
-            is_kept = not cached
+            is_kept = self._begin == len(cached)
             if is_kept:
                 block = next(iter(skipped))
+                del skipped[block]
             else:
-                block = cached.popleft()
-                entries[block] -= 1
-            if skipped:
-                skipped.pop(block, None)
+                block = cached[self._begin]
+                self._begin += 1
+                if self._pass_void_entry(block):
+                    continue
             number = content_of[block]
-            if entries[block] or references[block] or number < 0:
+            if references[block]:
                 continue
             if kept and not is_kept and hash_of[number] in kept:
                 skipped[block] = None
                 continue
             yield block
 
-    def _drop_invalid(self) -> None:
-        """Keep only the last entry of each cached block, in order."""
-        held, content_of = self._references, self._content_of
-        newest = dict.fromkeys(reversed(self._cached))
-        last = [block for block in newest if not held[block] and content_of[block] >= 0]
-        self._cached = deque(reversed(last))
-        self._entries = [0] * self.num_blocks
-        for block in last:
-            self._entries[block] = 1
+    def _void_entry(self, block: int) -> None:
+        """Mark the block's entry in the order of eviction as void."""
+        self._num_void[block] = self._num_void.get(block, 0) + 1
+
+    def _pass_void_entry(self, block: int) -> bool:
+        """Count a void entry of the block no more. Return False if it has none, so that its entry counts."""
+        num_left = self._num_void.get(block, 0) - 1
+        if num_left > 0:
+            self._num_void[block] = num_left
+        elif num_left == 0:
+            del self._num_void[block]
+        return num_left >= 0
+
+    def _evict_first(self, block: int) -> None:
+        """Enter a cached block into the order of eviction before all others."""
+        if self._begin:
+            self._begin -= 1
+            self._cached[self._begin] = block
+        else:
+            self._cached.insert(0, block)
+
+    def _shorten_order(self) -> None:
+        """Delete the entries before `_begin`, and all void ones, when they are many."""
+        if self._begin > self.num_blocks:
+            del self._cached[: self._begin]
+            self._begin = 0
+        if len(self._cached) - self._begin > 2 * self.num_blocks:
+            held, content_of = self._references, self._content_of
+            newest = dict.fromkeys(reversed(self._cached[self._begin :]))
+            last = [block for block in newest if not held[block] and content_of[block] >= 0]
+            self._cached, self._begin = last[::-1], 0
+            self._num_void.clear()
 
 
 def _items_at(places: Sequence[int], *lists: list[int]) -> list[tuple[int, ...]]:
