@@ -121,18 +121,20 @@ def test_new_contents_of_a_free_block_equal_allocating_sealing_and_freeing_it(op
             held = held[1:]
         else:
             block_hash = str(op).encode()
-            number = pools[0].contents.number_of(block_hash)
             assert pools[0].find(block_hash) == pools[1].find(block_hash)
             if pools[0].find(block_hash) is not None:
                 continue
+            pools[0].contents.count_removed()
+            number = pools[0].contents.add(block_hash)
             if not pools[0].num_free:
+                pools[0].contents.remove_copies((number,))
+                pools[0].contents.count_removed()
                 assert pools[0].cache_moved([number]) == [NOWHERE]
                 continue
             (block,) = pools[1].allocate(1)
             pools[1].seal(block, block_hash)
             pools[1].free([block])
             assert pools[0].cache_moved([number]) == [block]
-            pools[0].contents.add_copy(number)
         assert [pool.num_free for pool in pools] == [6 - len(held)] * 2
         assert pools[0].num_cached == pools[1].num_cached
 

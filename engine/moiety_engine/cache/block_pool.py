@@ -113,6 +113,7 @@ class BlockPool:
         tail cannot be hit.
         """
         references, content_of, cached, skipped = self._references, self._content_of, self._cached, self._skipped
+        num_before = len(cached)
         for block in blocks:
             remaining = references[block] = references[block] - 1
             assert remaining >= 0, f"block {block} freed more often than referenced"
@@ -120,10 +121,10 @@ class BlockPool:
                 if content_of[block] < 0:
                     self._blank.append(block)
                 else:
-                    self.num_cached += 1
                     cached.append(block)
                     if skipped:
                         skipped.pop(block, None)
+        self.num_cached += len(cached) - num_before
         self._shorten_order()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
@@ -194,11 +195,15 @@ class BlockPool:
         """Register the hash of a used, full block. If two blocks hold the same contents, `find` returns the first."""
         assert self._references[block] > 0, f"block {block} sealed while free"
         if self._content_of[block] < 0:
-            number = self.contents.number_of(block_hash)
-            if self._block_of[number] < 0:
-                self._content_of[block] = number
-                self._block_of[number] = block
-                self.contents.add_copy(number)
+            contents = self.contents
+            number = contents.numbers.get(block_hash)
+            if number is None:
+                number = contents.add(block_hash)
+            elif self._block_of[number] < 0:
+                contents.add_copy(number)
+            else:
+                return
+            self._content_of[block], self._block_of[number] = number, block
 
     def end_retention(self, block_hash: bytes) -> None:
         """End the retention of this hash; if eviction skipped its block, that block is evicted next."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 
+MAX_UNCOUNTED = 4096  # removed copies; a scheduler counts them after each launch
 NOWHERE = -1  # block of contents that a tier does not hold, and number of the contents of a block without any
 
 
@@ -34,22 +35,20 @@ class ContentTable:
         self._tiers.append(blocks)
         return blocks
 
-    def number_of(self, block_hash: bytes) -> int:
-        """Return the number of these contents, a new one if no tier has them. The caller stores a copy."""
-        if self._removed:
-            self.count_removed()
-        number = self.numbers.get(block_hash)
-        if number is None:
-            if self._unused:
-                number = self._unused.pop()
-                self.hash_of[number] = block_hash
-            else:
-                number = len(self.hash_of)
-                self.hash_of.append(block_hash)
-                self._num_copies.append(0)
-                for blocks in self._tiers:
-                    blocks.append(NOWHERE)
-            self.numbers[block_hash] = number
+    def add(self, block_hash: bytes) -> int:
+        """Return a number for contents that the table does not have, and of which a tier stores a copy."""
+        if self._unused:
+            number = self._unused.pop()
+            self.hash_of[number], self._num_copies[number] = block_hash, 1
+        else:
+            number = len(self.hash_of)
+            self.hash_of.append(block_hash)
+            self._num_copies.append(1)
+            for blocks in self._tiers:
+                blocks.append(NOWHERE)
+        self.numbers[block_hash] = number
+        if self.changes is not None:
+            self.changes.store(block_hash)
         return number
 
     def hashes_of(self, numbers: Iterable[int]) -> list[bytes]:
@@ -58,15 +57,17 @@ class ContentTable:
         return [hash_of[number] for number in numbers]
 
     def add_copy(self, number: int) -> None:
-        """Record that one more tier holds the contents."""
-        copies = self._num_copies
-        copies[number] += 1
-        if copies[number] == 1 and self.changes is not None:
-            self.changes.store(self.hash_of[number])
+        """Record that a tier stores another copy of contents that the table has."""
+        self._num_copies[number] += 1
 
     def remove_copies(self, numbers: Iterable[int]) -> None:
-        """Record that a tier no longer holds these contents; it takes effect with `count_removed`."""
+        """Record that a tier no longer holds these contents; it takes effect with `count_removed`.
+
+        Call it when no tier names the removed copies any longer. Many are counted at once.
+        """
         self._removed += numbers
+        if len(self._removed) > MAX_UNCOUNTED:
+            self.count_removed()
 
     def count_removed(self) -> None:
         """Delete the contents that no tier holds any longer."""

@@ -243,16 +243,15 @@ class Scheduler:
         self._step_timing.launched(plan)
         self._prefill_planner.requeue_examined()
         self.groups.count_evicted()
-        row, ended = -1, SequenceState.ENDED
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            first, row = row + 1, row + chunk.samples + (num_drafted := len(chunk.draft))
-            if sequence.state is ended or (sequence.padded_row.is_finished and chunk.num_tokens):
+        row, ended, is_pipelined = -1, SequenceState.ENDED, self._division.is_active
+        for sequence, num_tokens, samples, _, embeds, draft in plan.chunks:
+            first, row = row + 1, row + samples + (num_drafted := len(draft))
+            if sequence.state is ended or (sequence.padded_row.is_finished and num_tokens):
                 continue  # it ended after this step was planned
-            self._computed(sequence, chunk.num_tokens - num_drafted)
-            if num_drafted or (chunk.samples and self._division.is_active):
+            self._computed(sequence, num_tokens - num_drafted)
+            if num_drafted or (samples and is_pipelined):
                 self.queues.verify(sequence)
-            if chunk.samples:
+            if samples:
                 sequence.expect_token(first)
                 request = sequence.request
                 num_output = len(sequence.tokens) - request.num_prompt
@@ -260,7 +259,7 @@ class Scheduler:
                     self._finishing(sequence)
                 elif num_output >= sequence.credit_tokens:
                     self._pause_sequence(sequence)
-            elif chunk.embeds:
+            elif embeds:
                 self._finishing(sequence)
         for chunk in plan.chunks[plan.num_decode :]:
             if self.queues.computed(chunk.sequence) or chunk.sequence in self.queues.verifying:

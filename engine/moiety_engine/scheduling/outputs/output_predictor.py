@@ -96,11 +96,15 @@ class OutputPredictor:
         if whole <= 1e-6:
             return 4 * _UNKNOWN_TOKENS
         seen, wanted = 0.0, quantile * whole
-        for index in range(everyone.first_bin, _NUM_BINS):  # a plain loop: this runs for every request that may join
-            seen += own_share * own.counts[index]
-            seen += share * everyone.counts[index]
+        first = everyone.first_bin
+        of_bins = zip(own.counts[first:], everyone.counts[first:], strict=True)
+        for index, (count, count_of_all) in enumerate(
+            of_bins, start=first + 1
+        ):  # plain: for every request that may join
+            seen += own_share * count
+            seen += share * count_of_all
             if seen >= wanted:
-                return math.ceil(_GROWTH ** (index + 1) * self._bias)
+                return math.ceil(_GROWTH**index * self._bias)
         return math.inf
 
     def _sources(self, tenant: str) -> tuple[tuple[_Histogram, float], tuple[_Histogram, float]]:
