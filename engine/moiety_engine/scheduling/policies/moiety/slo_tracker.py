@@ -29,11 +29,11 @@ class SloTracker:
         self.step_s = 0.0  # running mean
         self.blend = 0.0  # seconds that a deadline moves for each second of work
         self.by_work: dict[int, float] = {}  # the same, by rank with mixed targets and a long wait
+        self.longest_step_s = self._longest_step()
         self.demand = DeadlineDemand()
 
-    @property
-    def longest_step_s(self) -> float:
-        """Longest step time that an arriving request can wait for."""
+    def _longest_step(self) -> float:
+        """Return the longest step time that an arriving request can wait for."""
         if self.ttft_s == math.inf == self.tpot_s:
             return self._tuning.no_slo_step_s
         shortest_s, longest_s = self._tuning.step_range_s
@@ -48,6 +48,7 @@ class SloTracker:
         """Record a request of this class."""
         self._seen[service.name] = (now_s, service)
         self._include(service)
+        self.longest_step_s = self._longest_step()
 
     def record_step(self, seconds: float) -> None:
         self.step_s += 0.05 * (seconds - self.step_s)
@@ -63,6 +64,7 @@ class SloTracker:
         self.best_rank = min((service.rank for service in self.classes), default=0)
         for service in self.classes:
             self._include(service)
+        self.longest_step_s = self._longest_step()
         self.token_s = 1 / self._flow.best_per_s
         waits_s = {service.rank: self._flow.wait_s(service.rank, math.inf) for service in self.classes}
         self.blend = self._tuning.blend * min(1.0, max(waits_s.values(), default=0.0) / self._tuning.loaded_s)
