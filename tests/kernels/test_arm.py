@@ -16,7 +16,7 @@ from .arm_emulation import C_FUNCTIONS, FOLDER_VARIABLE, HAS_ZIG, OF_PYTHON, QEM
 from .test_cpu_levels import num_passed, run_limited
 
 HERE = Path(__file__).parent
-FILES = {"test_small_operations.py": 20, "test_quantization.py": 30, "test_against_reference.py": 40}  # tests at least
+FILES = {"test_small_operations.py": 15, "test_quantization.py": 12, "test_against_reference.py": 25}  # of a sample
 
 pytestmark = pytest.mark.skipif(bool(LEVEL), reason="the level of this process is limited already")
 
