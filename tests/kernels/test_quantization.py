@@ -32,8 +32,8 @@ from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, un
 
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
 OFFSETS = WeightFormat("int4", 4, 64, offsets=True)
-WHOLE_OFFSETS = WeightFormat("int4", 4, 128, offsets=True)  # as AWQ
-FORMATS = [*WHOLE, OFFSETS, WHOLE_OFFSETS, FP8, MXFP4, NVFP4]
+SMALL_OFFSETS, WHOLE_OFFSETS = (replace(OFFSETS, group=group) for group in (32, 128))  # as Q4_K, and as AWQ
+FORMATS = [*WHOLE, OFFSETS, SMALL_OFFSETS, WHOLE_OFFSETS, FP8, MXFP4, NVFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
@@ -41,9 +41,16 @@ def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
 
 
 def stands_for(arithmetic: str, weight: QuantizedWeight) -> torch.Tensor:
-    """What a weight that is multiplied as it lies stands for: in pairs, four bits are rounded once they are scaled."""
-    plain = dequantize(weight)
-    return plain.bfloat16() if arithmetic == "packed" and weight.format.bits == 4 else plain
+    """What a weight that is multiplied as it lies stands for: in pairs, numbers of four bits times their scales are
+    rounded, and offsets are not."""
+    form, plain = weight.format, dequantize(weight)
+    if arithmetic != "packed" or form.bits != 4:
+        return plain
+    if not form.offsets or form.group is None:
+        return plain.bfloat16()
+    both = weight.scales_NG.unflatten(-1, (-1, 2))
+    scales = (both * torch.tensor([1.0, 0.0])).flatten(-2)
+    return dequantize(replace(weight, scales_NG=scales)).bfloat16() + both[..., 1].repeat_interleave(form.group, -1)
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -130,6 +137,8 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
             INT8,
             INT4,
             OFFSETS,
+            SMALL_OFFSETS,
+            WHOLE_OFFSETS,
             MXFP4,
             NVFP4,
             *(WeightFormat("int8", 8, group) for group in (32, 64, 128, 256)),

@@ -9,12 +9,12 @@ row's result has the same bits whatever other rows are in the batch. `row_packin
 Few rows are multiplied with one weight row after the other: memory is then read sequentially, and the hardware
 prefetcher follows (4-bit rows are so short that several are read at once). More rows are multiplied with COLS weight
 rows at a time, so that the rows themselves are read less often. Each part of the rows prefetches its share of the next
-weight rows, so that memory is read during computation. For them, a 4-bit weight is unpacked COLS rows at a time.
+weight rows, so that memory is read during computation. `pair_fours.py` has the products of pairs with 4-bit weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,10 +23,9 @@ from llvmlite import ir
 
 from moiety_kernels.cpu import paths
 from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
-from moiety_kernels.cpu.emulated import add_products, looked_up, multiplied_halves, multiplied_words, rounded_pairs
+from moiety_kernels.cpu.emulated import add_products, multiplied_halves, multiplied_words, rounded_pairs
 from moiety_kernels.cpu.instructions import ARM, EMULATED, PAIRS_FEATURE, WIDE, WORDS_FEATURE
-from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Pairs, Vector
-from moiety_kernels.quantization.reference import MAGNITUDES
+from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Vector
 
 PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
 PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
@@ -40,11 +39,8 @@ PAIRS_AVAILABLE, WHOLE_AVAILABLE = paths.is_usable(paths.PAIRS), paths.is_usable
 if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
     llvm.initialize_native_asmparser()  # for instructions without a portable intrinsic
 
-_PAIR_LANES = 2 * LANES
-_BYTES, _WORDS = ir.VectorType(I8, _PAIR_LANES), ir.VectorType(I16, _PAIR_LANES)
-_HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
-_INT4 = [float(number) for number in range(-8, 8)]
-_E2M1 = [*MAGNITUDES, *(-one for one in MAGNITUDES)]
+PAIR_LANES = 2 * LANES
+_BYTES, _WORDS = ir.VectorType(I8, PAIR_LANES), ir.VectorType(I16, PAIR_LANES)
 
 
 def narrowed(e: Emitter, low: Vector, high: Vector) -> Vector:
@@ -169,164 +165,18 @@ class AllColumns(PackedDots):
         self.args = args
 
 
-class _Pairs(PackedDots):
+class PairDots(PackedDots):
     """Dot products with a bfloat16 weight."""
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
-        for k in self.e.loop(self.args.k, _PAIR_LANES, sums_MN):
+        for k in self.e.loop(self.args.k, PAIR_LANES, sums_MN):
             at = k * 2
             weights_N = [w.load(at, VI32) for w in w_N]
-            self.prefetch_share(at, 2 * _PAIR_LANES)
+            self.prefetch_share(at, 2 * PAIR_LANES)
             for m, row in enumerate(self.packed_M):
                 x = row.load(at, VI32)
                 for n, weights in enumerate(weights_N):
                     sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, weights)
-
-
-class _FourBits:
-    """Emits the conversion of 4-bit numbers to bfloat16, each times its scale, plus its offset, and rounded.
-
-    The numbers index a table of all 16 values times the scales of two blocks.
-    """
-
-    def __init__(self, e: Emitter, kind: Int, shift: Int, *, halves: bool = False, offsets: bool = False) -> None:
-        """Prepare the table. `kind`: see PackedDotArguments; `shift`: from an input to its scale.
-
-        `halves`: each half of a block has a scale; a block's lower numbers are its first half, the upper ones its last.
-        `offsets`: an offset follows each scale.
-        """
-        self.e, self.shift, self.halves, self.offsets = e, shift, halves, offsets
-        self.numbers = kind.equals(1).choose(e.constant(_E2M1), e.constant(_INT4))
-
-    def two_blocks(self, values_K: Bytes, scales_G: Floats, k: Int) -> tuple[Vector, Vector]:
-        """Return the inputs from k on, in the order of `pack_fours_row`."""
-        both = values_K.load(k >> 1, _BYTES).extended(_WORDS, signed=False)
-        second = self.e.constant([0] * LANES + [16] * LANES, _WORDS)  # its block's half of the table
-        lower, upper = (both & 15) | second, (both >> 4) | second
-        table = self._table(self._scaled(scales_G, k), self._scaled(scales_G, k + BLOCKS // 2))
-        last = table
-        if self.halves:
-            last = self._table(*(self._scaled(scales_G, k + LANES + block) for block in (0, BLOCKS // 2)))
-        return self._read(table, lower), self._read(last, upper)
-
-    def group(self, values_K: Bytes, scales_G: Floats, k: Int) -> list[Vector]:
-        """Return the GROUP inputs from k on, which share a scale, in the order of `two_blocks`.
-
-        Both halves of the table are the same, so that the other number of a byte does not matter.
-        """
-        scaled = self._scaled(scales_G, k)
-        table, parts = self._table(scaled, scaled), []
-        for first in range(0, GROUP, BLOCKS):
-            both = values_K.load((k + first) >> 1, _BYTES).extended(_WORDS, signed=False)
-            parts += [self._read(table, both), self._read(table, both >> 4)]
-        return parts
-
-    def block(self, values_K: Bytes, scales_G: Floats, k: Int) -> Vector:
-        """Return the last inputs, in their own order."""
-        low = values_K.load(k >> 1, _HALF_BYTES).extended(_HALF_WORDS, signed=False)
-        high = low >> 4
-        scaled = self._scaled(scales_G, k)
-        if not self.halves:
-            return self._read(self._table(scaled, scaled), low.shuffled(high, range(_PAIR_LANES)))
-        second = self.e.constant([0] * LANES + [16] * LANES, _WORDS)
-        index = (low.shuffled(high, range(_PAIR_LANES)) & 15) | second
-        return self._read(self._table(scaled, self._scaled(scales_G, k + LANES)), index)
-
-    def _scaled(self, scales_G: Floats, k: Int) -> Vector:
-        at = (k >> self.shift) << int(self.offsets)
-        scale = self.e.splat(scales_G.scalar(at))
-        if self.offsets:
-            return self.e.fma(self.numbers, scale, self.e.splat(scales_G.scalar(at + 1)))
-        return self.numbers * scale
-
-    def _table(self, first: Vector, second: Vector) -> Vector:
-        return narrowed(self.e, first, second).as_(_WORDS)
-
-    def _read(self, table: Vector, index: Vector) -> Vector:
-        """Look up the table by the lowest five bits of words."""
-        if WORDS_FEATURE in EMULATED:
-            return looked_up(self.e, table, index).as_(VI32)
-        name = "llvm.x86.avx512.permvar.hi.512"
-        return Vector(self.e, self.e.intrinsic(name, _WORDS, [_WORDS] * 2, table.ir, index.ir)).as_(VI32)
-
-
-def _unpack_fours(
-    e: Emitter,
-    values_K: Bytes,
-    scales_G: Floats,
-    k: Int,
-    shift: Int,
-    kind: Int,
-    out_K: Pairs,
-    *,
-    halves: bool,
-    offsets: bool,
-) -> None:
-    """Emit out = bfloat16 of a 4-bit weight row, in the order of `pack_fours_row`."""
-    bits, whole = _FourBits(e, kind, shift, halves=halves, offsets=offsets), k & -BLOCKS
-    for i in e.loop_if_any(whole, BLOCKS):
-        for number, part in enumerate(bits.two_blocks(values_K, scales_G, i)):
-            out_K[i + _PAIR_LANES * number] = part
-    for i in e.loop_if_any(k - whole, _PAIR_LANES):
-        at = i + whole
-        out_K[at] = bits.block(values_K, scales_G, at)
-
-
-class _Fours(AllColumns):
-    """Dot products with a 4-bit weight in groups of one or more blocks, for few rows.
-
-    They equal the products of the output of `_unpack_fours`, in the same order.
-    """
-
-    def prepare(self) -> None:
-        self.bits = _FourBits(self.e, self.args.table, self.args.shift)
-
-    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
-        whole = self.args.k & -BLOCKS
-        for i in self.e.loop_if_any(whole, BLOCKS, sums_MN):
-            self.prefetch_share(i >> 1, BLOCKS // 2)
-            parts_N = [self.bits.two_blocks(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
-            self._add_parts(i, parts_N, sums_MN)
-        for i in self.e.loop_if_any(self.args.k - whole, _PAIR_LANES, sums_MN):
-            at = whole + i
-            last_N = [(self.bits.block(w, scales, at),) for w, scales in zip(w_N, scales_N, strict=True)]
-            self._add_parts(at, last_N, sums_MN)
-
-    def _add_parts(self, k: Int, parts_N: Sequence[Sequence[Vector]], sums_MN: list[Vector]) -> None:
-        for part in range(len(parts_N[0])):
-            at = (k + _PAIR_LANES * part) * 2
-            for m, row in enumerate(self.packed_M):
-                x = row.load(at, VI32)
-                for n, parts in enumerate(parts_N):
-                    sums_MN[m * self.cols + n] = add_pairs(self.e, sums_MN[m * self.cols + n], x, parts[part])
-
-
-class _OffsetFours(_Fours):
-    """Dot products with a 4-bit weight in groups that have an offset."""
-
-    def prepare(self) -> None:
-        self.bits = _FourBits(self.e, self.args.table, self.args.shift, offsets=True)
-
-
-class _WholeFours(_Fours):
-    """Dot products with a 4-bit weight in groups of GROUP or more, whose table is built once for GROUP inputs."""
-
-    def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
-        for i in self.e.loop(self.args.k, GROUP, sums_MN):
-            self.prefetch_share(i >> 1, GROUP // 2)
-            parts_N = [self.bits.group(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
-            self._add_parts(i, parts_N, sums_MN)
-
-
-class _WholeOffsetFours(_WholeFours, _OffsetFours):
-    """Dot products with a 4-bit weight in groups of GROUP or more that have an offset."""
-
-
-class _HalfFours(_Fours):
-    """Dot products with a 4-bit weight in groups of half a block."""
-
-    def prepare(self) -> None:
-        self.bits = _FourBits(self.e, self.args.table, self.args.shift, halves=True)
 
 
 class _Eights(PackedDots):
@@ -336,8 +186,8 @@ class _Eights(PackedDots):
         whole = self.args.k & -GROUP
         for i in self.e.loop_if_any(whole, GROUP, sums_MN):
             self._add_part(i, GROUP, w_N, scales_N, sums_MN)
-        for i in self.e.loop_if_any(self.args.k - whole, _PAIR_LANES, sums_MN):
-            self._add_part(whole + i, _PAIR_LANES, w_N, scales_N, sums_MN)
+        for i in self.e.loop_if_any(self.args.k - whole, PAIR_LANES, sums_MN):
+            self._add_part(whole + i, PAIR_LANES, w_N, scales_N, sums_MN)
 
     def factors(self, scales_N: list[Floats]) -> Vector | None:
         """Return the scales of the weight rows."""
@@ -353,7 +203,7 @@ class _Eights(PackedDots):
         if width == GROUP:
             self.prefetch_share(k, GROUP)
         products_MN = [e.constant(0, VI32)] * len(sums_MN)
-        for first in range(0, width, _PAIR_LANES):
+        for first in range(0, width, PAIR_LANES):
             at = k + first
             weights_N = [w.load(at, _BYTES).extended(_WORDS, signed=True) for w in w_N]
             for m, row in enumerate(self.packed_M):
@@ -378,8 +228,8 @@ class _GroupedEights(_Eights):
     """Dot products with an 8-bit weight that has scales of groups of one or more blocks."""
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
-        for k in self.e.loop(self.args.k, _PAIR_LANES, sums_MN):
-            self._add_part(k, _PAIR_LANES, w_N, scales_N, sums_MN)
+        for k in self.e.loop(self.args.k, PAIR_LANES, sums_MN):
+            self._add_part(k, PAIR_LANES, w_N, scales_N, sums_MN)
 
     def factors(self, scales_N: list[Floats]) -> Vector | None:
         return None
@@ -420,26 +270,10 @@ def dots_function(kind: DotsKind) -> Any:
     return function(f"moiety_{kind.name}", partial(_of_kind, kind=kind), is_there=kind.is_there)
 
 
-unpack_fours_row, unpack_half_fours_row, unpack_offset_fours_row = (
-    function(
-        f"moiety_pack_out_{name}",
-        partial(_unpack_fours, halves=name == "half_fours", offsets=name == "offset_fours"),
-        is_there=PAIRS_AVAILABLE,
-    )
-    for name in ("fours", "half_fours", "offset_fours")
-)
-
 _MAX_ROWS = 16  # more than any kind takes at once
-PAIRS = DotsKind("pairs", PAIRS_AVAILABLE, _Pairs, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
-FOURS = DotsKind("fours", PAIRS_AVAILABLE, _Fours, FOURS_FEW, FOURS_FEW)  # in four bits
+PAIRS = DotsKind("pairs", PAIRS_AVAILABLE, PairDots, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
 EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  # in eight bits with a scale per row
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
-HALF_FOURS = DotsKind("half_fours", PAIRS_AVAILABLE, _HalfFours, FOURS_FEW, FOURS_FEW)  # four bits in half blocks
-OFFSET_FOURS = DotsKind("offset_fours", PAIRS_AVAILABLE, _OffsetFours, FOURS_FEW, FOURS_FEW)  # with offsets
-WHOLE_FOURS = DotsKind("whole_fours", PAIRS_AVAILABLE, _WholeFours, FOURS_FEW, FOURS_FEW)  # of GROUP or more
-WHOLE_OFFSET_FOURS = DotsKind("whole_offset_fours", PAIRS_AVAILABLE, _WholeOffsetFours, FOURS_FEW, FOURS_FEW)
 
 # In compiled code: products of packed rows with a kind of weight.
-pairs, fours, half_fours, offset_fours = map(dots_function, (PAIRS, FOURS, HALF_FOURS, OFFSET_FOURS))
-whole_fours, whole_offset_fours = map(dots_function, (WHOLE_FOURS, WHOLE_OFFSET_FOURS))
-eights, grouped_eights = map(dots_function, (EIGHTS, GROUPED_EIGHTS))
+pairs, eights, grouped_eights = map(dots_function, (PAIRS, EIGHTS, GROUPED_EIGHTS))

@@ -17,15 +17,14 @@ from moiety_kernels.cpu.dots import (
     PAIRS_FEW,
     PAIRS_ROWS,
     SHARE_BITS,
-    unpack_fours_row,
-    unpack_half_fours_row,
-    unpack_offset_fours_row,
 )
-from moiety_kernels.cpu.memory import load_i64
-from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group
+from moiety_kernels.cpu.memory import load_i64, store_f32
+from moiety_kernels.cpu.pair_fours import unpack_fours_row, unpack_half_fours_row, unpack_offset_fours_row
+from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group, sum_block
 from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
 from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN
 from moiety_kernels.cpu.vectors import fetch
+from moiety_kernels.quantization.weight import BLOCK
 
 PACKED_BYTES = 512 << 10  # of the packed rows that are multiplied at once
 PAD = 64  # bytes between packed rows, so that they do not all map to the same cache sets
@@ -65,17 +64,17 @@ def describe(at: int, values: int, scales: int, numbers: int, shift: int, first:
 
 
 @jit
-def packed_stride(k: int) -> int:
+def packed_stride(k: int, numbers: int) -> int:
     """Return the bytes from one packed row to the next."""
-    scales_bytes = 4 * ((k + GROUP - 1) // GROUP)
-    return (2 * k + scales_bytes + 63) // 64 * 64 + PAD
+    num_floats = 2 * k // BLOCK if numbers == INT4_OFFSETS else (k + GROUP - 1) // GROUP
+    return (2 * k + 4 * num_floats + 63) // 64 * 64 + PAD
 
 
 @jit
-def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
-    """Pack m rows, whose addresses are at `rows`, for a weight with that number format."""
+def pack(rows: int, m: int, k: int, numbers: int, shift: int, packed: int) -> None:
+    """Pack m rows, whose addresses are at `rows`, for a weight with that number format and shift."""
     for i in range(m):
-        row, target = load_i64(rows, i), packed + i * packed_stride(k)
+        row, target = load_i64(rows, i), packed + i * packed_stride(k, numbers)
         if numbers == PLAIN:
             pack_pairs_row(row, k, target)
         elif numbers == INT8:
@@ -84,6 +83,19 @@ def pack(rows: int, m: int, k: int, numbers: int, packed: int) -> None:
                 pack_whole_group(row + 4 * first, min(GROUP, k - first), target + 2 * first, scale)
         else:
             pack_fours_row(row, k, target)
+            if numbers == INT4_OFFSETS:
+                _pack_sums(row, k, 1 << shift, target + 2 * k)
+
+
+@jit
+def _pack_sums(row: int, k: int, group: int, sums: int) -> None:
+    """Write the sum of the row, rounded to bfloat16, in each group, after a 0 for the group's scale."""
+    for g in range(k // group):
+        total = 0.0
+        for first in range(g * group, (g + 1) * group, BLOCK):
+            total += sum_block(row + 4 * first)
+        store_f32(sums, 2 * g, 0.0)
+        store_f32(sums, 2 * g + 1, total)
 
 
 @jit
@@ -105,7 +117,7 @@ def multiply_packed(
     `area`: PACKED_BYTES for packed rows, and COLS unpacked ones.
     """
     described = struct_at(WeightDescription, weight)
-    numbers, shift, stride = described.numbers, described.shift, packed_stride(k)
+    numbers, shift, stride = described.numbers, described.shift, packed_stride(k, described.numbers)
     w_bytes, s_bytes = described.row_bytes, described.scales_bytes
     halves = int(numbers == E2M1_HALVES)
     table = int(numbers == E2M1) + halves + 2 * int(numbers == INT4_OFFSETS)
@@ -117,7 +129,7 @@ def multiply_packed(
     at_once = max(1, PACKED_BYTES // stride)
     for start in range(0, m, at_once):
         count = min(at_once, m - start)
-        pack(rows + 8 * start, count, k, numbers, area)
+        pack(rows + 8 * start, count, k, numbers, shift, area)
         unpacks, alone = is_fours and count > few, not is_fours and count <= few
         columns = n // COLS * COLS if is_fours and not unpacks else COLS  # weight rows of a tile
         tiles, parts = 0 if alone or n < COLS else n // columns, (count + most - 1) // most
@@ -138,9 +150,9 @@ def multiply_packed(
                     step = even_part(count - i, most)
                     of_unpacked(
                         is_many=1, num_rows=step,
-                        packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=0,
+                        packed_MK=area + i * stride, packed_stride=stride, k=k, x_scales_at=2 * k,
                         w_NK=panel, w_stride=2 * k + PAD, n=COLS, ahead=panel, share=0,
-                        scales_NG=0, scales_stride=0, shift=0, table=0,
+                        scales_NG=s, scales_stride=s_bytes, shift=shift, table=0,
                         out_MN=column + i * out_stride, out_stride=out_stride,
                     )  # fmt: skip
                     i += step

@@ -10,17 +10,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from moiety_kernels.cpu.compiling import function_address, jit
-from moiety_kernels.cpu.dots import (
-    GROUP,
-    eights,
-    fours,
-    grouped_eights,
-    half_fours,
-    offset_fours,
-    pairs,
-    whole_fours,
-    whole_offset_fours,
-)
+from moiety_kernels.cpu.dots import GROUP, eights, grouped_eights, pairs
 from moiety_kernels.cpu.gemm import (
     BFLOAT16,
     BFLOAT16_TILES,
@@ -38,6 +28,14 @@ from moiety_kernels.cpu.gemm import (
 )
 from moiety_kernels.cpu.memory import call_product
 from moiety_kernels.cpu.packed import multiply_packed
+from moiety_kernels.cpu.pair_fours import (
+    fours,
+    half_fours,
+    offset_fours,
+    offset_pairs,
+    whole_fours,
+    whole_offset_fours,
+)
 from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.unpacking import E2M1_HALVES, E4M3, INT4, INT4_OFFSETS, INT8, PLAIN, WHOLE_ROW, number_format
 from moiety_kernels.cpu.vectors import TILE_COLS, widen_row
@@ -155,7 +153,9 @@ def _in_offset_fours(
     rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
-    multiply_packed(offset_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+    multiply_packed(
+        offset_fours, offset_pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT
+    )
 
 
 def _in_whole_fours(
@@ -169,7 +169,9 @@ def _in_whole_offset_fours(
     rows: int, m: int, w: int, other_w: int, n: int, k: int,
     out: int, other_out: int, out_stride: int, scratch: int,
 ) -> None:  # fmt: skip
-    multiply_packed(whole_offset_fours, pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT)
+    multiply_packed(
+        whole_offset_fours, offset_pairs, rows, m, w, other_w, n, k, out, other_out, out_stride, scratch + WIDE_AT
+    )
 
 
 def _in_eights(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moiety_kernels.cpu.dots import BLOCKS, PAIRS_AVAILABLE, WHOLE_AVAILABLE, narrowed
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Floats, Int, Int16s, Pairs, Vector
+from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Float, Floats, Int, Int16s, Pairs, Vector
 
 _GREATEST = 32_767.0  # largest integer of a row: a group's products with eight bits stay far below 2³¹
 _MIN_GROUP_VALUE = 1e-30  # a group whose values are all smaller counts as zeros
@@ -37,6 +37,12 @@ def _pack_fours(e: Emitter, row_K: Floats, k: Int, out_K: Pairs) -> None:
         write(i + whole, (0, 1), 0)
 
 
+def _sum_block(e: Emitter, row: Floats) -> Float:
+    """Emit Σ bfloat16(row[i]) over 2 · LANES inputs, which are a block of a weight."""
+    pairs = narrowed(e, row[e.int64(0)], row[e.int64(LANES)])
+    return e.sum((pairs << 16).as_(VF) + (pairs & 0xFFFF_0000).as_(VF))
+
+
 def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floats) -> None:
     """Emit the integers of a row's group and their scale: row[i] ≈ out[i] · scale.
 
@@ -62,4 +68,5 @@ def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floa
 
 pack_pairs_row = function("moiety_pack_pairs", _pack_pairs, is_there=PAIRS_AVAILABLE)
 pack_fours_row = function("moiety_pack_fours", _pack_fours, is_there=PAIRS_AVAILABLE)
+sum_block = function("moiety_sum_block", _sum_block, is_there=PAIRS_AVAILABLE)
 pack_whole_group = function("moiety_pack_whole", _pack_whole, is_there=WHOLE_AVAILABLE)
