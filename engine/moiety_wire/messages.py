@@ -3,8 +3,9 @@
 Transport: the gateway connects a ZeroMQ DEALER socket (its identity names the gateway process) to the engine server's
 ROUTER; each message is one frame of msgpack. A gateway sends `Hello`, and the engine answers with a `ModelCard`. The
 gateway then sends `Heartbeat` every HEARTBEAT_INTERVAL_S, half as often while it has no request there, and the engine
-sends `Load` every HEARTBEAT_INTERVAL_S. A side that receives nothing for SILENCE_LIMIT_S considers the other dead: the
-engine aborts that gateway's requests, the gateway fails over.
+sends `Load` every HEARTBEAT_INTERVAL_S; to a gateway without a request there, only if it has changed, and in answer to
+each heartbeat. A side that receives nothing for SILENCE_LIMIT_S considers the other dead: the engine aborts that
+gateway's requests, the gateway fails over.
 
 Lifecycle of a request: `Submit` → `Accepted` → `Tokens`* → exactly one `Finished` or `Failed`; a request that the
 scheduler rejects goes from `Submit` to `Failed(overloaded)` without `Accepted`. `Tokens.position` counts output tokens

@@ -10,12 +10,15 @@ import structlog
 
 from moiety_platform.disk_full import store_advice
 from moiety_platform.errors import Unavailable
+from moiety_platform.shared_wake_ups import next_round_s, process_phase_s
 
 log = structlog.get_logger(__name__)
 
 
 class PeriodicTask:
     """Runs `work`, logged as `name`, every `every_s`, and at once when woken. For one event loop.
+
+    Tasks share the wake-ups of the process, so a round can begin up to `ALIGN_S` before the end of its interval.
 
     Owned by the owner of the work. An exception in a round does not end the task: a database that is down is logged
     once, any other error each time, and for `pause_s` it cannot be woken.
@@ -63,7 +66,7 @@ class PeriodicTask:
     async def _run(self) -> None:
         is_unreachable = False
         while True:
-            await _wait(self._woken, self.every_s)
+            await self._wait_for_round()
             if self.is_stopping:
                 return
             self._woken.clear()
@@ -84,6 +87,15 @@ class PeriodicTask:
                 await _wait(self._stopping, self._pause_s)
             else:
                 is_unreachable = False
+
+    async def _wait_for_round(self) -> None:
+        """Wait until the next round is due, or until it is woken. A timer costs less than a timeout of the wait."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(next_round_s(loop.time(), self.every_s, process_phase_s()), self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
 
 
 async def _wait(event: asyncio.Event, at_most_s: float) -> None:

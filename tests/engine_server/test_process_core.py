@@ -73,7 +73,7 @@ async def test_a_core_that_has_nothing_to_do_is_not_taken_for_hung(bench: Any, s
     async with bench(make_core=core_of(Script(), silence_s=1.0)) as running:
         gateway = running.connect()
         await gateway.greet()
-        await gateway.until(lambda: len(gateway.loads) == 100)  # two seconds
+        await gateway.until_load(lambda _: len(gateway.loads) == 100)  # two seconds
         assert (await gateway.ask(submit())).text == "hello"
 
 

@@ -24,23 +24,21 @@ def latest_load(before: CoreLoad, load: CoreLoad | None) -> CoreLoad:
 
 def make_load(
     engine_id: str,
-    seq: int,
     load: CoreLoad,
     *,
     draining: bool,
     sleep: SleepState,
     sleep_problem: str,
-    running_for_s: float,
     unacknowledged_replicas: list[str],
 ) -> Load:
+    """Return the load without the fields of a session: its number and the uptime are 0."""
     return Load(
         **{name: getattr(load, name) for name in LoadMetrics.__struct_fields__},
         engine_id=engine_id,
-        seq=seq,
+        seq=0,
         draining=draining,
         sleep=sleep,
         sleep_problem=sleep_problem,
-        running_for_s=running_for_s,
         unacknowledged_replicas=unacknowledged_replicas,
         tenant_service=load.tenant_service,
     )

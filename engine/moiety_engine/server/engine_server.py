@@ -24,6 +24,7 @@ from moiety_engine.server.adapter_store import AdapterStore
 from moiety_engine.server.announcements import latest_load, make_card, make_load
 from moiety_engine.server.core_link import CoreLink
 from moiety_engine.server.expert_queries import ExpertQueries
+from moiety_engine.server.load_announcer import LoadAnnouncer
 from moiety_engine.server.metrics import ServerStats
 from moiety_engine.server.permissions import GatewayPermissions
 from moiety_engine.server.prefix_publisher import PrefixPublisher
@@ -41,7 +42,7 @@ from moiety_engine.server.zmq_reader import ZmqReader
 from moiety_text.folder import TextModel
 from moiety_text.tokenizer import Tokenizer
 from moiety_wire.codec import decode_to_engine
-from moiety_wire.engine_load import SleepState
+from moiety_wire.engine_load import Load, SleepState
 from moiety_wire.errors import UndecodableMessage
 from moiety_wire.experts import ExpertBalance, ExpertLoad, ExpertLoadQuery, ScaleExpertRanks
 from moiety_wire.fleet_service import FleetService
@@ -53,6 +54,7 @@ from moiety_wire.messages import (
     Failed,
     FailureCode,
     Forget,
+    Heartbeat,
     Hello,
     ModelCard,
     SleepCommand,
@@ -102,10 +104,10 @@ class EngineServer:
         self._text = text
         self._core = core
         self._clock = clock
-        self._started_s = clock()
         self._permissions = GatewayPermissions(settings.gateway_keys_file)
         self._socket = make_router(context, settings)
         self._sessions = Sessions(self._socket, max_outbox_messages=settings.max_outbox_messages)
+        self._loads = LoadAnnouncer(self._sessions, self._current_load, clock)
         self._journal = UsageJournal(settings.usage_journal, engine_id) if settings.usage_journal else None
         self._unacknowledged = unacknowledged
         self._meter = UsageMeter(clock, self._journal, unacknowledged)
@@ -168,7 +170,7 @@ class EngineServer:
         self._requests.abort_speculative_prefills()
         if first:
             log.info("engine_draining", num_open=self.num_open, timeout_s=timeout_s)
-            self._send_loads()
+            self._loads.send_all()
         self._on_drain_time(timeout_s)
 
     async def wait(self) -> Ending:
@@ -225,10 +227,12 @@ class EngineServer:
             return
         session = self._sessions.session_of_sender(identity, self._clock(), public_key)
         for message in messages:
-            if may_send(roles, message):
-                self._take(session, message)
-            else:
+            if not may_send(roles, message):
                 self._refuse(session, message)
+            elif isinstance(message, Heartbeat):
+                self._loads.answer_heartbeat(session)
+            else:
+                self._take(session, message)
 
     def _refuse(self, session: GatewaySession, message: ToEngine) -> None:
         """Refuse a message that the gateway's roles do not allow; answer it where the protocol has an answer."""
@@ -239,7 +243,7 @@ class EngineServer:
                 self._post(session, Failed(message.request_id, 0, FailureCode.ENGINE_FAILED, text))
             case SleepCommand():
                 session.sleep_refusal = "this gateway's key does not have the role administration"
-                self._send_load(session)
+                self._loads.send(session)
 
     def _take(self, session: GatewaySession, message: ToEngine) -> None:
         match message:
@@ -291,7 +295,7 @@ class EngineServer:
             card = msgspec.structs.replace(card, kv_secret="", publishes_prefixes=False)  # only for submitters
         self._post(session, card)
         self._sessions.flush()  # alone in its frame, so that a gateway of another release can read the protocol version
-        self._send_load(session)
+        self._loads.send(session)
         self._experts.greet(session)
 
     # ── from the core ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -378,7 +382,7 @@ class EngineServer:
         self._requests.is_awake = state is SleepState.AWAKE
         if state is not self._sleep:
             self._sleep = state
-            self._send_loads()
+            self._loads.send_all()
             self._sessions.flush()
         return [] if command is None else [command]
 
@@ -402,7 +406,7 @@ class EngineServer:
                 self._requests.abort_session(session)  # it gets the end, if it still reads; lost at the next beat
             else:
                 self._sessions.lose(session, "silent")
-        self._send_loads()
+        self._loads.send_due()
         self._usage_sender.send_due()
         self._settle()
 
@@ -414,23 +418,15 @@ class EngineServer:
                 if not self._permissions.roles_of(session.public_key):
                     self._sessions.lose(session, "its key was removed from the gateway keys file")
 
-    def _send_loads(self) -> None:
-        for session in self._sessions.with_card():
-            self._send_load(session)
-
-    def _send_load(self, session: GatewaySession) -> None:
-        message = make_load(
+    def _current_load(self) -> Load:
+        return make_load(
             self.engine_id,
-            session.num_loads,
             self._requests.with_image_metrics(self._load),
             draining=self._requests.is_draining,
             sleep=self._sleep_mode.state,
-            sleep_problem=session.sleep_refusal or self._sleep_mode.problem,
-            running_for_s=self._clock() - self._started_s,
+            sleep_problem=self._sleep_mode.problem,
             unacknowledged_replicas=sorted(self._meter.replicas | self._sessions.replicas_with_open()),
         )
-        session.num_loads += 1
-        self._post(session, message)
 
     def _on_drain_time(self, wait_s: float) -> None:
         """End the drain if no request is open; abort the open requests after the timeout; otherwise check again."""

@@ -41,6 +41,8 @@ class GatewaySession:
         self.has_card = False
         self.is_gone = False
         self.num_loads = 0
+        self.sent_load: Load | None = None  # the last one, without its number and the uptime …
+        self.idle_beats = 0  # … and beats of the engine since then
 
 
 class Sessions:

@@ -19,6 +19,7 @@ from moiety_platform.clock import Clock
 from moiety_platform.engine_addresses import ExternalAddress, ExternalKind, identity, is_external, is_name
 from moiety_platform.engine_client.base import EngineClient
 from moiety_platform.engine_client.curve import CurveKeys
+from moiety_platform.engine_client.session_timer import SessionTimer
 from moiety_platform.engine_client.transport import ZmqEngineClient
 from moiety_platform.external_engines.client import ExternalEngineClient
 from moiety_platform.live_settings import CannotApplySetting, PreparedChange
@@ -59,6 +60,7 @@ class Engines:
     def __post_init__(self) -> None:
         settings = self.settings
         self._curve = curve_of(settings)
+        self._timer = SessionTimer()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             clients = [self._client_of(one, settings) for one in settings.engines if not is_name(one)]
@@ -178,6 +180,7 @@ class Engines:
             replica_id=self.replica_id,
             on_unacknowledged=self.meter.take,
             adapters=self.adapters.parts,
+            timer=self._timer,
         )
 
     def _external_client(self, address: ExternalAddress, settings: GatewaySettings) -> ExternalEngineClient:

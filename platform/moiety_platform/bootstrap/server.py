@@ -15,7 +15,9 @@ from moiety_platform.connections import ConnectionLimits, ServerConfig
 from moiety_platform.listening import BACKLOG
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
+from moiety_platform.shared_wake_ups import next_round_s, process_phase_s
 
+TICK_S = 1.0  # interval at which the Date header of responses is renewed
 SWITCHED_OFF: dict[str, Any] = {  # parts of uvicorn that a gateway does without
     "ws": "none",
     "lifespan": "off",
@@ -39,6 +41,7 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         self._on_started = on_started
         self._on_draining = on_draining
+        self._wake_up: Callable[[], object] | None = None  # ends the wait for the next tick
         self._limited = ServerConfig(app, limits, timeout_graceful_shutdown=drain_s, backlog=BACKLOG, **SWITCHED_OFF)
         super().__init__(self._limited)
 
@@ -53,6 +56,19 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def main_loop(self) -> None:
+        """Wait for `request_exit`. uvicorn's own loop wakes up ten times a second to look whether it was called."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        self._wake_up = lambda: loop.call_soon_threadsafe(woken.set)
+        try:
+            while not await self.on_tick(0):
+                timer = loop.call_at(next_round_s(loop.time(), TICK_S, process_phase_s()), woken.set)
+                await woken.wait()
+                timer.cancel()
+                woken.clear()
+        finally:
+            self._wake_up = None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then close the idle connections that are left: those that were accepted during the drain."""
@@ -69,4 +85,6 @@ class GatewayServer(uvicorn.Server):
         """Drain; at the second call, stop at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        if self._wake_up is not None:
+            self._wake_up()
         self._on_draining()

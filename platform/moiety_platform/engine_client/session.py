@@ -22,6 +22,7 @@ from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.engine_queries import EngineQueries
 from moiety_platform.engine_client.image_sync import ImageSync
 from moiety_platform.engine_client.prefix_blocks import PrefixBlocks
+from moiety_platform.engine_client.session_timer import SessionTimer
 from moiety_platform.engine_client.stream import EngineStream
 from moiety_platform.errors import EngineFailed, Unavailable
 from moiety_wire.codec import decode_to_gateway, encode, join_in_frames
@@ -49,8 +50,7 @@ from moiety_wire.prefix_events import PrefixEvents, PrefixSubscription
 
 MESSAGES_A_TURN = 512  # then other tasks of the event loop run
 FRAME_BYTES = 1024 * 1024  # or one message; an engine disconnects a sender of far larger frames
-LATE_S = 1.2 * HEARTBEAT_INTERVAL_S  # after which the next message is late
-TICK_GRID_S = 0.05  # heartbeats are sent at multiples of it, up to as much earlier than their interval
+LATE_S = 2.4 * HEARTBEAT_INTERVAL_S  # after which the next message is late, also of an idle engine
 REPORT_DELAY_S = 0.1  # a load report contains all requests that were sent so long before it arrived
 
 _READABLE = int(zmq.POLLIN)  # an int, since arithmetic with the library's flags is slow
@@ -72,11 +72,13 @@ class Session:
         replica_id: str,
         on_beat: Callable[[], None],
         on_unacknowledged: Callable[[UnacknowledgedUsage], None],
+        timer: SessionTimer,
     ) -> None:
         self.address = address
         self._replica_id = replica_id
         self._on_beat = on_beat
         self._on_unacknowledged = on_unacknowledged
+        self._timer = timer
         self.streams: dict[str, EngineStream] = {}
         self.num_speculative = 0  # streams that are speculative prefills
         self.unreported: dict[str, float] = {}  # when the other streams that `load` lacks were opened, by request id
@@ -125,25 +127,20 @@ class Session:
         """Keep the session alive and return why it was lost."""
         self._ticked_at_s = self.clock.monotonic()
         self._beat()
-        self._schedule_tick()
+        self._timer.add(self._tick)
         try:
             return await self._lost
         finally:
-            self._next_tick.cancel()
-
-    def _schedule_tick(self) -> None:
-        """Schedule the next heartbeat. Sessions of many engines share the wake-ups of their event loop."""
-        at_s = self._loop.time() + HEARTBEAT_INTERVAL_S
-        self._next_tick = self._loop.call_at(at_s - at_s % TICK_GRID_S, self._tick)
+            self._timer.remove(self._tick)
 
     def _tick(self) -> None:
         """Send a heartbeat, or end the session if the engine is silent. A callback costs a tenth of a task's turn."""
-        self._schedule_tick()
-        since_s, self._ticked_at_s = self.clock.monotonic() - self._ticked_at_s, self.clock.monotonic()
+        now_s = self.clock.monotonic()
+        since_s, self._ticked_at_s = now_s - self._ticked_at_s, now_s
         if self.card is not None and since_s > SILENCE_LIMIT_S:  # the engine has dropped this process meanwhile
             self._lose(f"this process stood still for {since_s:.1f} s")
             return
-        if self.clock.monotonic() - self._heard_at_s > LATE_S:
+        if now_s - self._heard_at_s > LATE_S:
             self._drain()  # count unread messages as activity, even if this process was too busy to read them
         silent_s = self.clock.monotonic() - self._heard_at_s
         if self.card is not None and silent_s > SILENCE_LIMIT_S:

@@ -19,6 +19,7 @@ from moiety_platform.engine_client.base import EngineState, require_expert_ranks
 from moiety_platform.engine_client.connection_log import warn_of_broken_connection
 from moiety_platform.engine_client.curve import CurveKeys
 from moiety_platform.engine_client.session import Session
+from moiety_platform.engine_client.session_timer import SessionTimer
 from moiety_platform.engine_client.stream import ABORT_WAIT_S, EngineStream, Inbox
 from moiety_platform.errors import (
     STRUCTURED_OUTPUTS_UNAVAILABLE,
@@ -62,14 +63,16 @@ class ZmqEngineClient:
         replica_id: str = "",
         on_unacknowledged: OnUnacknowledged | None = None,
         adapters: ReadAdapter | None = None,
+        timer: SessionTimer | None = None,
     ) -> None:
         """Create a client without connecting it.
 
         `replica_id` identifies this process to the engine. `on_unacknowledged` gets the usage that other gateway
         processes left unacknowledged, and a function that acknowledges it once stored. `adapters` reads the adapters
-        that requests name, for an engine that lacks them.
+        that requests name, for an engine that lacks them. Clients of one event loop can share their `timer`.
         """
         self._adapters = adapters
+        self._timer = timer or SessionTimer()
         self._replica_id = replica_id
         self._on_unacknowledged = on_unacknowledged
         self._forgotten: Collection[str] = ()  # deleted tenants
@@ -207,6 +210,7 @@ class ZmqEngineClient:
                 self._replica_id,
                 self._notify_settled,
                 self._take_unacknowledged,
+                self._timer,
             )
             try:
                 lost = await session.run()

@@ -36,6 +36,7 @@ from moiety_platform.quota.rate_limit_headers import LimitStatus, headers
 from moiety_platform.quota.rates import RateStore
 from moiety_platform.quota.slices import slice_size
 from moiety_platform.quota.store import Grant, LeaseAmounts, LeaseRequest, LeaseStore
+from moiety_platform.shared_wake_ups import DUE_SHARE
 
 LEASE_S = 20.0
 TICK_S = 1.0
@@ -258,7 +259,7 @@ class QuotaEnforcer:
 
     async def _round(self) -> None:
         now_s = self.clock.monotonic()
-        is_tick, is_due = now_s - self._counted_s >= self.tick_s, now_s - self._renewed_s >= self.ttl_s / 4
+        is_tick, is_due = now_s - self._counted_s >= DUE_SHARE * self.tick_s, now_s - self._renewed_s >= self.ttl_s / 4
         if is_tick:
             self._count_use(now_s)
         await self.transact(requested_only=not is_tick, renew_all=is_due)
