@@ -16,6 +16,7 @@ from tests.usage_rows import make_row
 from tests.webhook_receivers import Receiver
 
 from moiety_platform.backoff import Backoff
+from moiety_platform.bootstrap.store_signs import StoreSigns
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
@@ -67,7 +68,8 @@ async def new_sender(database: Database, clock: ManualClock) -> AsyncIterator[Ca
         posters = [await stack.enter_async_context(WebhookClient(LOOPBACK, timeout_s=5.0)) for _ in range(3)]
 
         def make(**options: Any) -> AlertSender:
-            return AlertSender(database, posters.pop(), PEPPER, clock, **{"backoff": AT_ONCE, **options})
+            signs = {"may_have_alerts": StoreSigns(database).may_have_alerts}
+            return AlertSender(database, posters.pop(), PEPPER, clock, **{"backoff": AT_ONCE, **signs, **options})
 
         yield make
 

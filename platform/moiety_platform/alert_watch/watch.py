@@ -6,13 +6,12 @@ are not delayed. When the database is down it waits and continues later; no aler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self
 
 import structlog
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.alert_watch.conditions import (
     LOST_MS,
@@ -54,7 +53,10 @@ class AlertThresholds:
 
 @dataclass(eq=False, repr=False)
 class AlertWatch:
-    """Periodic watch. Owned by the entry point; for one event loop."""
+    """Periodic watch. Owned by the entry point; for one event loop.
+
+    `has_conditions` returns whether conditions are stored; without it, each round reads them.
+    """
 
     database: Database
     states: Callable[[], Sequence[EngineState]]
@@ -65,6 +67,7 @@ class AlertWatch:
     interval_s: float = INTERVAL_S
     slo_interval_s: float = SLO_INTERVAL_S
     now: Now = now_ms
+    has_conditions: Callable[[], Awaitable[bool]] | None = None
 
     def __post_init__(self) -> None:
         self._rounds = PeriodicTask("alert-watch", self.round, self.interval_s)
@@ -91,8 +94,15 @@ class AlertWatch:
     async def round(self) -> int:
         """Compare what this gateway sees with the conditions; return the number of new alerts. Raises Unavailable."""
         observed = self._observe_here()
+        if self._are_slos_due():
+            async with self.database.read() as session:
+                self._slos = await observe_slos(session, self.clock.now(), self.thresholds.slo_burn_rate)
+            self._slos_at_s = self.clock.monotonic()
+        observed += self._slos
+        is_all_well = not any(one.is_bad for one in observed)
+        if is_all_well and self.has_conditions is not None and not await self.has_conditions():
+            return 0
         async with self.database.read() as session:
-            observed += await self._observe_slos(session)
             rows, moment = await read_conditions(session, self.now)
         changes = pick_changes(observed, rows, moment)
         watched_ms = (self.clock.monotonic() - self._began_s) * 1000
@@ -118,9 +128,5 @@ class AlertWatch:
             observed += self._engines.observe(self.states(), bounds.engine_down_s)
         return observed
 
-    async def _observe_slos(self, session: AsyncSession) -> list[Observation]:
-        now_s = self.clock.monotonic()
-        if self._slos_at_s is None or now_s - self._slos_at_s >= self.slo_interval_s:
-            self._slos = await observe_slos(session, self.clock.now(), self.thresholds.slo_burn_rate)
-            self._slos_at_s = now_s
-        return self._slos
+    def _are_slos_due(self) -> bool:
+        return self._slos_at_s is None or self.clock.monotonic() - self._slos_at_s >= self.slo_interval_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -66,6 +66,7 @@ class Batches:
     poll_s: float = POLL_S
     backoff: Backoff = field(default_factory=Backoff)
     now: Now = now_ms
+    has_open: Callable[[], Awaitable[bool]] | None = None
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -130,6 +131,7 @@ class Batches:
             poll_s=self.poll_s,
             backoff=self.backoff,
             now=self.now,
+            has_open=self.has_open,
         )
         await worker.start()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
@@ -40,9 +40,10 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.files.store import Now
 from moiety_platform.periodic_task import PeriodicTask
+from moiety_platform.shared_wake_ups import DUE_SHARE
 
 POLL_S = 1.0
-IDLE_POLLS = 4  # without open batches, a poll is so many times as rare; a batch of this process wakes it
+IDLE_POLLS = 5  # without open batches, a round is so many times as rare; a batch of this process wakes it
 BYTES_AT_ONCE = 8 * 1024 * 1024  # of answers, per transaction
 STOP_GRACE_S = 3.0
 OUTAGE_PAUSE_S = 1.0
@@ -55,6 +56,7 @@ class BatchWorker:
     """Batch worker, owned by the entry point; one event loop.
 
     Call `start`, then `stop` before the dependencies of the lines are closed. Its id must never have been used before.
+    `has_open` returns whether a batch has not ended; without it, each look reads the batches.
     """
 
     worker_id: str
@@ -68,6 +70,7 @@ class BatchWorker:
     backoff: Backoff
     poll_s: float = POLL_S
     now: Now = now_ms
+    has_open: Callable[[], Awaitable[bool]] | None = None
 
     def __post_init__(self) -> None:
         self._rounds = PeriodicTask("batch-worker", self._round, self.poll_s, pause_s=OUTAGE_PAUSE_S)
@@ -136,9 +139,10 @@ class BatchWorker:
         if now_s - self._renewed_s >= self.lease_s / 3:
             await self._renew()
             self._renewed_s = now_s
-        if now_s - self._polled_s >= (self.poll_s if self._batches else IDLE_POLLS * self.poll_s):
+        if not self._batches or now_s - self._polled_s >= DUE_SHARE * self.poll_s:
             self._polled_s = now_s
             await self._look()
+        self._rounds.every_s = self.poll_s if self._batches or self._held() else IDLE_POLLS * self.poll_s
         await self._claim()
 
     async def _store(self) -> None:
@@ -200,6 +204,8 @@ class BatchWorker:
 
     async def _look(self) -> None:
         """Read all batches that have not ended: cancel lines that need no answer any more, and start maintenance."""
+        if not self._batches and self.has_open is not None and not await self.has_open():
+            return
         async with self.database.read() as session:
             self._batches = await open_batches(session, self.now)
         going_on = {batch.id for batch in self._batches if batch.status == BatchStatus.IN_PROGRESS and not batch.is_due}

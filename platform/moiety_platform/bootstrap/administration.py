@@ -16,6 +16,7 @@ from moiety_platform.agent_runs.controller import RunController
 from moiety_platform.alert_watch.watch import AlertThresholds, AlertWatch
 from moiety_platform.alerts.controller import AlertController
 from moiety_platform.auth.pepper import PepperRotation
+from moiety_platform.bootstrap.store_signs import StoreSigns
 from moiety_platform.clock import Clock
 from moiety_platform.contracts.controller import ContractCheckController
 from moiety_platform.contracts.runner import ContractChecks
@@ -70,23 +71,41 @@ class Administration:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self._engine_notice = EngineNotice(self.database, self._holders_of_tenant_data)
+        self.signs = signs = StoreSigns(self.database)
+        self._engine_notice = EngineNotice(
+            self.database, self._holders_of_tenant_data, count_deletions=signs.num_deletions
+        )
         self.reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
         bounds: Any = {"limit_s": settings.simulation_limit_s, "niceness": settings.simulation_niceness}
         self.simulations = Simulations(self.report_database, **bounds)
         self.contract_checks = ContractChecks(self.report_database, **bounds)
         thresholds = AlertThresholds.of(settings)
-        self._watch = AlertWatch(self.database, self.replicas.states, settings.data_dir, self.clock, thresholds)
+        self._watch = AlertWatch(
+            self.database,
+            self.replicas.states,
+            settings.data_dir,
+            self.clock,
+            thresholds,
+            has_conditions=signs.has_conditions,
+        )
         self._stack = AsyncExitStack()
 
     def _holders_of_tenant_data(self) -> list[TenantDataHolder]:
         return [*self.replicas.connected(), self.replicas, self.document_texts, self.encoding_cache]
 
     async def __aenter__(self) -> Self:
+        self._stack.push_async_callback(self.signs.stop)
         poster = await self._stack.enter_async_context(WebhookClient(self.reach))
         pepper, turn = self.peppers
-        alerts = AlertSender(self.database, poster, pepper, self.clock, previous_pepper=turn.previous)
+        alerts = AlertSender(
+            self.database,
+            poster,
+            pepper,
+            self.clock,
+            previous_pepper=turn.previous,
+            may_have_alerts=self.signs.may_have_alerts,
+        )
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)
         await self._watch.start()

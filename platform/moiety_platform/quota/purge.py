@@ -37,7 +37,8 @@ async def purge_abandoned_rates(session: AsyncSession) -> int:
     """Delete some rates and endless windows without limit and without leases; return their number."""
     rates = select(QuotaRate.quota_id).where(~exists().where(Quota.id == QuotaRate.quota_id))
     rate_ids = (await session.scalars(rates.limit(RATES_AT_ONCE).with_for_update(skip_locked=True))).all()
-    await session.execute(delete(QuotaRate).where(QuotaRate.quota_id.in_(rate_ids)))
+    if rate_ids:
+        await session.execute(delete(QuotaRate).where(QuotaRate.quota_id.in_(rate_ids)))
     leased = QuotaLease.quota_id == QuotaWindow.quota_id, QuotaLease.start == ALWAYS
     forsaken = (
         QuotaWindow.start == ALWAYS,
@@ -46,6 +47,7 @@ async def purge_abandoned_rates(session: AsyncSession) -> int:
     )
     windows = select(QuotaWindow.quota_id).where(*forsaken).limit(WINDOWS_AT_ONCE)
     window_ids = (await session.scalars(windows.with_for_update(of=QuotaWindow, skip_locked=True))).all()
-    gone = QuotaWindow.start == ALWAYS, QuotaWindow.quota_id.in_(window_ids)
-    await session.execute(delete(QuotaWindow).where(*gone, ~exists().where(*leased)))
+    if window_ids:
+        gone = QuotaWindow.start == ALWAYS, QuotaWindow.quota_id.in_(window_ids)
+        await session.execute(delete(QuotaWindow).where(*gone, ~exists().where(*leased)))
     return len(rate_ids) + len(window_ids)

@@ -25,14 +25,20 @@ async def due(session: AsyncSession, names: Collection[str], now: Now) -> set[st
 
 async def claim_job(session: AsyncSession, name: str, owner: str, lease_ms: int, now: Now) -> bool:
     """Take or extend the lease of a job; return False if another gateway holds it."""
-    insert = insert_into(session, RetentionJobRecord).values(name=name, owner=owner, available_ms=now() + lease_ms)
+    return bool(await claim_jobs(session, [name], owner, lease_ms, now))
+
+
+async def claim_jobs(session: AsyncSession, names: Collection[str], owner: str, lease_ms: int, now: Now) -> set[str]:
+    """Take or extend the leases of jobs; return the names of those that no other gateway holds."""
+    rows = [{"name": name, "owner": owner, "available_ms": now() + lease_ms} for name in sorted(names)]
+    insert = insert_into(session, RetentionJobRecord).values(rows)
     mine = {"owner": owner, "available_ms": now() + lease_ms}
     free = or_(RetentionJobRecord.available_ms <= now(), RetentionJobRecord.owner == owner)
     taken = insert.on_conflict_do_update(index_elements=[RetentionJobRecord.name], set_=mine, where=free)
-    return await session.scalar(taken.returning(RetentionJobRecord.name)) is not None
+    return set(await session.scalars(taken.returning(RetentionJobRecord.name)))
 
 
-async def delay_job(session: AsyncSession, name: str, pause_ms: int, now: Now) -> None:
-    """Mark the job as done for the interval. Call it in the transaction that has taken the lease."""
+async def delay_jobs(session: AsyncSession, names: Collection[str], pause_ms: int, now: Now) -> None:
+    """Mark the jobs as done for the interval. Call it in the transaction that has taken the leases."""
     done = {"owner": None, "available_ms": now() + pause_ms}
-    await session.execute(update(RetentionJobRecord).where(RetentionJobRecord.name == name).values(done))
+    await session.execute(update(RetentionJobRecord).where(RetentionJobRecord.name.in_(sorted(names))).values(done))

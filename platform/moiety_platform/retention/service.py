@@ -1,13 +1,15 @@
 """Background service of each gateway process that deletes expired rows.
 
-Each transaction deletes some rows, followed by a pause, so that on SQLite other writers proceed, and on PostgreSQL
-nothing is locked for long. When the database is down it waits and continues later. Another gateway takes the job of a
-killed gateway once its lease has expired.
+Jobs that find nothing share a transaction, as long as it is short. Each transaction that deletes rows is followed by a
+pause, so that on SQLite other writers proceed, and on PostgreSQL nothing is locked for long. When the database is down
+it waits and continues later. Another gateway takes the job of a killed gateway once its lease has expired.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -19,11 +21,13 @@ from moiety_platform.db.session import Database
 from moiety_platform.errors import Unavailable
 from moiety_platform.object_storage.store import UNAVAILABLE as OBJECTS_UNAVAILABLE
 from moiety_platform.periodic_task import PeriodicTask
-from moiety_platform.retention.leases import Now, claim_job, delay_job, due
+from moiety_platform.retention.leases import Now, claim_job, claim_jobs, delay_jobs, due
 from moiety_platform.retention.metrics import RetentionMetrics
+from moiety_platform.shared_wake_ups import DUE_SHARE
 
 LEASE_S = 60.0
 PAUSE_S = 0.05
+SHARED_S = 0.02  # after which jobs that find nothing begin another transaction
 CHECKS_PER_INTERVAL = 4  # so that a job runs soon after it is due
 
 log = structlog.get_logger(__name__)
@@ -54,6 +58,18 @@ class ObjectJob:
     interval_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Result of running jobs together: the first `num_idle` found nothing, and the next one deleted `num_rows`.
+
+    `is_late` says that no further job was run, since the transaction had lasted long enough.
+    """
+
+    num_idle: int
+    num_rows: int = 0
+    is_late: bool = False
+
+
 @dataclass(eq=False)
 class RetentionService:
     """Runner of the retention jobs. Owned by the entry point; for one event loop. `owner` must be a unique id."""
@@ -66,6 +82,7 @@ class RetentionService:
     interval_s: float
     lease_s: float = LEASE_S
     pause_s: float = PAUSE_S
+    shared_s: float = SHARED_S
     now: Now = now_ms
 
     def __post_init__(self) -> None:
@@ -88,19 +105,54 @@ class RetentionService:
         """Run every due job to its end; return the number of deleted rows of each. Raises Unavailable."""
         async with self.database.read() as session:
             names = await due(session, [job.name for job in self.jobs], self.now)
-        done = {}
-        for job in self.jobs:
-            if job.name in names and not self._rounds.is_stopping:
-                done[job.name] = await self._do(job)
+        done: dict[str, int] = {}
+        for _, group in itertools.groupby((job for job in self.jobs if job.name in names), type):
+            jobs = list(group)
+            while jobs and not self._rounds.is_stopping:
+                found = await self._find_idle(jobs)
+                done |= {job.name: 0 for job in jobs[: found.num_idle]}
+                jobs = jobs[found.num_idle :]
+                if jobs and not found.is_late:
+                    job = jobs.pop(0)
+                    done[job.name] = await self._do(job, found.num_rows)
         return done
 
-    async def _do(self, job: RetentionJob | ObjectJob) -> int:
-        """Run one job, whose failure does not affect the others. Raises Unavailable."""
+    async def _find_idle(self, jobs: Sequence[RetentionJob | ObjectJob]) -> _Found:
+        """Run the jobs, which are of one kind, in a common transaction up to the first that finds something or fails.
+
+        Raises Unavailable.
+        """
+        names, num_idle = [job.name for job in jobs], 0
+        if not isinstance(jobs[0], RetentionJob):
+            return _Found(0)
+        try:
+            async with self.database.write() as session:
+                ours = await claim_jobs(session, names, self.owner, round(self.lease_s * 1000), self.now)
+                num_rows, is_late, begin_s = 0, False, time.monotonic()
+                for job in jobs:
+                    assert isinstance(job, RetentionJob), "the jobs are of one kind"
+                    num_rows = await job.purge(session) if job.name in ours else 0
+                    if num_rows:
+                        break
+                    num_idle += 1
+                    if is_late := time.monotonic() - begin_s > self.shared_s:
+                        break
+                if idle := ours.intersection(names[:num_idle]):
+                    await delay_jobs(session, idle, self._pause_ms(), self.now)
+                return _Found(num_idle, num_rows, is_late)
+        except Unavailable:
+            raise
+        except Exception:  # the job that fails runs alone, where its failure is logged
+            return _Found(0)
+
+    async def _do(self, job: RetentionJob | ObjectJob, num_rows: int = 0) -> int:
+        """Run one job, whose failure does not affect the others; `num_rows` were deleted before. Raises Unavailable."""
         total = 0
         try:
-            while num_rows := await self._step(job):
+            while num_rows := num_rows or await self._step(job):
                 total += num_rows
                 self.metrics.observe(job.name, num_rows)
+                num_rows = 0
                 await asyncio.sleep(self.pause_s)
                 if self._rounds.is_stopping:
                     break
@@ -133,13 +185,16 @@ class RetentionService:
             if isinstance(job, RetentionJob):
                 num_rows = await job.purge(session)
                 if num_rows == 0:
-                    await delay_job(session, job.name, round(self.interval_s * 1000), self.now)
+                    await delay_jobs(session, [job.name], self._pause_ms(), self.now)
         return await self._work(job) if isinstance(job, ObjectJob) else num_rows
 
     async def _work(self, job: ObjectJob) -> int:
         num_rows = await job.work()
         if num_rows == 0:
-            pause_s = self.interval_s if job.interval_s is None else job.interval_s
             async with self.database.write() as session:
-                await delay_job(session, job.name, round(pause_s * 1000), self.now)
+                await delay_jobs(session, [job.name], self._pause_ms(job.interval_s), self.now)
         return num_rows
+
+    def _pause_ms(self, interval_s: float | None = None) -> int:
+        """Return the time after which a job is due again, which is over at the check at the end of the interval."""
+        return round(DUE_SHARE * 1000 * (self.interval_s if interval_s is None else interval_s))

@@ -7,7 +7,7 @@ restarted with files on disk, gets it as soon as it can serve requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from sqlalchemy import func, select
@@ -30,13 +30,20 @@ class TenantDataHolder(Protocol):
 class EngineNotice:
     """Periodic sender. Owned by the entry point; for one event loop.
 
-    `engines` returns the current engines and the caches of this process.
+    `engines` returns the current engines and the caches of this process. `count_deletions` returns the number of all
+    deletions, if it is read together with other things.
     """
 
     def __init__(
-        self, database: Database, engines: Callable[[], Sequence[TenantDataHolder]], *, every_s: float = POLL_INTERVAL_S
+        self,
+        database: Database,
+        engines: Callable[[], Sequence[TenantDataHolder]],
+        *,
+        every_s: float = POLL_INTERVAL_S,
+        count_deletions: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         self._database, self._engines = database, engines
+        self._count = count_deletions or self._count_deletions
         self._tenant_ids: list[str] = []
         self._rounds = PeriodicTask("tenant-deletions", self.round, every_s)
 
@@ -54,9 +61,12 @@ class EngineNotice:
 
     async def round(self) -> None:
         """Send the ids of deleted tenants to all engines. Raises Unavailable."""
-        async with self._database.read() as session:
-            count = await session.scalar(select(func.count()).select_from(TenantDeletion))
-            if count != len(self._tenant_ids):  # a deletion is never undone
+        if await self._count() != len(self._tenant_ids):  # a deletion is never undone
+            async with self._database.read() as session:
                 self._tenant_ids = list(await session.scalars(select(TenantDeletion.tenant_id)))
         for engine in self._engines():
             engine.forget_tenants(self._tenant_ids)
+
+    async def _count_deletions(self) -> int:
+        async with self._database.read() as session:
+            return await session.scalar(select(func.count()).select_from(TenantDeletion)) or 0

@@ -136,7 +136,8 @@ async def forget_old(session: AsyncSession, *, now: Now) -> int:
     key = WebhookDelivery.webhook_id, WebhookDelivery.alert_id
     wanted = select(*key).where(or_(old, lost)).limit(FORGET_ROWS).with_for_update(skip_locked=True)
     found = [tuple(row) for row in await session.execute(wanted)]
-    await session.execute(delete(WebhookDelivery).where(tuple_(*key).in_(found)))
+    if found:
+        await session.execute(delete(WebhookDelivery).where(tuple_(*key).in_(found)))
     return len(found)
 
 
@@ -148,7 +149,8 @@ async def forget_operational_alerts(session: AsyncSession, before: datetime) -> 
     wanted = select(OperationalAlert.id).where(OperationalAlert.at < before, ~waits).order_by(OperationalAlert.at)
     found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=OperationalAlert, skip_locked=True))
     ids = found.all()
-    await session.execute(delete(OperationalAlert).where(OperationalAlert.id.in_(ids)))
+    if ids:
+        await session.execute(delete(OperationalAlert).where(OperationalAlert.id.in_(ids)))
     return len(ids)
 
 
@@ -158,7 +160,8 @@ async def forget_alerts(session: AsyncSession, before: datetime) -> int:
     wanted = select(QuotaAlert.id).where(QuotaAlert.start < before, ~waits).order_by(QuotaAlert.start)
     found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=QuotaAlert, skip_locked=True))
     ids = found.all()
-    await session.execute(delete(QuotaAlert).where(QuotaAlert.id.in_(ids)))
+    if ids:
+        await session.execute(delete(QuotaAlert).where(QuotaAlert.id.in_(ids)))
     return len(ids)
 
 

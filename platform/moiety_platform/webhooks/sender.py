@@ -7,6 +7,7 @@ is due; if neither, nothing else happens. When the database is down it waits and
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 
 import structlog
@@ -41,7 +42,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, repr=False)
 class AlertSender:
-    """Periodic sender. Owned by the entry point; for one event loop. `stop` it before the poster is closed."""
+    """Periodic sender. Owned by the entry point; for one event loop. `stop` it before the poster is closed.
+
+    `may_have_alerts` returns False if there is certainly nothing to send; without it, each round looks by itself.
+    """
 
     database: Database
     poster: WebhookClient
@@ -52,6 +56,7 @@ class AlertSender:
     interval_s: float = INTERVAL_S
     backoff: Backoff = BACKOFF
     now: Now = now_ms
+    may_have_alerts: Callable[[], Awaitable[bool]] | None = None
 
     def __post_init__(self) -> None:
         self._rounds = PeriodicTask("alert-sender", self.round, self.interval_s)
@@ -65,6 +70,8 @@ class AlertSender:
 
     async def round(self) -> bool:
         """Queue new alerts and send due events; return whether there may be more. Raises Unavailable."""
+        if self.may_have_alerts is not None and not await self.may_have_alerts():
+            return False
         num_done = 0
         async with self.database.read() as session:
             to_tell, to_send = await any_alert_due(session, self.clock.now()), await any_due(session, self.now)
