@@ -19,8 +19,8 @@ CORES = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Draw answers, latency, cores and statements over the offered rate."""
-    stages = report["stages"]
+    """Draw answers, latency, cores and statements over the offered rate; of a repeated stage, the last try."""
+    stages = list({one["offered_per_s"]: one for one in report["stages"]}.values())
     answered = [{"offered": one["offered_per_s"], "answered": one["answered_per_s"]} for one in stages]
     latency = [
         {"offered": one["offered_per_s"], "ms": one["latency_ms"][name], "percentile": name}
