@@ -128,7 +128,7 @@ async def serving() -> AsyncIterator[tuple[CountingServer, Callable[[], Awaitabl
         await send({"type": "http.response.body"})
 
     started, listener = asyncio.Event(), bind("127.0.0.1", 0)
-    server = CountingServer(app, 1, ConnectionLimits.of(GatewaySettings()), started.set)  # type: ignore[arg-type]
+    server = CountingServer(app, 1, ConnectionLimits.of(GatewaySettings()), started.set)
     running = asyncio.create_task(server.serve([listener]))
     await started.wait()
 
