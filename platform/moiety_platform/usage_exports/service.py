@@ -162,7 +162,8 @@ async def _credits_of(session: AsyncSession, day: datetime) -> CreditsByKeys:
         .group_by(*keys, UsageRecord.credit_reason)
     )
     credited: dict[UsageKeys, dict[str, int]] = {}
-    for tenant_id, project_id, key_id, model, service_class, reason, nanodollars in await session.execute(found):
+    for *ids, reason, nanodollars in await session.execute(found):
+        tenant_id, project_id, key_id, model, service_class = ids
         credited.setdefault((tenant_id, project_id, key_id, model, service_class), {})[reason] = nanodollars
     return credited
 
