@@ -21,20 +21,20 @@ from moiety_engine.kv_transfer.messages import Begin, KvChunk, RemoteMemory
 from moiety_engine.kv_transfer.nixl_memory import (
     PROGRESS_S,
     NixlFailed,
+    NixlReads,
     NixlReceiver,
     NixlSender,
     NixlTransport,
     receiver_of,
 )
-from moiety_engine.kv_transfer.staging_buffer import Progress, StagingBuffer
+from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
 
 from .kv_announcements import begin_of, share_of
-from .nixl_stand_in import Agent, stand_in
+from .nixl_stand_in import Agent, BackendError, stand_in
 
 NUM_TOKENS = 4
-WAIT_S = 30.0
 
 
 @pytest.fixture(params=["stand-in", "installed"])
@@ -73,6 +73,20 @@ def progressing(sender: NixlSender) -> Iterator[None]:
         thread.join()
 
 
+def finish(reads: NixlReads) -> bool:
+    """Wait for the reads, and return whether they have ended well."""
+    while (ended := reads.finish()) is None:
+        pass
+    return ended
+
+
+def end(staging_buffer: StagingBuffer, transfer_id: str = "a") -> bool:
+    """End a transfer, and return whether it is complete."""
+    while (ended := staging_buffer.end(transfer_id)) is None:
+        pass
+    return ended
+
+
 def announced(transport: NixlTransport, kv: KvCache, transfer_id: str = "a") -> Begin:
     return begin_of(kv, transfer_id, NUM_TOKENS, transport=KvTransport.NIXL.value, memory=transport.memory)
 
@@ -94,15 +108,14 @@ def test_chunks_are_read_from_the_senders_memory(nixl: str, kv: KvCache) -> None
     first, second = sender.allocate(4096), sender.allocate(8192)
     data = torch.arange(8192, dtype=torch.int64).to(torch.uint8)
     second.put(0, [data[:1000], data[1000:5000]])
-    buffer_B = torch.zeros(8192, dtype=torch.uint8)
-    reads = NixlReceiver().open(second.memory, buffer_B)
+    reads = NixlReceiver().open(second.memory, 8192)
     with progressing(sender):
-        assert reads.read(0, 5000) and reads.wait(WAIT_S)
+        assert reads.read(0, 5000)
         second.put(5000, [data[5000:]])
-        assert reads.read(5000, 3192) and reads.read(8192, 0) and reads.wait(WAIT_S)
-    assert torch.equal(buffer_B, data)
+        assert reads.read(5000, 3192) and reads.read(8192, 0) and finish(reads)
+    assert torch.equal(reads.buffer_B, data)
     reads.close()
-    assert not reads.read(0, 1) and not reads.wait(0)
+    assert not reads.read(0, 1) and not finish(reads)
     first.close()
     second.close()
     second.close()
@@ -118,7 +131,7 @@ def test_a_transfer_through_the_staging_buffer_is_there_once_all_chunks_are_read
     transport.put(0, [rows])
     staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
     with progressing(sender):
-        assert staging_buffer.end("a")
+        assert end(staging_buffer)
     assert staging_buffer.claim("a") is Progress.THERE
     staging_buffer.load("a", 0, [[2]], (0,))
     layer = kv.layers[0]
@@ -156,7 +169,7 @@ def test_a_sender_that_has_ended_loses_its_transfer_and_is_forgotten(
     staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
     agents.gone.add(begin.memory.agent.decode() if begin.memory else "")
     agents.holds = False
-    assert not staging_buffer.end("a") and staging_buffer.claim("a") is Progress.LOST
+    assert not end(staging_buffer) and staging_buffer.claim("a") is Progress.LOST
     assert not own.known and not own.registered and not own.num_open
 
 
@@ -175,6 +188,59 @@ def test_memory_stays_registered_until_a_read_that_is_under_way_has_ended(agents
     assert len(own.registered) == 1 and own.num_open == 0
     staging_buffer.drop("b")
     assert not own.registered
+
+
+@pytest.mark.parametrize("when", ["chunk", "end"])
+def test_memory_that_the_sender_gave_to_another_transfer_is_not_taken(nixl: str, kv: KvCache, when: str) -> None:
+    sender, staging_buffer = NixlSender(1 << 16), staging_of(kv, NixlReceiver())
+    num_bytes = begin_of(kv, "a", NUM_TOKENS).num_bytes
+    transport = sender.allocate(num_bytes)
+    assert staging_buffer.begin(announced(transport, kv)) == ""
+    with progressing(sender):
+        if when == "end":
+            staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
+        transport.close()  # the receiver did not answer in time
+        other = sender.allocate(num_bytes)
+        assert other.memory.address == transport.memory.address
+        other.put(0, [torch.rand(num_bytes // 4)])
+        if when == "chunk":
+            staging_buffer.put(KvChunk("a", 0, 0, NUM_TOKENS, 0), [])
+        assert not end(staging_buffer)
+    assert staging_buffer.claim("a") is Progress.LOST
+
+
+def test_other_messages_are_taken_while_the_last_of_a_transfer_is_read(agents: type[Agent], kv: KvCache) -> None:
+    sender, clock = NixlSender(1 << 16), [0.0]
+    staging_buffer = StagingBuffer(1 << 20, share_of(kv), NixlReceiver(), clock=lambda: clock[0])
+    staging_buffer.serve(kv)
+    size = begin_of(kv, "a", NUM_TOKENS).num_bytes
+    for transfer_id in "ab":
+        assert staging_buffer.begin(announced(sender.allocate(size), kv, transfer_id)) == ""
+        staging_buffer.put(KvChunk(transfer_id, 0, 0, NUM_TOKENS, 0), [])
+    agents.holds = True
+    assert staging_buffer.end("a") is None and staging_buffer.claim("a") is Progress.COMING
+    agents.holds = False
+    assert end(staging_buffer, "b") and end(staging_buffer, "a")
+    agents.holds = True
+    assert staging_buffer.begin(announced(sender.allocate(size), kv, "c")) == ""
+    staging_buffer.put(KvChunk("c", 0, 0, NUM_TOKENS, 0), [])
+    assert staging_buffer.end("c") is None
+    clock[0] += STALLED_S + 1
+    assert staging_buffer.end("c") is False
+
+
+def test_a_buffer_that_cannot_be_deregistered_does_not_stop_the_step_loop(
+    agents: type[Agent], kv: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise BackendError("busy")
+
+    monkeypatch.setattr(agents, "deregister_memory", fail)
+    staging_buffer = staging_of(kv, NixlReceiver())
+    transport = NixlSender(1 << 16).allocate(begin_of(kv, "a", NUM_TOKENS).num_bytes)
+    assert staging_buffer.begin(announced(transport, kv)) == ""
+    staging_buffer.drop("a")
+    assert staging_buffer.claim("a") is Progress.LOST
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.integers(0, 20)), max_size=60))
@@ -214,10 +280,10 @@ def test_nixl_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPat
 
 def test_memory_that_cannot_be_registered_is_refused(agents: type[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise stand_in()._bindings.BackendError("no memory")
+        raise BackendError("no memory")
 
     monkeypatch.setattr(agents, "register_memory", fail)
     with pytest.raises(InvalidConfig, match="cannot register 100 bytes"):
         NixlSender(100)
     with pytest.raises(NixlFailed, match="unknown agent"):
-        NixlReceiver().open(RemoteMemory(b"nobody", 0), torch.zeros(1, dtype=torch.uint8))
+        NixlReceiver().open(RemoteMemory(b"nobody", 0, b""), 1)

@@ -56,6 +56,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, array_like=True):
 
     agent: bytes  # metadata of its agent
     address: int
+    nonce: bytes  # that follows the chunks there until the sender frees the memory
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,10 +1,11 @@
 """Memory from which NIXL (NVIDIA Inference Xfer Library) reads KV at another engine: by RDMA, TCP or shared memory.
 
 The sender's memory is registered with its agent once. A transfer has a range of it and announces the agent and the
-address; the receiver reads each chunk from there once the sender has written and announced it. No agent has a thread
-of its own, which would use a whole processor: the receiver's progresses with its calls, the sender's with `progress`.
-Links between agents are neither authenticated nor encrypted. The interface is documented in docs/python_api.md of
-github.com/ai-dynamo/nixl.
+address; the receiver reads each chunk from there once the sender has written and announced it. A random nonce follows
+the chunks until the sender frees the range: a receiver that reads it after all chunks has read this transfer, and not
+one that got the range later. No agent has a thread of its own, which would use a whole processor: the receiver's
+progresses with its calls, the sender's with `progress`. Links between agents are neither authenticated nor encrypted.
+The interface is documented in docs/python_api.md of github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib
 import logging
 import secrets
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ from moiety_engine.kv_transfer.messages import RemoteMemory
 from moiety_engine.kv_transfer.transports import write_parts
 
 PROGRESS_S = 0.001  # interval at which a sender with open transfers lets its agent progress
-_POLL_S = 0.0002  # interval of the receiver while it waits for reads
+NONCE_BYTES = 16
 _MAX_AGENTS = 256  # of senders that a receiver remembers
 
 log = structlog.get_logger()
@@ -78,7 +79,7 @@ class NixlSender:
         self._agent = _Agent()
         self._lock = threading.Lock()
         try:
-            self._memory_B = torch.empty(max_bytes, dtype=torch.uint8)
+            self._memory_B = torch.empty(max_bytes + NONCE_BYTES, dtype=torch.uint8)
             with self._agent.calls() as agent:
                 self._registered = agent.register_memory(self._memory_B)
                 self._metadata: bytes = agent.get_agent_metadata()
@@ -86,15 +87,16 @@ class NixlSender:
             raise InvalidConfig(
                 f"--kv-transport nixl cannot register {max_bytes} bytes ({exc}): set a smaller --kv-buffer-bytes"
             ) from exc
-        self._free: list[tuple[int, int]] = [(0, max_bytes)]  # ranges, in order: begin, end
+        self._free: list[tuple[int, int]] = [(0, len(self._memory_B))]  # ranges, in order: begin, end
 
     def allocate(self, num_bytes: int) -> NixlTransport:
         """Return the sender's end of a transfer. Raises OSError if no range is large enough."""
+        size = num_bytes + NONCE_BYTES
         with self._lock:
             for place, (begin, end) in enumerate(self._free):
-                if end - begin >= num_bytes:
-                    self._free[place : place + 1] = [(begin + num_bytes, end)] if end - begin > num_bytes else []
-                    return NixlTransport(self, begin, self._memory_B[begin : begin + num_bytes], self._metadata)
+                if end - begin >= size:
+                    self._free[place : place + 1] = [(begin + size, end)] if end - begin > size else []
+                    return NixlTransport(self, begin, self._memory_B[begin : begin + size], self._metadata)
         raise OSError(f"no {num_bytes} bytes are free in one piece")
 
     def free(self, begin: int, num_bytes: int) -> None:
@@ -106,8 +108,7 @@ class NixlSender:
             if place and self._free[place - 1][1] == begin:
                 place -= 1
                 begin = self._free.pop(place)[0]
-            if end > begin:
-                self._free.insert(place, (begin, end))
+            self._free.insert(place, (begin, end))
 
     def progress(self) -> None:
         """Answer the receivers' requests that have arrived."""
@@ -123,7 +124,9 @@ class NixlTransport:
 
     def __init__(self, sender: NixlSender, begin: int, memory_B: Tensor, metadata: bytes) -> None:
         self._sender, self._begin, self._memory_B = sender, begin, memory_B
-        self.memory = RemoteMemory(metadata, memory_B.data_ptr())
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory_B[-NONCE_BYTES:] = torch.tensor(list(nonce), dtype=torch.uint8)
+        self.memory = RemoteMemory(metadata, memory_B.data_ptr(), nonce)
         self._is_closed = False
 
     def put(self, offset: int, parts: Sequence[Tensor]) -> list[memoryview]:
@@ -133,6 +136,7 @@ class NixlTransport:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            self._memory_B[-NONCE_BYTES:] = 0  # before another transfer can write here
             self._sender.free(self._begin, len(self._memory_B))
 
 
@@ -144,14 +148,13 @@ class NixlReceiver:
         self.agent = _Agent()
         self._lock = threading.Lock()
         self._names: dict[bytes, str] = {}  # by metadata
-        self._unfinished: list[NixlReads] = []
+        self._unfinished = deque[NixlReads]()
 
-    def open(self, memory: RemoteMemory, buffer_B: Tensor) -> NixlReads:
-        """Return the reads of one transfer into `buffer_B`. Raises NixlFailed."""
+    def open(self, memory: RemoteMemory, num_bytes: int) -> NixlReads:
+        """Return the reads of one transfer, into a buffer of their own. Raises NixlFailed, or RuntimeError."""
         with self._lock:
-            unfinished, self._unfinished = self._unfinished, []
-            for reads in unfinished:
-                reads.close()
+            for _ in range(len(self._unfinished)):
+                self._unfinished.popleft().close()
             name = self._names.get(memory.agent)
             if name is None:
                 with self.agent.calls() as agent:
@@ -159,7 +162,7 @@ class NixlReceiver:
                 name = self._names[memory.agent] = found if isinstance(found, str) else bytes(found).decode()
                 if len(self._names) > _MAX_AGENTS:
                     self._forget(next(iter(self._names)))
-        return NixlReads(self, name, memory, buffer_B)
+        return NixlReads(self, name, memory, num_bytes)
 
     def forget(self, memory: RemoteMemory) -> None:
         """Forget the agent of a sender that has failed; its next transfer adds it anew."""
@@ -183,14 +186,16 @@ class NixlReceiver:
 class NixlReads:
     """Reads of one transfer. The receiver thread begins them; the step loop may close them."""
 
-    def __init__(self, receiver: NixlReceiver, name: str, memory: RemoteMemory, buffer_B: Tensor) -> None:
-        """Register the buffer. Raises NixlFailed."""
-        self._receiver, self._name, self._memory, self._buffer_B = receiver, name, memory, buffer_B
+    def __init__(self, receiver: NixlReceiver, name: str, memory: RemoteMemory, num_bytes: int) -> None:
+        """Allocate and register the buffer. Raises NixlFailed, or RuntimeError if memory is short."""
+        self._receiver, self._name, self._memory = receiver, name, memory
+        self._memory_B = torch.empty(num_bytes + NONCE_BYTES, dtype=torch.uint8)
+        self.buffer_B = self._memory_B[:num_bytes]
         self._lock = threading.Lock()
         self._left: list[Any] = []  # handles of reads that have not been seen to end
-        self._is_closed = False
+        self._is_nonce_read = self._is_closed = False
         with receiver.agent.calls() as agent:
-            self._registered = agent.register_memory(buffer_B) if len(buffer_B) else None
+            self._registered = agent.register_memory(self._memory_B)
 
     def read(self, offset: int, num_bytes: int) -> bool:
         """Begin to read a range of the sender's memory to the same place of the buffer; return False if it failed."""
@@ -200,33 +205,38 @@ class NixlReads:
             if not num_bytes:
                 return True
             try:
-                with self._receiver.agent.calls() as agent:
-                    own, other = (
-                        agent.get_xfer_descs([(address + offset, num_bytes, 0)], "DRAM")
-                        for address in (self._buffer_B.data_ptr(), self._memory.address)
-                    )
-                    handle = agent.initialize_xfer("READ", own, other, self._name)
-                    self._left.append(handle)
-                    agent.transfer(handle)
-                self._take_ended()
+                self._begin_read(offset, num_bytes)
             except NixlFailed as exc:
                 self._note(exc)
                 return False
         return True
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether all reads have ended well within a time."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                try:
-                    self._take_ended()
-                except NixlFailed as exc:
-                    self._note(exc)
-                    return False
-                if self._is_closed or not self._left or time.monotonic() > end_s:
-                    return not self._left and not self._is_closed
-            time.sleep(_POLL_S)
+    def finish(self) -> bool | None:
+        """Return whether all was read before the sender freed the memory; None while reads are under way.
+
+        Call it again in that case, and no other read begins any longer.
+        """
+        with self._lock:
+            if self._is_closed:
+                return False
+            try:
+                self._take_ended()
+                if not self._left and not self._is_nonce_read:
+                    self._is_nonce_read = True
+                    self._begin_read(len(self.buffer_B), NONCE_BYTES)
+            except NixlFailed as exc:
+                self._note(exc)
+                return False
+            if self._left:
+                return None
+            if self._memory_B[-NONCE_BYTES:].numpy().tobytes() == self._memory.nonce:
+                return True
+        log.warning(
+            "kv_read_too_late",
+            num_bytes=len(self.buffer_B),
+            advice="check whether this engine was stopped for long, or its network with the prefill engine is slow",
+        )
+        return False
 
     def close(self) -> None:
         """End the reads, and release the memory; where a read cannot be ended yet, a later call does it."""
@@ -238,8 +248,24 @@ class NixlReads:
                 return
             registered, self._registered = self._registered, None
             if registered is not None:
-                with self._receiver.agent.calls() as agent:
-                    agent.deregister_memory(registered)
+                try:
+                    with self._receiver.agent.calls() as agent:
+                        agent.deregister_memory(registered)
+                except NixlFailed as exc:  # the step loop calls this, and needs nothing of it
+                    advice = "restart the engine if this repeats: the memory stays registered"
+                    log.warning("nixl_memory_not_deregistered", reason=str(exc), advice=advice)
+
+    def _begin_read(self, offset: int, num_bytes: int) -> None:
+        """Begin to read a range of the sender's memory. Raises NixlFailed."""
+        with self._receiver.agent.calls() as agent:
+            own, other = (
+                agent.get_xfer_descs([(address + offset, num_bytes, 0)], "DRAM")
+                for address in (self._memory_B.data_ptr(), self._memory.address)
+            )
+            handle = agent.initialize_xfer("READ", own, other, self._name)
+            self._left.append(handle)
+            agent.transfer(handle)
+        self._take_ended()
 
     def _take_ended(self) -> None:
         """Release the reads that have ended. Raises NixlFailed if one has failed."""

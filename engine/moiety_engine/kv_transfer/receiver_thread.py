@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import secrets
 import threading
+import time
 
 import msgspec
 import structlog
@@ -23,6 +24,7 @@ NOT_ALLOWED = (
     "no gateway authorised the transfer: its token belongs to another transfer, to another engine, or to an "
     "earlier start of the engine"
 )
+POLL_S = 0.0002  # interval of polling while the last of a transfer is read by NIXL
 _NUM_LOGGED = 10  # unauthorised transfers in the log; afterwards every thousandth is logged
 _WILDCARDS = ("0.0.0.0", "[::]")
 
@@ -40,6 +42,7 @@ class ReceiverThread:
         self._staging_buffer = staging_buffer
         self.secret = secret or secrets.token_hex(32)
         self.num_disallowed = 0
+        self._ending: dict[tuple[bytes, str], None] = {}  # senders and transfers of which the last is being read
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,9 +72,16 @@ class ReceiverThread:
     def _run(self) -> None:
         with contextlib.suppress(zmq.ContextTerminated):
             while True:
-                frames = self._socket.recv_multipart(copy=False)
+                if self._ending and not self._socket.poll(0):
+                    time.sleep(POLL_S)
+                    frames = None
+                else:
+                    frames = self._socket.recv_multipart(copy=False)
                 try:
-                    self._take(frames)
+                    if frames is not None:
+                        self._take(frames)
+                    for identity, transfer_id in list(self._ending):
+                        self._end(identity, transfer_id)
                 except zmq.ContextTerminated:
                     raise
                 except Exception:  # the root of a thread: a failed transfer is lost, and its KV is recomputed
@@ -111,13 +121,18 @@ class ReceiverThread:
                     )
                     self._answer(identity, Refused(message.transfer_id, reason))
             case End():
-                is_there = self._staging_buffer.end(message.transfer_id, identity)
-                answer = (
-                    Received(message.transfer_id) if is_there else Refused(message.transfer_id, "parts are missing")
-                )
-                self._answer(identity, answer)
+                self._end(identity, message.transfer_id)
             case Cancel():
                 self._staging_buffer.cancel(message.transfer_id, identity)
+
+    def _end(self, identity: bytes, transfer_id: str) -> None:
+        """Answer the end of a sender's part, or note that the last of it is still being read."""
+        self._ending.pop((identity, transfer_id), None)  # also if the next line fails
+        is_there = self._staging_buffer.end(transfer_id, identity)
+        if is_there is None:
+            self._ending[identity, transfer_id] = None
+        else:
+            self._answer(identity, Received(transfer_id) if is_there else Refused(transfer_id, "parts are missing"))
 
     def _is_allowed(self, begin: Begin) -> bool:
         expected = transfer_token(self.secret, begin.transfer_id)

@@ -53,6 +53,7 @@ class _Part:
     begin: Begin
     buffer_B: Tensor
     heard_s: float
+    is_ending: bool = False  # all chunks are announced
     ended_unix_ns: int = 0  # time of completion; 0 while incomplete
     pieces: list[list[KvChunk]] = field(default_factory=list)  # chunks of each layer
     reads: NixlReads | None = None  # that fill the buffer with the transport nixl
@@ -161,8 +162,8 @@ class StagingBuffer:
             complaint = self._lacks_room(begin)
             if not complaint:
                 try:
-                    buffer_B = _buffer(begin)
-                    reads = self._open_reads(begin, buffer_B)
+                    reads = self._open_reads(begin)
+                    buffer_B = _buffer(begin) if reads is None else reads.buffer_B
                 except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
                     complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
                 except NixlFailed as exc:
@@ -185,7 +186,7 @@ class StagingBuffer:
         that had its block before.
         """
         part = self._part_of(piece.transfer_id, sender)
-        if part is None or part.ended_unix_ns:
+        if part is None or part.is_ending:
             return
         form, buffer_B = part.layers, part.buffer_B
         is_right = 0 <= piece.layer < len(form) and piece.first < piece.end <= part.begin.num_tokens
@@ -208,15 +209,23 @@ class StagingBuffer:
         part.pieces[piece.layer].append(piece)
         part.heard_s = self._clock()
 
-    def end(self, transfer_id: str, sender: bytes = b"") -> bool:
-        """End a connection's part, and return whether it is complete. If not, the whole transfer is dropped."""
+    def end(self, transfer_id: str, sender: bytes = b"") -> bool | None:
+        """End a connection's part, and return whether it is complete. If not, the whole transfer is dropped.
+
+        Returns None while the last of it is read by NIXL: call it again later.
+        """
         part = self._part_of(transfer_id, sender)
         if part is None or part.ended_unix_ns:
             return part is not None
         if any(part.next_token(layer) != part.begin.num_tokens for layer in range(len(part.pieces))):
             self.drop(transfer_id)
             return False
-        if part.reads is not None and not part.reads.wait(STALLED_S):
+        if not part.is_ending:
+            part.is_ending, part.heard_s = True, self._clock()
+        is_read = True if part.reads is None else part.reads.finish()
+        if is_read is None and self._clock() - part.heard_s <= STALLED_S:
+            return None
+        if not is_read:
             self.drop(transfer_id)
             return False
         part.heard_s, part.ended_unix_ns = self._clock(), time.time_ns()
@@ -358,10 +367,10 @@ class StagingBuffer:
                     part.reads.close()
             self._remember_lost(transfer_id)
 
-    def _open_reads(self, begin: Begin, buffer_B: Tensor) -> NixlReads | None:
+    def _open_reads(self, begin: Begin) -> NixlReads | None:
         if begin.memory is None or self._nixl is None:
             return None
-        return self._nixl.open(begin.memory, buffer_B)
+        return self._nixl.open(begin.memory, begin.num_bytes)
 
     def _remember_lost(self, transfer_id: str) -> None:
         self._lost[transfer_id] = None
