@@ -8,6 +8,7 @@ import os
 import shutil
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def test_the_weights_of_a_sleeping_engine_with_a_folder_are_in_a_file_and_not_in
         assert weights_on_device(loop) == held
         assert open_bytes(folder) == 0
         assert run_all(loop, [make_submit(0)])[0].token_ids == before
+
+
+def test_an_engine_that_writes_its_weights_to_a_slow_disk_shows_that_it_is_alive(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = own_loop(checkpoint, sleep_folder=str(tmp_path))
+    monkeypatch.setattr(weight_file, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(weight_file, "_SYNC_BYTES", 3000)
+    written, at_syncs, at_beats = weights_on_device(loop), [0], [0]
+    fdatasync = os.fdatasync
+
+    def sync(descriptor: int) -> None:
+        at_syncs.append(os.fstat(descriptor).st_size)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(weight_file.os, "fdatasync", sync)
+    loop.sleep(lambda: at_beats.append(open_bytes(tmp_path)))
+    assert at_syncs[-1] == written and max(later - before for before, later in pairwise(at_syncs)) < 4000
+    assert at_beats[-1] == written and max(later - before for before, later in pairwise(at_beats)) <= 1000
+    num_beats = len(at_beats)
+    loop.wake(lambda: at_beats.append(0))
+    assert len(at_beats) - num_beats >= written // 1000
 
 
 def open_bytes(folder: Path) -> int:

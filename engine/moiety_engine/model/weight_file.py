@@ -6,6 +6,7 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from shutil import disk_usage
 
@@ -16,6 +17,7 @@ from moiety_engine.errors import OutOfMemory
 from moiety_engine.memory import available_bytes
 
 _CHUNK_BYTES = 64 << 20
+_SYNC_BYTES = 512 << 20  # written before the disk must have them: neither a long wait nor many pages of host memory
 
 Storages = list[torch.UntypedStorage]
 
@@ -39,26 +41,29 @@ class WeightFile:
         self._folder, self._sizes = folder, list[int]()
 
     def move(self, storages: Storages, on_progress: Callable[[], None]) -> None:
-        """Write the weights, then release their memory.
+        """Write the weights, then release their memory. `on_progress` is called after each chunk.
 
         Raises OutOfMemory, and releases nothing, if they cannot be written.
         """
+        num_unsynced = 0
         try:
-            for storage in storages:
-                for part in _parts_of(storage):
-                    _transfer(part.to("cpu"), self._file.write)
+            for part in chain.from_iterable(map(_parts_of, storages)):
+                _transfer(part.to("cpu"), self._file.write)
+                num_unsynced += part.nbytes
+                if num_unsynced >= _SYNC_BYTES:
+                    self._sync()
+                    num_unsynced = 0
                 on_progress()
-            os.fdatasync(self._file.fileno())
+            self._sync()
         except OSError as exc:
             self.close()
             raise _not_written(self._folder, exc) from exc
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # free the page cache too
         self._sizes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
 
     def read(self, storages: Storages, on_progress: Callable[[], None]) -> None:
-        """Allocate the memory of the weights and read them.
+        """Allocate the memory of the weights and read them. `on_progress` is called after each chunk.
 
         Raises OutOfMemory if a CPU's memory does not suffice, and OSError if the file cannot be read.
         """
@@ -76,11 +81,16 @@ class WeightFile:
                 _transfer(buffer, self._file.readinto)
                 if not is_host:
                     part.copy_(buffer)
-            on_progress()
+                on_progress()
 
     def close(self) -> None:
         """Delete the file."""
         self._file.close()
+
+    def _sync(self) -> None:
+        """Wait until the disk has what was written, and free the page cache of it."""
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

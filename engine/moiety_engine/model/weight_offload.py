@@ -105,8 +105,8 @@ class WeightOffload:
     def offload_weights(self, on_progress: Callable[[], None], folder: str = "") -> int:
         """Move the weights to host memory, or to a file in the folder, and return the bytes released on the device.
 
-        `on_progress` is called after each tensor. Raises OutOfMemory, without moving anything, if the host has too
-        little memory, or the folder too little space.
+        `on_progress` is called after each tensor, or each chunk of the file. Raises OutOfMemory, without moving
+        anything, if the host has too little memory, or the folder too little space.
         """
         assert self._copy is None, "the weights are offloaded already"
         num_bytes = sum(storage.nbytes() for storage in self._storages)
