@@ -19,6 +19,7 @@ from moiety_platform.request_contents.terms import Content
 from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_platform.webhooks.json_endpoint import JsonEndpoint
 
 from .conftest import Demo, listening
 from .test_request_contents import CARD, CIPHER, captured, num_stored, opt_in
@@ -37,9 +38,9 @@ async def endpoint() -> AsyncIterator[Receiver]:
 
 @pytest.fixture
 async def redactor(endpoint: Receiver) -> AsyncIterator[ContentRedactor]:
-    opened = ContentRedactor(LOOPBACK, endpoint.url, timeout_s=60.0)
+    opened = ContentRedactor(JsonEndpoint(LOOPBACK, MAX_ANSWER_BYTES), endpoint.url, timeout_s=60.0)
     yield opened
-    await opened.close()
+    await opened.endpoint.close()
 
 
 def answer(*texts: str) -> str:
@@ -62,7 +63,7 @@ async def test_the_endpoint_gets_what_the_detectors_leave_and_its_texts_are_stor
 
 
 async def test_without_an_endpoint_the_detectors_redact() -> None:
-    found = await ContentRedactor(AddressPolicy()).redact("ten_a", "r1", GIVEN)
+    found = await ContentRedactor(JsonEndpoint(AddressPolicy(), MAX_ANSWER_BYTES)).redact("ten_a", "r1", GIVEN)
     assert found.input == "Ada pays with [redacted: card numbers]"
 
 
@@ -91,7 +92,7 @@ async def test_an_endpoint_that_is_away_silent_or_not_permitted_is_a_failure(
     endpoint.away = True
     with pytest.raises(RedactionFailed, match="connection_failed"):
         await redactor.redact("ten_a", "r1", GIVEN)
-    redactor.reach = AddressPolicy()
+    redactor.endpoint.reach = AddressPolicy()
     with pytest.raises(RedactionFailed, match="address_not_allowed"):
         await redactor.redact("ten_a", "r1", GIVEN)
 
@@ -100,10 +101,10 @@ async def test_an_endpoint_that_is_away_silent_or_not_permitted_is_a_failure(
         writer.close()
 
     async with listening(never) as url:
-        silent = ContentRedactor(LOOPBACK, url, timeout_s=0.05)
+        silent = ContentRedactor(JsonEndpoint(LOOPBACK, MAX_ANSWER_BYTES), url, timeout_s=0.05)
         with pytest.raises(RedactionFailed, match="timeout"):
             await silent.redact("ten_a", "r1", GIVEN)
-        await silent.close()
+        await silent.endpoint.close()
 
 
 async def test_a_content_that_is_not_redacted_is_not_stored_and_delays_no_other_round(

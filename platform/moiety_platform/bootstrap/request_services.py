@@ -28,7 +28,7 @@ from moiety_platform.receipts.signing import key_file_of, load_signer
 from moiety_platform.reloading.reloader import Reloader, ReloadMetrics
 from moiety_platform.reloading.source import SettingsSource
 from moiety_platform.request_contents.cipher import ContentCipher
-from moiety_platform.request_contents.redaction import ContentRedactor
+from moiety_platform.request_contents.redaction import MAX_ANSWER_BYTES, ContentRedactor
 from moiety_platform.request_contents.writer import ContentWriter
 from moiety_platform.responses_api.background import BackgroundRuns
 from moiety_platform.responses_api.conversation_locks import ConversationLocks
@@ -42,6 +42,7 @@ from moiety_platform.usage.recorder import UsageRecorder
 from moiety_platform.wake_on_request.metrics import wake_families
 from moiety_platform.wake_on_request.waker import EngineWaker
 from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_platform.webhooks.json_endpoint import JsonEndpoint
 
 LAST_RECORDS_S = 10.0
 
@@ -70,11 +71,11 @@ def start_contents(
     overrides: Overrides,
 ) -> ContentWriter:
     """Start the writer of contents of requests, until the stack is closed."""
-    redactor = ContentRedactor(AddressPolicy())
-    stack.push_async_callback(redactor.close)
+    redactor = ContentRedactor(JsonEndpoint(AddressPolicy(), MAX_ANSWER_BYTES))
+    stack.push_async_callback(redactor.endpoint.close)
 
     def use(settings: GatewaySettings) -> None:
-        redactor.reach.networks = networks_of(settings)
+        redactor.endpoint.reach.networks = networks_of(settings)
         redactor.url, redactor.timeout_s = settings.content_redaction_url, settings.content_redaction_timeout_ms / 1000
 
     use(settings)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import httpx
 import msgspec
 import structlog
 
@@ -27,8 +26,8 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.metrics import Metrics
 from moiety_platform.request_contents.terms import CapturedContent, terms_of
 from moiety_platform.request_rules.cache import TextRule
-from moiety_platform.webhooks.addresses import AddressPolicy, CannotReach
-from moiety_platform.webhooks.guarded_http import guarded_client, guarded_request
+from moiety_platform.webhooks.addresses import AddressPolicy
+from moiety_platform.webhooks.json_endpoint import EndpointFailed, JsonEndpoint
 
 SLICE_CHARS = 32 * 1024  # searched at once, which takes about a millisecond
 MAX_ANSWER_BYTES = 4096
@@ -57,7 +56,7 @@ class GuardrailChecks:
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        self._http: httpx.AsyncClient | None = None
+        self._endpoint = JsonEndpoint(self.reach, MAX_ANSWER_BYTES, self.tls)
         self._entry_points = EntryPointChecks()
 
     async def __aenter__(self) -> Self:
@@ -65,8 +64,7 @@ class GuardrailChecks:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._entry_points.close)
-        if self._http is not None:
-            await self._http.aclose()
+        await self._endpoint.close()
 
     async def check_input(
         self, record: RequestRecord, generation: Generation, text: ModelText, *, guardrails: Iterable[TextRule]
@@ -147,35 +145,10 @@ class GuardrailChecks:
             return "" if allows else "entry point"
         assert guardrail.url is not None, "a guardrail has detectors, an endpoint or an entry point"
         try:
-            async with asyncio.timeout(timeout_s):
-                return "" if await self._allows(guardrail.url, json.dumps(sent).encode()) else "endpoint"
-        except (TimeoutError, httpx.TimeoutException) as exc:
-            raise _CheckFailed("timeout") from exc
-        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as exc:
-            raise _CheckFailed("connection_failed") from exc
-        except CannotReach as exc:
-            raise _CheckFailed(exc.code) from exc
-
-    async def _allows(self, url: str, body: bytes) -> bool:
-        if self._http is None:
-            self._http = guarded_client(30.0, self.tls)
-        headers = {"Content-Type": "application/json"}
-        request = await guarded_request(self._http, self.reach, "POST", httpx.URL(url), headers, body)
-        answer = await self._http.send(request, stream=True)
-        try:
-            data = b""
-            async for part in answer.aiter_bytes():
-                data += part
-                if len(data) > MAX_ANSWER_BYTES:
-                    raise _CheckFailed("answer_too_long")
-        finally:
-            await answer.aclose()
-        if answer.status_code != httpx.codes.OK:
-            raise _CheckFailed(f"status_{answer.status_code}")
-        try:
-            return msgspec.json.decode(data, type=_Verdict).allow
-        except msgspec.MsgspecError as exc:
-            raise _CheckFailed("invalid_answer") from exc
+            verdict = await self._endpoint.ask(guardrail.url, json.dumps(sent).encode(), _Verdict, timeout_s)
+        except EndpointFailed as exc:
+            raise _CheckFailed(str(exc)) from exc
+        return "" if verdict.allow else "endpoint"
 
 
 def stage_of(rules: Iterable[TextRule], stage: GuardrailStage) -> list[Guardrail]:
