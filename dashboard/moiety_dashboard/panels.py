@@ -315,3 +315,22 @@ def ask_first(what: str, button: str, change: Callable[[], Any], done: str) -> N
 def ask_deletion(client: AdminClient, path: str, what: str, done: str) -> None:
     """Ask for confirmation, and delete the object of the path if the answer is yes."""
     ask_first(what, "Delete", lambda: client.change("DELETE", path), done)
+
+
+def choose_deletion(client: AdminClient, noun: str, labels: Mapping[str, str], warn: Callable[[str], str]) -> None:
+    """Draw the choice of an object to delete. `labels` are by path; `warn` returns the question for a label."""
+    with st.container(border=True):
+        st.markdown(f"**Delete a {noun}**")
+        if not labels:
+            st.caption(f"There is no {noun}.")
+            return
+        path = st.selectbox(f"{noun.capitalize()} to delete", list(labels), format_func=lambda one: labels[one])
+        if st.button(f"Delete {noun}", icon=":material/delete:"):
+            ask_deletion(client, path, warn(as_text(labels[path])), f"The {noun} is deleted.")
+
+
+def put(client: AdminClient, path: str, body: Mapping[str, Any], what: str) -> None:
+    """Set an object that requests obey from then on, and draw the page again if the gateway accepts it."""
+    done = f"{what} is set; it applies to requests that begin from now on."
+    if attempt(lambda: client.change("PUT", path, body), done) is not None:
+        st.rerun()

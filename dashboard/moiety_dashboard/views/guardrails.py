@@ -9,7 +9,6 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
-from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.rules import CHECKS, guardrails_frame
 from moiety_dashboard.page import Page
 
@@ -38,7 +37,8 @@ def draw(page: Page) -> None:
         with left:
             ask_guardrail(client, guardrails, names)
         with right:
-            ask_deletion(client, guardrails)
+            labels = {path_of("guardrails", one["name"]): one["name"] for one in guardrails}
+            panels.choose_deletion(client, "guardrail", labels, question)
 
 
 def ask_guardrail(client: AdminClient, guardrails: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ def ask_guardrail(client: AdminClient, guardrails: Sequence[Mapping[str, Any]], 
             key=f"{key} tenant",
         )
         if st.button("Set guardrail", type="primary"):
-            set_guardrail(client, body)
+            panels.put(client, "/guardrails", body, f"The guardrail {body['name']}")
 
 
 def choose(place: Any, label: str, words: Mapping[str, str], known: str | None, key: str) -> str:
@@ -101,26 +101,8 @@ def ask_check(kind: str, known: Mapping[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-def set_guardrail(client: AdminClient, body: Mapping[str, Any]) -> None:
-    done = f"The guardrail {body['name']} is set; it applies to requests that begin from now on."
-    if panels.attempt(lambda: client.change("PUT", "/guardrails", body), done) is not None:
-        st.rerun()
-
-
-def ask_deletion(client: AdminClient, guardrails: Sequence[Mapping[str, Any]]) -> None:
-    with st.container(border=True):
-        st.markdown("**Delete a guardrail**")
-        if not guardrails:
-            st.caption("There is no guardrail.")
-            return
-        name = st.selectbox("Guardrail to delete", [one["name"] for one in guardrails])
-        if st.button("Delete guardrail", icon=":material/delete:"):
-            panels.ask_deletion(
-                client,
-                path_of("guardrails", name),
-                f"Delete the guardrail **{as_text(name)}**? It checks no further requests.",
-                "The guardrail is deleted.",
-            )
+def question(label: str) -> str:
+    return f"Delete the guardrail **{label}**? It checks no further requests."
 
 
 def columns() -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_with
-from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.catalogue import prices_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.catalogue import price_columns
@@ -22,7 +21,8 @@ def draw(page: Page) -> None:
     panels.head("Prices", "Dollars per million tokens, by model and class")
     with page.asking() as client:
         answer = client.get("/prices")
-        frame = prices_frame(answer.data["data"])
+        prices = answer.data["data"]
+        frame = prices_frame(prices)
         note = "a price for all classes is multiplied by the price factor of each class"
         with panels.panel("Prices", note, [answer], key="prices", frame=frame):
             none = f"{NONE}{session.advice(HOW, 'prices.write')}"
@@ -34,7 +34,7 @@ def draw(page: Page) -> None:
         with left:
             ask_price(client)
         with right:
-            ask_deletion(client, answer.data["data"])
+            panels.choose_deletion(client, "price", {path_of_price(one): label_of(one) for one in prices}, question)
 
 
 def ask_price(client: AdminClient) -> None:
@@ -55,31 +55,15 @@ def ask_price(client: AdminClient) -> None:
             body = {"model": model or "", **given}
             if service_class != ALL_CLASSES:
                 body["service_class"] = service_class
-            set_price(client, body)
+            panels.put(client, "/prices", body, f"The price of {body['model']}")
 
 
-def set_price(client: AdminClient, body: Mapping[str, Any]) -> None:
-    done = f"The price of {body['model']} is set; it applies to requests that begin from now on."
-    if panels.attempt(lambda: client.change("PUT", "/prices", body), done) is not None:
-        st.rerun()
+def question(label: str) -> str:
+    return f"Delete the price of **{label}**? Requests without a price are free of charge."
 
 
-def ask_deletion(client: AdminClient, prices: Sequence[Mapping[str, Any]]) -> None:
-    with st.container(border=True):
-        st.markdown("**Delete a price**")
-        if not prices:
-            st.caption("There is no price.")
-            return
-        at = st.selectbox("Price", range(len(prices)), format_func=lambda number: label_of(prices[number]))
-        if st.button("Delete price", icon=":material/delete:"):
-            one = prices[at]
-            path = path_with("/prices", model=one["model"], service_class=one["service_class"])
-            panels.ask_deletion(
-                client,
-                path,
-                f"Delete the price of **{as_text(label_of(one))}**? Requests without a price are free of charge.",
-                "The price is deleted.",
-            )
+def path_of_price(price: Mapping[str, Any]) -> str:
+    return path_with("/prices", model=price["model"], service_class=price["service_class"])
 
 
 def label_of(price: Mapping[str, Any]) -> str:

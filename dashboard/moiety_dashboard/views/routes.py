@@ -33,7 +33,8 @@ def draw(page: Page) -> None:
         with left:
             ask_route(client, routes)
         with right:
-            ask_deletion(client, routes)
+            labels = {path_with("/routes", route=one["name"]): one["name"] for one in routes}
+            panels.choose_deletion(client, "route", labels, question)
 
 
 def ask_route(client: AdminClient, routes: Sequence[Mapping[str, Any]]) -> None:
@@ -46,7 +47,7 @@ def ask_route(client: AdminClient, routes: Sequence[Mapping[str, Any]]) -> None:
         name = known.get("name") or st.text_input("Name", placeholder="best", key="route name").strip()
         body = {"name": name, **ask_terms(models, known, key=f"route {chosen}")}
         if st.button("Set route", type="primary"):
-            set_route(client, body)
+            panels.put(client, "/routes", body, f"The route {name}")
 
 
 def ask_terms(models: Sequence[str], known: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -96,27 +97,9 @@ def ask_terms(models: Sequence[str], known: Mapping[str, Any], key: str) -> dict
     return found
 
 
-def set_route(client: AdminClient, body: Mapping[str, Any]) -> None:
-    done = f"The route {body['name']} is set; it applies to requests that begin from now on."
-    if panels.attempt(lambda: client.change("PUT", "/routes", body), done) is not None:
-        st.rerun()
-
-
-def ask_deletion(client: AdminClient, routes: Sequence[Mapping[str, Any]]) -> None:
-    with st.container(border=True):
-        st.markdown("**Delete a route**")
-        if not routes:
-            st.caption("There is no route.")
-            return
-        name = st.selectbox("Route to delete", [one["name"] for one in routes])
-        if st.button("Delete route", icon=":material/delete:"):
-            panels.ask_deletion(
-                client,
-                path_with("/routes", route=name),
-                f"Delete the route **{as_text(name)}**? Requests for this name then go to the model of that name, if "
-                "there is one.",
-                "The route is deleted.",
-            )
+def question(label: str) -> str:
+    then = "Requests for this name then go to the model of that name, if there is one."
+    return f"Delete the route **{label}**? {then}"
 
 
 def columns() -> dict[str, Any]:

@@ -8,20 +8,29 @@ that no tier holds any longer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moiety_engine.cache.prefix_change_log import PrefixChangeLog
+from typing import Protocol
 
 MAX_UNCOUNTED = 4096  # removed copies; a scheduler counts them after each launch
 NOWHERE = -1  # block of contents that a tier does not hold, and number of the contents of a block without any
+
+
+class ContentListener(Protocol):
+    """Receiver of the changes of a table; see PrefixChangeLog."""
+
+    def store(self, block_hash: bytes) -> None:
+        """Record contents that the table did not have."""
+        ...
+
+    def remove(self, block_hashes: Iterable[bytes]) -> None:
+        """Record contents that the table no longer has."""
+        ...
 
 
 class ContentTable:
     """Owner of the numbers. Single-threaded, like the pools that share it."""
 
     def __init__(self) -> None:
-        self.changes: PrefixChangeLog | None = None  # told of contents that the first tier stores or the last removes
+        self.changes: ContentListener | None = None  # told of contents that the first tier stores or the last removes
         self.numbers: dict[bytes, int] = {}  # by hash; callers read it
         self.hash_of: list[bytes] = []  # by number, also of numbers that are not used any longer; callers read it
         self._num_copies: list[int] = []  # by number: tiers that hold the contents, before `_removed` is counted
