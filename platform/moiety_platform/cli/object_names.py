@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -98,13 +98,9 @@ def find_user(client: AdminClient, text: str, *, tenant_id: str | None = None) -
             return found
         raise CommandError(f"there is no user with the id or email address {text!r}; see: moiety user list")
     named = list(client.pages("/users", email=text, tenant_id=tenant_id))
-    if len(named) == 1:
-        return named[0]
     if not named:
         raise CommandError(f"there is no user with the email address {text!r}; see: moiety user list")
-    names = ObjectNames(client)
-    shown = [f"{one['id']} ({one['role']} of {names.tenant_of_row(one)})" for one in named]
-    raise CommandError(f"{text!r} has {len(named)} roles; give the id of one:\n{_lines(shown)}")
+    return _only_named(client, named, f"{text!r} has {len(named)} roles", "{role} of {tenant}")
 
 
 def find_run(client: AdminClient, text: str) -> Row:
@@ -112,13 +108,18 @@ def find_run(client: AdminClient, text: str) -> Row:
     if (found := _by_id(client, "run", text)) is not None:
         return found
     named: list[Row] = client.get("/runs", name=text)["data"]
-    if len(named) == 1:
-        return named[0]
     if not named:
         raise CommandError(f"there is no run with the id or name {text!r}; see: moiety run list")
+    return _only_named(client, named, f"{len(named)} tenants have a run {text!r}", "of {tenant}")
+
+
+def _only_named(client: AdminClient, named: Sequence[Row], several: str, form: str) -> Row:
+    """Return the only object of a name. Raises CommandError with `several` and the ids, each described by `form`."""
+    if len(named) == 1:
+        return named[0]
     names = ObjectNames(client)
-    shown = [f"{one['id']} (of {names.tenant_of_row(one)})" for one in named]
-    raise CommandError(f"{len(named)} tenants have a run {text!r}; give the id of one:\n{_lines(shown)}")
+    shown = [f"{one['id']} ({form.format(**one, tenant=names.tenant_of_row(one))})" for one in named]
+    raise CommandError(f"{several}; give the id of one:\n{_lines(shown)}")
 
 
 FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
