@@ -119,6 +119,32 @@ async def test_an_invited_user_is_the_one_whose_tokens_have_a_role(people: Peopl
     assert (caller["role"], caller["user_id"]) == ("viewer", user["id"])
 
 
+async def test_a_developer_by_its_token_with_a_role_in_another_tenant_chooses_between_them(
+    ada: People, database: Database, clock: ManualClock, demo: Demo
+) -> None:
+    async with database.write() as session:
+        other = await create_tenant(session, NewTenant(name="globex"), clock.now())
+    first = await ada.call("ada", "GET", "caller")
+    joined = await ada.join("ada", "viewer", other.id)
+    caller = await ada.call("ada", "GET", "caller")
+    assert (caller["user_id"], caller["role"]) == (joined["id"], "viewer")
+    assert {one["tenant_id"] for one in caller["roles"]} == {demo.tenant_id, other.id}
+    for tenant_id, user_id in ((demo.tenant_id, first["user_id"]), (other.id, joined["id"])):
+        chosen = await ada.call("ada", "GET", "caller", tenant=tenant_id)
+        assert (chosen["tenant_id"], chosen["user_id"]) == (tenant_id, user_id)
+    ada.tokens["ada"] = ada.token("ada")
+    assert await ada.refuse("ada", "GET", "caller", tenant=demo.tenant_id) == (403, "missing_role")
+
+
+async def test_a_request_that_names_another_tenant_than_the_token_is_refused(ada: People, demo: Demo) -> None:
+    assert (await ada.call("ada", "GET", "caller", tenant=demo.tenant_id))["tenant_id"] == demo.tenant_id
+    for role in ("developer", "tenant-admin"):
+        ada.tokens["ada"] = ada.token("ada", moiety_roles=[role], moiety_tenant=demo.tenant_id)
+        assert await ada.refuse("ada", "GET", "caller", tenant="ten_other") == (403, "tenant_unknown")
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=["owner"])
+    assert (await ada.call("ada", "GET", "caller", tenant="ten_other"))["role"] == "owner"
+
+
 async def test_groups_give_developers_of_several_tenants_one_user_in_each(
     people: People, database: Database, clock: ManualClock, demo: Demo
 ) -> None:

@@ -32,6 +32,7 @@ from moiety_platform.auth.users.sign_in import (
     TokenSubject,
     choose_caller,
     memberships_of,
+    no_role_in_tenant,
     user_disabled,
 )
 from moiety_platform.auth.verified_tokens import VerifiedTokens
@@ -85,16 +86,19 @@ class OidcVerifier:
         """Return the caller of a token: the user that it names, or else the role that its claims or groups give.
 
         A developer by claims or groups becomes a user at the first sign-in. `tenant_id` is the tenant that the request
-        names, for users with roles in several. Raises Unauthenticated, Forbidden (a disabled user, no known role, or
+        names, for persons with roles in several. Raises Unauthenticated, Forbidden (a disabled user, no known role, or
         not for this tenant), or Unavailable.
         """
         claims = await self._verify(token)
         subject = self._subject(claims)
         memberships = await memberships_of(self._database, subject)
+        of_token = [one.user.tenant_id for one in memberships if one.user.has_role_of_token]
         given = [one for one in memberships if not one.user.has_role_of_token]
-        if (caller := choose_caller(subject, given, tenant_id)) is not None:
+        if tenant_id not in of_token and (caller := choose_caller(subject, given, tenant_id)) is not None:
             return caller
         caller = await self._caller_of_claims(claims)
+        if tenant_id is not None and caller.tenant_id not in (None, tenant_id):
+            raise no_role_in_tenant()
         user = next((one.user for one in memberships if one.user.tenant_id == caller.tenant_id), None)
         if user is not None and user.state == UserState.DISABLED:
             raise user_disabled()

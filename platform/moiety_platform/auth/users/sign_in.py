@@ -77,6 +77,14 @@ def user_disabled() -> Forbidden:
     return Forbidden("This user is disabled. Ask an administrator of your tenant to enable it.", code=USER_DISABLED)
 
 
+def no_role_in_tenant() -> Forbidden:
+    """Return the refusal of a person without a role in the tenant that the request names."""
+    return Forbidden(
+        f"You have no role in the tenant that the header {TENANT_HEADER} names; see: GET /admin/v1/caller.",
+        code=TENANT_UNKNOWN,
+    )
+
+
 def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tenant_id: str | None) -> Caller | None:
     """Return the caller; None for a person who is no user here.
 
@@ -88,10 +96,7 @@ def choose_caller(subject: TokenSubject, memberships: Sequence[Membership], tena
         return None
     reached = [one for one in memberships if tenant_id is None or one.user.tenant_id == tenant_id]
     if not reached:
-        raise Forbidden(
-            f"You have no role in the tenant that the header {TENANT_HEADER} names; see: GET /admin/v1/caller.",
-            code=TENANT_UNKNOWN,
-        )
+        raise no_role_in_tenant()
     enabled = [one for one in reached if one.user.state == UserState.ACTIVE]
     if not enabled:
         raise user_disabled()
