@@ -20,6 +20,7 @@ from moiety_platform.auth.service import create_key, rotate_key
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.paging import PageRequest
 from moiety_platform.db.session import Database
+from moiety_platform.errors import BadRequest
 from moiety_platform.quota.kinds import LimitKind, LimitLevel
 from moiety_platform.quota.models import QuotaWindow
 from moiety_platform.quota.schemas import NewQuota
@@ -27,10 +28,11 @@ from moiety_platform.quota.service import set_quota
 from moiety_platform.spend import queries
 from moiety_platform.spend.budgets import list_budgets
 from moiety_platform.spend.forecast import RATE_SPAN, forecast_month, rate_of, read_since
-from moiety_platform.spend.queries import forecast_spend, report_spend
+from moiety_platform.spend.queries import MAX_MERGED_GROUPS, MergedSpend, forecast_spend, report_spend
+from moiety_platform.spend.schemas import SpendGroup, SpendReport, SpendTotals
 from moiety_platform.usage.days import DAY, sum_up_some
 from moiety_platform.usage.models import LedgerEntry, UsageRecord
-from moiety_platform.usage.queries import UsageFilter
+from moiety_platform.usage.queries import MAX_GROUPS, UsageFilter
 from moiety_platform.usage.reconciliation import take_snapshot_locks
 from moiety_platform.usage.store import insert_rows
 
@@ -233,6 +235,50 @@ def is_at(moment: datetime, parameters: str) -> bool:
     """Whether the parameters of a statement contain this time, as one of the databases has it."""
     in_python = f"datetime.datetime({moment.year}, {moment.month}, {moment.day}, {moment.hour}, {moment.minute}"
     return in_python in parameters or f"{moment:%Y-%m-%d %H:%M}:00" in parameters
+
+
+async def test_groups_of_a_longer_time_have_the_sums_of_all_its_parts(
+    database: Database, admin: Admin, demo: Demo, clock: ManualClock
+) -> None:
+    clock.advance((NOW - clock.now()).total_seconds())
+    month_ago, now = NOW - 40 * DAY, NOW - DAY
+    used = [(f"user-{number}", month_ago, 10, 3) for number in range(MAX_GROUPS)]
+    used += [("late", month_ago, 1, 7), ("late", now, 100, 5)]
+    rows = [
+        make_row(
+            f"r{number}", tenant_id=demo.tenant_id, end_user=user, started_at=at, output_tokens=tokens,
+            cost_nanodollars=cost,
+        )
+        for number, (user, at, tokens, cost) in enumerate(used)
+    ]  # fmt: skip
+    async with database.write() as session:
+        await insert_rows(session, rows)
+    params = in_query(NOW - 50 * DAY, NOW, group_by="end_user")
+    found = await admin.call("GET", "spend", 200, params=params)
+    first, totals = found["data"][0]["group"], found["data"][0]["totals"]
+    assert (first, totals["output_tokens"], totals["cost_nanodollars"]) == ({"end_user": "late"}, 101, 12)
+    assert found["truncated"] and len(found["data"]) == MAX_GROUPS
+    by_day = await admin.call("GET", "spend", 200, params={**params, "group_by": "day,end_user"})
+    assert by_day["truncated"] and len(by_day["data"]) == MAX_GROUPS
+    assert {one["group"]["day"] for one in by_day["data"]} == {f"{month_ago:%Y-%m-%d}"}
+
+
+def test_more_groups_than_can_be_summed_up_are_refused() -> None:
+    merged, by_day = MergedSpend(("end_user",)), MergedSpend(("day", "end_user"))
+    totals = SpendTotals(*[1] * len(SpendTotals.__struct_fields__))
+    groups = [SpendGroup({"end_user": f"user-{number}"}, totals) for number in range(MAX_MERGED_GROUPS)]
+    days = [SpendGroup({"day": "2026-03-01", **one.group}, one.totals) for one in groups]
+    for number in range(2):
+        merged.add(SpendReport(NOW, NOW + DAY, totals, groups, truncated=False))
+        by_day.add(SpendReport(NOW, NOW + DAY, totals, days, truncated=bool(number)))
+    assert all(one.totals.requests == 2 for one in merged.report().data)
+    later = SpendGroup({"day": "2026-03-02", "end_user": "a"}, totals)
+    by_day.add(SpendReport(NOW, NOW + DAY, totals, [later], truncated=False))
+    assert {(one.group["day"], one.totals.requests) for one in by_day.report().data} == {("2026-03-01", 2)}
+    assert by_day.report().truncated
+    one_more = SpendGroup({"end_user": "one more"}, totals)
+    with pytest.raises(BadRequest, match="ask for a shorter time"):
+        merged.add(SpendReport(NOW, NOW + DAY, totals, [one_more], truncated=False))
 
 
 async def test_spend_is_filtered_by_everything_that_it_is_grouped_by(spent: Database, admin: Admin, demo: Demo) -> None:

@@ -13,7 +13,7 @@ from moiety_platform.db.paging import PageRequestDependency
 from moiety_platform.db.session import Database
 from moiety_platform.query_parameters import Filter, parse_text
 from moiety_platform.spend.budgets import list_budgets
-from moiety_platform.spend.queries import forecast_spend, merge_reports, parts_of, report_spend
+from moiety_platform.spend.queries import MAX_MERGED_GROUPS, MergedSpend, forecast_spend, parts_of, report_spend
 from moiety_platform.spend.schemas import BudgetPage, SpendForecast, SpendReport
 from moiety_platform.time_span import TimeSpan
 from moiety_platform.usage.controller import Groups, UsageFilterDependency, parse_filter
@@ -43,12 +43,14 @@ class SpendController(Controller):
         by end user or tag span 1,116 days at most, and contain the requests whose rows are kept.
         """
         grouping = parse_grouping(group_by)
-        reports = []
-        for part in parts_of(usage_filter, grouping):
+        parts, merged = parts_of(usage_filter, grouping), MergedSpend(grouping)
+        for part in parts:
             async with database.read() as session:
                 await take_snapshot_locks(session)
-                reports.append(await report_spend(session, part, grouping))
-        return reports[0] if len(reports) == 1 else merge_reports(reports, grouping)
+                if len(parts) == 1:
+                    return await report_spend(session, part, grouping)
+                merged.add(await report_spend(session, part, grouping, MAX_MERGED_GROUPS))
+        return merged.report()
 
     @get("/forecast", opt=needs(READ_USAGE), dependencies={"period": Provide(no_time, sync_to_thread=False)})
     async def forecast_spend(

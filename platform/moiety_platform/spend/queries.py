@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import reduce
 
+import msgspec
 from sqlalchemy import BigInteger, ColumnElement, Subquery, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,15 +28,19 @@ from moiety_platform.usage.queries import (
 )
 
 MAX_PARTS = 36  # of a report by end user or tag: about three years
+MAX_MERGED_GROUPS = 5000  # of such a report, of which MAX_GROUPS are listed
 _SUMS = tuple(name for name in SpendTotals.__struct_fields__ if name != "cost_before_credits_nanodollars")
 
 
-async def report_spend(session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str]) -> SpendReport:
+async def report_spend(
+    session: AsyncSession, usage_filter: UsageFilter, grouping: Sequence[str], max_groups: int | None = None
+) -> SpendReport:
     """Return spend per group. Needs a stable snapshot, and raises BadRequest, both as `sum_usage` does.
 
     One statement returns the groups and the total, so that the usage is read once. Only the total of a report by end
     user or tag, which lists the requests whose rows are kept, comes from the sums of all requests.
     """
+    max_groups = max_groups or MAX_GROUPS
     source = await source_of(session, usage_filter, grouping, _SUMS)
     since, until = usage_filter.since, usage_filter.until
     if not grouping:
@@ -48,15 +53,15 @@ async def report_spend(session: AsyncSession, usage_filter: UsageFilter, groupin
     columns = list(groups.c)
     order = group_order(columns[: len(keys)], grouping, groups.c.output_tokens)
     is_counted = groups.c.requests + groups.c.speculative_tokens > 0  # as in reports of usage
-    rows = (await session.execute(select(groups).where(is_counted).order_by(*order).limit(MAX_GROUPS + 1))).all()
+    rows = (await session.execute(select(groups).where(is_counted).order_by(*order).limit(max_groups + 1))).all()
     if is_by_attribution(grouping):
         total = await _total(session, await source_of(session, usage_filter, (), _SUMS))
     else:
         total = _totals(rows[0][-len(_SUMS) :]) if rows else await _total(session, source)
-    listed, end = rows[:MAX_GROUPS], len(keys) + len(_SUMS)
+    listed, end = rows[:max_groups], len(keys) + len(_SUMS)
     names = await find_names(session, grouping, listed)
     data = [SpendGroup(names.label_all(grouping, row), _totals(row[len(keys) : end])) for row in listed]
-    return SpendReport(since, until, total, data, truncated=len(rows) > MAX_GROUPS)
+    return SpendReport(since, until, total, data, truncated=len(rows) > max_groups)
 
 
 async def _total(session: AsyncSession, source: Subquery) -> SpendTotals:
@@ -92,27 +97,49 @@ def parts_of(usage_filter: UsageFilter, grouping: Sequence[str]) -> list[UsageFi
     ]
 
 
-def merge_reports(parts: Sequence[SpendReport], grouping: Sequence[str]) -> SpendReport:
-    """Return the report of the whole time, from those of its parts, in the order of `sum_usage`."""
-    totals: dict[tuple[str | None, ...], SpendTotals] = {}
-    groups: dict[tuple[str | None, ...], dict[str, str | None]] = {}
-    for one in (group for part in parts for group in part.data):
-        key = tuple(one.group.values())
-        groups[key] = one.group
-        totals[key] = totals[key].plus(one.totals) if key in totals else one.totals
-    times = [name for name in ("hour", "day") if name in grouping]
+class MergedSpend:
+    """Sums of the parts of a report, which are added from the oldest to the newest."""
 
-    def place(key: tuple[str | None, ...]) -> tuple[list[str], int, list[str]]:
-        return [groups[key][name] or "" for name in times], -totals[key].output_tokens, [part or "" for part in key]
+    def __init__(self, grouping: Sequence[str]) -> None:
+        self._times = [name for name in ("hour", "day") if name in grouping]
+        self._parts: list[SpendReport] = []  # without their groups
+        self._totals: dict[tuple[str | None, ...], SpendTotals] = {}
+        self._groups: dict[tuple[str | None, ...], dict[str, str | None]] = {}
 
-    listed = sorted(groups, key=place)
-    return SpendReport(
-        parts[0].since,
-        parts[-1].until,
-        reduce(SpendTotals.plus, (part.total for part in parts)),
-        [SpendGroup(groups[key], totals[key]) for key in listed[:MAX_GROUPS]],
-        truncated=len(listed) > MAX_GROUPS or any(part.truncated for part in parts),
-    )
+    def add(self, part: SpendReport) -> None:
+        """Add a part with all its groups. Raises BadRequest where a group of several parts could be incomplete."""
+        totals = self._totals
+        for one in part.data:
+            key = tuple(one.group.values())
+            if key in totals:
+                totals[key] = totals[key].plus(one.totals)
+            elif not self._times or len(totals) < MAX_MERGED_GROUPS:  # groups of later times are not listed
+                self._groups[key], totals[key] = one.group, one.totals
+        self._parts.append(msgspec.structs.replace(part, data=[]))
+        if not self._times and (part.truncated or len(totals) > MAX_MERGED_GROUPS):
+            days = MAX_ATTRIBUTED_SPAN.days
+            raise BadRequest(
+                f"More than {MAX_MERGED_GROUPS:,} groups cannot be summed up over more than {days} days; ask for a "
+                "shorter time, or filter by a tenant, a project, a key or a model.",
+                param="group_by",
+            )
+
+    def report(self) -> SpendReport:
+        """Return the report of the whole time, in the order of `sum_usage`."""
+        groups, totals = self._groups, self._totals
+
+        def place(key: tuple[str | None, ...]) -> tuple[list[str], int, list[str]]:
+            times = [groups[key][name] or "" for name in self._times]
+            return times, -totals[key].output_tokens, [part or "" for part in key]
+
+        listed = sorted(groups, key=place)
+        return SpendReport(
+            self._parts[0].since,
+            self._parts[-1].until,
+            reduce(SpendTotals.plus, (part.total for part in self._parts)),
+            [SpendGroup(groups[key], totals[key]) for key in listed[:MAX_GROUPS]],
+            truncated=len(listed) > MAX_GROUPS or any(part.truncated for part in self._parts),
+        )
 
 
 async def forecast_spend(session: AsyncSession, usage_filter: UsageFilter, now: datetime) -> SpendForecast:
