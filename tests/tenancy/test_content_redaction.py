@@ -9,14 +9,15 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tests.webhook_receivers import Receiver
 
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.request_contents.redaction import MAX_ANSWER_BYTES, ContentRedactor, RedactionFailed
 from moiety_platform.request_contents.service import read_content
-from moiety_platform.request_contents.terms import Content
-from moiety_platform.request_contents.writer import ContentWriter
+from moiety_platform.request_contents.terms import MAX_CHARS, Content
+from moiety_platform.request_contents.writer import MAX_QUEUED_CHARS, ContentWriter
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.webhooks.addresses import AddressPolicy
 from moiety_platform.webhooks.json_endpoint import JsonEndpoint
@@ -123,6 +124,29 @@ async def test_a_content_that_is_not_redacted_is_not_stored_and_delays_no_other_
     async with database.read() as session:
         assert (await read_content(session, CIPHER, "r3")).input == "[name]"
     assert await num_stored(database) == 1
+
+
+async def test_the_log_says_what_to_do(
+    database: Database, demo: Demo, clock: ManualClock, endpoint: Receiver, redactor: ContentRedactor
+) -> None:
+    terms: dict[str, Any] = {"opt_in_id": await opt_in(database, demo, clock)}
+    writer = ContentWriter(database, CIPHER, redactor)
+    endpoint.status = "503 Busy"
+    with capture_logs() as said:
+        for reach in (LOOPBACK, AddressPolicy()):
+            redactor.reach = reach
+            writer.put("r1", captured(demo.tenant_id, "Ada", **terms))
+            await writer.write_queued()
+        for number in range(1 + MAX_QUEUED_CHARS // MAX_CHARS):
+            writer.put(f"r{number}", captured(demo.tenant_id, "x" * MAX_CHARS, **terms))
+    told = [(one["event"], one.get("reason", ""), one["advice"]) for one in said]
+    assert [one[:2] for one in told] == [
+        ("request_content_not_redacted", "status_503"),
+        ("request_content_not_redacted", "address_not_allowed"),
+        ("request_contents_dropped", ""),
+    ]
+    assert "webhook_networks" not in told[0][2] and "webhook_networks" in told[1][2]
+    assert "content_redaction_url" in told[2][2]
 
 
 @pytest.mark.parametrize("url", ["redact.example.com", "ftp://example.com/x", "https://"])

@@ -13,6 +13,7 @@ import msgspec
 
 from moiety_platform.guardrails.detectors import redact
 from moiety_platform.request_contents.terms import Content
+from moiety_platform.webhooks.addresses import ADDRESS_NOT_ALLOWED
 from moiety_platform.webhooks.json_endpoint import EndpointFailed, JsonEndpoint
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
@@ -20,6 +21,16 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 class RedactionFailed(Exception):
     """The endpoint has not redacted a content. The message is a short reason without any of the text."""
+
+    @property
+    def advice(self) -> str:
+        """What the operator can do."""
+        if str(self) == ADDRESS_NOT_ALLOWED:
+            return (
+                "the endpoint of content_redaction_url must be in the public internet and https://, or its network in "
+                "webhook_networks: no contents are stored until then"
+            )
+        return "check the endpoint of content_redaction_url: contents that it does not redact are not stored"
 
 
 class _RedactedTexts(msgspec.Struct):

@@ -91,7 +91,8 @@ class ContentWriter:
                 log.warning(
                     "request_contents_dropped",
                     queued=len(self._queue),
-                    advice="check the database: contents of requests are not stored while it does not answer",
+                    advice="check the database, and the endpoint of content_redaction_url if it is set: contents of "
+                    "requests are not stored while one of them does not answer in time",
                 )
             self._is_full = True
             return
@@ -125,7 +126,7 @@ class ContentWriter:
                 "request_content_not_redacted",
                 request_id=request_id,
                 reason=str(exc),
-                advice="check the endpoint of content_redaction_url: contents that it does not redact are not stored",
+                advice=exc.advice,
             )
             return None
         sealed = await asyncio.to_thread(self._cipher.encrypt, tenant_id, request_id, content)
