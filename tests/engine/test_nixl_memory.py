@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from moiety_engine.config import KvTransport, TransferConfig
 from moiety_engine.errors import InvalidConfig
@@ -27,9 +28,11 @@ from moiety_engine.kv_transfer.nixl_memory import (
     NixlTransport,
     receiver_of,
 )
+from moiety_engine.kv_transfer.sender_thread import SenderThread
 from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
+from moiety_wire.roles import KvHandoff
 
 from .kv_announcements import begin_of, share_of
 from .nixl_stand_in import Agent, BackendError, stand_in
@@ -241,6 +244,25 @@ def test_a_buffer_that_cannot_be_deregistered_does_not_stop_the_step_loop(
     assert staging_buffer.begin(announced(transport, kv)) == ""
     staging_buffer.drop("a")
     assert staging_buffer.claim("a") is Progress.LOST
+
+
+def test_a_failure_of_the_sender_is_logged_once(
+    agents: type[Agent], kv: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise BackendError("no network")
+
+    monkeypatch.setattr(agents, "get_new_notifs", fail)
+    with capture_logs() as said:
+        thread = SenderThread(KvTransport.NIXL, 1 << 16, None, NixlSender(1 << 16))
+        assert thread.begin(KvHandoff("a", "tcp://127.0.0.1:1", "", ""), begin_of(kv, "a", NUM_TOKENS)) == ""
+        while len(calls) < 5:
+            pass
+        thread.close()
+    assert [one["event"] for one in said] == ["nixl_failed"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.booleans(), st.integers(0, 20)), max_size=60))

@@ -56,6 +56,7 @@ class SenderThread:
         """Start the thread. `nixl`: memory for the transport nixl."""
         self._transport, self._nixl = transport, nixl
         self._poll_s = POLL_S if nixl is None else PROGRESS_S
+        self._nixl_has_failed = False
         self._max_bytes = max_bytes
         self._secret_key = secret_key
         self._host = own_host()
@@ -153,8 +154,11 @@ class SenderThread:
         if self._nixl is not None:
             try:
                 self._nixl.progress()
+                self._nixl_has_failed = False
             except NixlFailed as exc:
-                log.warning("nixl_failed", reason=str(exc), advice="check the network between the engines")
+                if not self._nixl_has_failed:  # else there would be a line each PROGRESS_S
+                    log.warning("nixl_failed", reason=str(exc), advice="check the network between the engines")
+                self._nixl_has_failed = True
 
     def _send_message(self, transfer: _OutgoingTransfer, message: ToReceiver) -> None:
         self._post(transfer, message, [])
