@@ -42,7 +42,8 @@ def measure_strategy(bench: Bench, batching: Batching, lengths: list[BenchLength
     run_all(loop, requests(loop, lengths[: -(-len(lengths) // 12)]))
     slots: list[tuple[int, int]] = []
     begin_s = time.perf_counter()
-    results = run_all(loop, requests(loop, lengths), on_step=lambda _: slots.append(loop.scheduler.kv_slots()))
+    queues, block_size = loop.scheduler.queues, loop.scheduler.kv.block_size
+    results = run_all(loop, requests(loop, lengths), on_step=lambda _: slots.append(queues.kv_slots(block_size)))
     wall_s = time.perf_counter() - begin_s
     most = max(allocated for allocated, _ in slots)
     full = [(allocated, filled) for allocated, filled in slots if allocated >= most / 2]
