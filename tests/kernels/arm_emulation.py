@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import llvmlite.binding as llvm
+import pytest
 from numba import cfunc, types
 from numba.core.dispatcher import Dispatcher
 
@@ -65,7 +66,7 @@ def _target() -> llvm.TargetMachine:
 
 def compile_for_arm(function: Callable[..., None], *arguments: types.Type) -> Compiled:
     """Compile a function of these arguments, as `compiling` does for this machine."""
-    kernel = cfunc(types.void(*arguments), error_model="numpy")(function)
+    kernel: Any = cfunc(types.void(*arguments), error_model="numpy")(function)
     code = kernel._library.get_llvm_str()
     code = re.sub("target triple = .*", f'target triple = "{TRIPLE}"', code)
     code = re.sub("target datalayout = .*", f'target datalayout = "{_target().target_data}"', code)
@@ -173,7 +174,10 @@ def use_arm(folder: Path) -> None:
         for driver, *job in program.table.tolist():
             machine.call(driver, state, scratch, *job)
 
-    compiling._address, Team._call, Team.replay = address, call, replay
+    patch = pytest.MonkeyPatch()  # of the whole process
+    patch.setattr(compiling, "_address", address)
+    patch.setattr(Team, "_call", call)
+    patch.setattr(Team, "replay", replay)
 
 
 def pytest_configure(config: object) -> None:
