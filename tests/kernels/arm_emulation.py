@@ -105,9 +105,7 @@ class ArmMachine:
         self._runner = folder / "runner"
         if not self._runner.exists():
             self._zig("cc", "-target", "aarch64-linux-musl", "-O2", "-static", "-o", self._runner, _RUNNER)
-        self._functions = subprocess.run(
-            [QEMU, self._runner], capture_output=True, text=True, check=True
-        ).stdout.split()
+        self._functions = self._run().split()
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -140,10 +138,8 @@ class ArmMachine:
         entry, headers = struct.unpack_from("<QQ", content, 24)  # of ELF's header
         size, count = struct.unpack_from("<HH", content, 54)
         for number in range(count):
-            kind, _, offset, at, _, in_file, in_memory = struct.unpack_from(
-                "<IIQQQQQ", content, headers + size * number
-            )
-            if kind == 1:  # PT_LOAD
+            kind, _, offset, at, _, in_file, in_memory = _SEGMENT.unpack_from(content, headers + size * number)
+            if kind == _LOADED:
                 ctypes.memmove(at, content[offset : offset + in_file], in_file)
                 self._end = max(self._end, (at + in_memory + 0xFFFF) & ~0xFFFF)
         assert self._end <= _CODE_AT + _CODE_BYTES, "too many kernels"
