@@ -33,10 +33,11 @@ import psycopg
 from fleet_parts.chart import draw
 from fleet_parts.gateways import Gateway, engines_process, gateway_process
 from fleet_parts.load import offer
+from fleet_parts.tenants import insert_tenants
 from postgres import Postgres, run_in_folder
 
 from moiety_platform.bench.environment import describe_environment
-from moiety_platform.bench.gateway import LARGE_CAPS, MODEL, SQL_COUNTER, chat_requests
+from moiety_platform.bench.gateway import MODEL, SQL_COUNTER, chat_requests
 
 HERE = Path(__file__).parent
 RATES = (25, 50, 100, 150, 200, 300, 400, 600, 800)
@@ -83,7 +84,10 @@ async def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             gateways.append(stack.enter_context(gateway_process(home, addresses, admin_key=key, **shared)))
         print(f"{len(gateways)} gateways are ready; creating {options.tenants} tenants …", flush=True)
         begin_s = time.monotonic()
-        keys = await _make_tenants(gateways, options.tenants)
+        price = {"model": MODEL, "input": "0.15", "cached_input": "0.075", "output": "0.6"}
+        async with httpx.AsyncClient(headers=gateways[0].admin_headers, timeout=60, trust_env=False) as client:
+            (await client.put(f"{gateways[0].url}/admin/v1/prices", json=price)).raise_for_status()
+        keys = await insert_tenants(postgres.url, shared["key_pepper"], options.tenants, LIMITS)
         setup_s = time.monotonic() - begin_s
         watch = _Watch(postgres, gateways)
         idle = await watch.during(asyncio.sleep(options.seconds))
@@ -232,35 +236,6 @@ class _Watch:
             "deadlocks_per_s": row[2],
             "usage_rows_per_s": rows[0],
         }
-
-
-async def _make_tenants(gateways: Sequence[Gateway], count: int) -> list[str]:
-    """Create tenants with one key and LIMITS each, over all gateways; return their keys."""
-    keys: list[str] = []
-    left = iter(range(count))
-
-    async def make(gateway: Gateway) -> None:
-        base = f"{gateway.url}/admin/v1"
-        async with httpx.AsyncClient(
-            base_url=base, headers=gateway.admin_headers, timeout=60, trust_env=False
-        ) as client:
-
-            async def call(method: str, path: str, body: dict[str, Any]) -> Any:
-                return (await client.request(method, path, json=body)).raise_for_status().json()
-
-            for number in left:
-                tenant = await call("POST", "/tenants", {"name": f"fleet-{number}"})
-                project = await call("POST", "/projects", {"name": "default", "tenant_id": tenant["id"]})
-                keys.append((await call("POST", "/keys", {"name": "key", "project_id": project["id"]}))["secret"])
-                for kind in LIMITS:
-                    limit = {"level": "tenant", "scope_id": tenant["id"], "kind": kind, "cap": LARGE_CAPS[kind]}
-                    await call("PUT", "/quotas", limit)
-
-    price = {"model": MODEL, "input": "0.15", "cached_input": "0.075", "output": "0.6"}
-    async with httpx.AsyncClient(headers=gateways[0].admin_headers, timeout=60, trust_env=False) as client:
-        (await client.put(f"{gateways[0].url}/admin/v1/prices", json=price)).raise_for_status()
-    await asyncio.gather(*(make(gateway) for gateway in gateways))
-    return keys
 
 
 if __name__ == "__main__":
