@@ -63,6 +63,8 @@ def take_pictures(dashboard: str, admin_key: str, out: Path) -> None:
                     shoot(page, out / f"trace-{theme}.png")
             simulate(page)
             shoot(page, out / f"simulator-{theme}.png")
+            check_contract(page)
+            shoot(page, out / f"contract-check-{theme}.png")
             page.close()
         browser.close()
 
@@ -80,6 +82,19 @@ def simulate(page: Any) -> None:
         page.get_by_role("spinbutton", name="Load factor").fill("3")
         page.get_by_role("button", name="Simulate", exact=True).click()
     page.get_by_text("Wasted prefill").first.wait_for(timeout=300_000)
+    page.wait_for_timeout(2500)
+
+
+def check_contract(page: Any) -> None:
+    """Check a contract beside the last minutes' traffic; the check is repeated in each theme."""
+    page.get_by_test_id("stSidebarNav").get_by_role("link", name="Contract check").click()
+    page.get_by_role("heading", name="Contract check", exact=True).wait_for()
+    page.get_by_role("combobox", name="Simulated part").click()
+    page.get_by_role("option", name="busiest 10 min").click()
+    page.get_by_role("combobox", name="Step time model").click()
+    page.get_by_role("option", name="a100-llama3-8b", exact=True).click()
+    page.get_by_role("button", name="Check", exact=True).click()
+    page.get_by_text("Replicas needed").wait_for(timeout=300_000)
     page.wait_for_timeout(2500)
 
 
