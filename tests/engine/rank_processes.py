@@ -102,8 +102,8 @@ NARROW: dict[str, tuple[str, dict[str, Any]]] = {  # checkpoints in few bits: th
     "float8 blocks": ("deepseek_v3", {"q_lora_rank": 64, "intermediate_size": 128}),
     "float8 blocks, grouped heads": ("qwen3_moe", {}),
     "mxfp4": ("gpt_oss", {}),
-    "int8": ("qwen3_moe", {}),
-    "int4": ("mixtral", {}),
+    "int8": ("qwen3_moe", {"head_dim": 32}),
+    "int4": ("mixtral", {"head_dim": 32}),
     "act-order": ("qwen3_moe", {}),
 }
 NEAR = 1e-4  # between the two best logits: the order of a sum may decide which one wins

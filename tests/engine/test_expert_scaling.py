@@ -23,14 +23,17 @@ from moiety_engine.model.weights import ModelWeights
 
 from .rank_processes import Alone, RankProcesses, assert_same, ranks_of, requests, settings_of, thorough
 
+MOVING: dict[str, Any] = {"redundant_experts": 2, "rebalance_every_s": 0.2}
 SCALED = [  # numbers of expert ranks, one after the other
     ("qwen3_moe", {"ffn_ranks": 2, "ep": 2, "redundant_experts": 2}, [3, 1, 2]),
     thorough("mixtral", {"dp_attention": 2, "ffn_ranks": 1, "micro_batch_tokens": 2}, [2]),
     thorough("gpt_oss", {"tp": 2, "ffn_ranks": 2, "ep": 2}, [1]),
     thorough("qwen3_moe", {"pp": 2, "ffn_ranks": 1}, [2, 1]),
-    ("qwen3_moe", {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 0.2}, [2, 3, 0]),
+    ("qwen3_moe", {"dp_attention": 2, "ep": 2, **MOVING, "expert_rank_weights": "8,1"}, [2, 3, 0]),
     thorough("deepseek_v3", {"dp_attention": 2, "tp": 2, "ep": 2}, [1, 0, 2]),
     thorough("gpt_oss", {"tp": 2}, [2, 0]),
+    thorough("mixtral", {"tp": 2, "ep": 2}, [2, 0]),
+    thorough("qwen3_moe", {"tp": 4, "ep": 2, "decode_context_parallel": 2}, [1, 0]),
     thorough("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, [0, 1]),
     thorough("qwen3_next", {"dp_attention": 2, "two_batch_overlap": "on"}, [2, 0]),
 ]

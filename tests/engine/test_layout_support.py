@@ -1,7 +1,7 @@
 """Features on layouts of ranks: the page has what the engine's checks answer, and each combination that is available
 gives the answers of one rank, on ranks in real processes.
 
-Features with a checkpoint or a harness of their own are run elsewhere: see `ELSEWHERE`."""
+Features with a checkpoint or a harness of their own are run elsewhere: `ELSEWHERE` has the tests and their cases."""
 
 from __future__ import annotations
 
@@ -22,22 +22,31 @@ from moiety_wire.classes import STANDARD
 from moiety_wire.grammars import GrammarKind, GrammarSpec
 from moiety_wire.messages import Sampling
 
+from . import test_parallel_adapters as adapters
+from . import test_parallel_disk as disk
+from . import test_parallel_drafts as drafts
+from . import test_parallel_failures as failures
+from . import test_parallel_images as images
+from . import test_parallel_offload as offload
+from . import test_parallel_transfer as transfer
 from .rank_processes import RankProcesses, assert_same, ranks_of
+from .test_expert_scaling import SCALED
+from .test_parallel import NARROW_LAYOUTS
 
 TESTS = Path(__file__).parent.parent
-ELSEWHERE = {  # where a combination that is available is run
-    "Images": "engine/test_parallel_images.py",
-    "MTP speculation": "engine/test_parallel_drafts.py",
-    "Disaggregated prefill and decode": "engine/test_parallel_transfer.py",
-    "KV transfer from other engines": "engine/test_parallel_transfer.py",
-    "LoRA adapters": "engine/test_parallel_adapters.py",
-    "Disk cache": "engine/test_parallel_disk.py",
-    "Expert offloading": "engine/test_parallel_offload.py",
-    "CUDA graphs": "engine/test_graphs.py",
-    "Recorded decode steps on a CPU": "model/test_head.py",
-    "int8, int4 and fp8 weights": "engine/test_parallel.py",
-    "Exclusion of failed ranks": "engine/test_parallel_failures.py",
-    "Adding and removing expert ranks": "engine/test_expert_scaling.py",
+ELSEWHERE: dict[str, tuple[str, list[Any]]] = {  # where a combination that is available is run, and the cases
+    "Images": ("engine/test_parallel_images.py", images.LAYOUTS),
+    "MTP speculation": ("engine/test_parallel_drafts.py", drafts.MTP_LAYOUTS + drafts.MTP_DIVIDED),
+    "Disaggregated prefill and decode": ("engine/test_parallel_transfer.py", transfer.OVER_RANKS),
+    "KV transfer from other engines": ("engine/test_parallel_transfer.py", transfer.OVER_RANKS),
+    "LoRA adapters": ("engine/test_parallel_adapters.py", adapters.LAYOUTS),
+    "Disk cache": ("engine/test_parallel_disk.py", disk.OVER_RANKS),
+    "Expert offloading": ("engine/test_parallel_offload.py", offload.LAYOUTS),
+    "CUDA graphs": ("engine/test_graphs.py", []),
+    "Recorded decode steps on a CPU": ("model/test_head.py", []),
+    "int8, int4 and fp8 weights": ("engine/test_parallel.py", NARROW_LAYOUTS),
+    "Exclusion of failed ranks": ("engine/test_parallel_failures.py", failures.EXCLUDED),
+    "Adding and removing expert ranks": ("engine/test_expert_scaling.py", SCALED),
 }
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 GRAMMAR = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA | {"additionalProperties": False}))
@@ -135,7 +144,22 @@ def test_each_available_combination_is_run_here_or_in_a_test_that_is_named() -> 
     run_here = {feature for feature, _ in CELLS}
     assert not run_here & ELSEWHERE.keys()
     assert run_here | ELSEWHERE.keys() == FEATURES.keys()
-    assert all((TESTS / path).is_file() for path in ELSEWHERE.values())
+    assert all((TESTS / path).is_file() for path, _ in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("feature", ELSEWHERE)
+def test_the_cases_of_a_test_that_is_named_have_each_available_layout(feature: str) -> None:
+    _, cases = ELSEWHERE[feature]
+    values = [value for case in cases for value in values_of(case)]
+    layouts = [LAYOUTS.get(value, {}) if isinstance(value, str) else value for value in values]
+    ran = [layout for layout in layouts if isinstance(layout, dict)]
+    available = [name for name in LAYOUTS if LAYOUTS[name] and not why_unavailable(feature, name)]
+    assert [name for name in available if not any(LAYOUTS[name].items() <= one.items() for one in ran)] == []
+
+
+def values_of(case: Any) -> tuple[Any, ...]:
+    """Return the parameters of a case."""
+    return (case,) if isinstance(case, dict | str) else tuple(getattr(case, "values", case))
 
 
 @pytest.mark.parametrize("feature", FEATURES)

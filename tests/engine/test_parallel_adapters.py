@@ -95,6 +95,7 @@ LAYOUTS: list[Any] = [
     ("qwen3_next", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}),
     thorough("qwen3_next", {"dp_attention": 2, "ep": 2}),
     ("qwen3_moe", {"tp": 4, "decode_context_parallel": 2}),
+    thorough("qwen3_moe", {"tp": 4, "ep": 2, "decode_context_parallel": 2}),
     thorough("qwen3_moe", {"prefill_context_parallel": 2, "ep": 2}),
     thorough("mixtral", {"tp": 4}),  # more ranks than key-value heads
     thorough("mixtral", {"tp": 4, "ep": 2}),

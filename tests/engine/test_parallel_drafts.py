@@ -81,6 +81,7 @@ MTP_LAYOUTS = [
     thorough({"tp": 2, "ep": 2, "overlap": Overlap.ON}),
     {"dp_attention": 2, "ffn_ranks": 1},
     thorough({"tp": 2, "ffn_ranks": 2, "ep": 2}),
+    thorough({"dp_attention": 2, "ffn_ranks": 2, "ep": 2}),
     thorough({"ffn_ranks": 1, "overlap": Overlap.ON}),
 ]
 
@@ -95,9 +96,18 @@ def test_an_mtp_layer_drafts_over_ranks(
     check(processes, tmp_path, layout, speculate=Speculate.MTP)
 
 
-def test_an_mtp_layer_drafts_over_ranks_that_divide_positions(processes: RankProcesses, tmp_path: Path) -> None:
+MTP_DIVIDED = [
+    {"tp": 2, "decode_context_parallel": 2},
+    thorough({"tp": 4, "ep": 2, "decode_context_parallel": 2}),
+]
+
+
+@pytest.mark.parametrize("layout", MTP_DIVIDED, ids=str)
+def test_an_mtp_layer_drafts_over_ranks_that_divide_positions(
+    processes: RankProcesses, tmp_path: Path, layout: dict[str, Any]
+) -> None:
     write_one_that_reads_tokens(tmp_path)
-    check(processes, tmp_path, {"tp": 2, "decode_context_parallel": 2}, speculate=Speculate.MTP)
+    check(processes, tmp_path, layout, speculate=Speculate.MTP)
 
 
 MOVING = {"dp_attention": 2, "ep": 2, "redundant_experts": 2, "rebalance_every_s": 5.0}
