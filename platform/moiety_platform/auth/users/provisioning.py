@@ -16,13 +16,14 @@ from moiety_platform.auth.users.sign_in import TokenSubject
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest
 from moiety_platform.tenants.checks import new_id
+from moiety_platform.tenants.service import get_undeleted_tenant
 
 
 async def provision_developer(store: AuditedStore, subject: TokenSubject, tenant_id: str) -> User | None:
     """Create the user of a person whose token gives the role `developer` in a tenant, and return it.
 
     Returns None if the token has no verified email address that can be stored, or if the tenant has a user of this
-    address, who accepts an invitation instead. Raises Unavailable.
+    address, who accepts an invitation instead. Raises Unavailable, or Conflict for a tenant whose data was deleted.
     """
     email = _storable_email(subject)
     if email is None:
@@ -42,6 +43,7 @@ async def provision_developer(store: AuditedStore, subject: TokenSubject, tenant
     )
     try:
         async with store.write() as session:
+            await get_undeleted_tenant(session, tenant_id)
             session.add(user)
             await session.flush()
     except IntegrityError:  # another request has created a user of this address meanwhile
