@@ -134,7 +134,7 @@ async def test_the_log_says_what_to_do(
     endpoint.status = "503 Busy"
     with capture_logs() as said:
         for reach in (LOOPBACK, AddressPolicy()):
-            redactor.reach = reach
+            redactor.endpoint.reach = reach
             writer.put("r1", captured(demo.tenant_id, "Ada", **terms))
             await writer.write_queued()
         for number in range(1 + MAX_QUEUED_CHARS // MAX_CHARS):
