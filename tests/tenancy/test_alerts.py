@@ -16,7 +16,7 @@ from tests.usage_rows import make_row
 from tests.webhook_receivers import Receiver
 
 from moiety_platform.backoff import Backoff
-from moiety_platform.bootstrap.store_signs import StoreSigns
+from moiety_platform.bootstrap.pending_work import PendingWorkReader
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.now import now_ms
@@ -68,8 +68,10 @@ async def new_sender(database: Database, clock: ManualClock) -> AsyncIterator[Ca
         posters = [await stack.enter_async_context(WebhookClient(LOOPBACK, timeout_s=5.0)) for _ in range(3)]
 
         def make(**options: Any) -> AlertSender:
-            signs = {"may_have_alerts": StoreSigns(database).may_have_alerts}
-            return AlertSender(database, posters.pop(), PEPPER, clock, **{"backoff": AT_ONCE, **signs, **options})
+            pending_work = {"may_have_alerts": PendingWorkReader(database).may_have_alerts}
+            return AlertSender(
+                database, posters.pop(), PEPPER, clock, **{"backoff": AT_ONCE, **pending_work, **options}
+            )
 
         yield make
 

@@ -19,7 +19,7 @@ from moiety_platform.alert_watch.observers import EngineObserver, observe_disk, 
 from moiety_platform.alert_watch.watch import AlertThresholds, AlertWatch
 from moiety_platform.alerts.controller import AlertController
 from moiety_platform.alerts.models import AlertCondition, OperationalAlert
-from moiety_platform.bootstrap.store_signs import StoreSigns
+from moiety_platform.bootstrap.pending_work import PendingWorkReader
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.session import Database
@@ -58,9 +58,9 @@ def new_gateway(
     def make(thresholds: AlertThresholds = ONLY_ENGINES) -> Gateway:
         states: list[EngineState] = []
         store = stores.pop(0) if stores else database
-        signs = StoreSigns(store)
+        pending_work = PendingWorkReader(store)
         watch = AlertWatch(
-            store, lambda: states, tmp_path, clock, thresholds, now=time.now, has_conditions=signs.has_conditions
+            store, lambda: states, tmp_path, clock, thresholds, now=time.now, has_conditions=pending_work.has_conditions
         )
         return Gateway(watch, states)
 

@@ -19,7 +19,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.batches.models import Batch, BatchLine, BatchStatus, LineState
-from moiety_platform.bootstrap.store_signs import StoreSigns
+from moiety_platform.bootstrap.pending_work import PendingWorkReader
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
 from moiety_platform.db.base import Base
@@ -262,7 +262,7 @@ async def test_engines_hear_of_it_and_those_that_join_later_do_too(
     admin: Admin, database: Database, clock: ManualClock
 ) -> None:
     engines = [FakeEngineClient(CARD)]
-    teller = EngineNotice(database, lambda: engines, count_deletions=StoreSigns(database).num_deletions)
+    teller = EngineNotice(database, lambda: engines, count_deletions=PendingWorkReader(database).num_deletions)
     await teller.round()
     assert engines[0].forgotten_ids == []
     erased = [await make_tenant(admin, database, clock, word) for word in (MARK, OTHER)]

@@ -16,7 +16,7 @@ from moiety_platform.agent_runs.controller import RunController
 from moiety_platform.alert_watch.watch import AlertThresholds, AlertWatch
 from moiety_platform.alerts.controller import AlertController
 from moiety_platform.auth.pepper import PepperRotation
-from moiety_platform.bootstrap.store_signs import StoreSigns
+from moiety_platform.bootstrap.pending_work import PendingWorkReader
 from moiety_platform.clock import Clock
 from moiety_platform.contracts.controller import ContractCheckController
 from moiety_platform.contracts.runner import ContractChecks
@@ -71,9 +71,9 @@ class Administration:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.signs = signs = StoreSigns(self.database)
+        self.pending_work = pending_work = PendingWorkReader(self.database)
         self._engine_notice = EngineNotice(
-            self.database, self._holders_of_tenant_data, count_deletions=signs.num_deletions
+            self.database, self._holders_of_tenant_data, count_deletions=pending_work.num_deletions
         )
         self.reach = AddressPolicy(networks_of(settings))
         self._adapter_storage = AdapterStorage(settings.max_adapter_bytes, settings.max_adapter_bytes_per_tenant)
@@ -87,7 +87,7 @@ class Administration:
             settings.data_dir,
             self.clock,
             thresholds,
-            has_conditions=signs.has_conditions,
+            has_conditions=pending_work.has_conditions,
         )
         self._stack = AsyncExitStack()
 
@@ -95,7 +95,7 @@ class Administration:
         return [*self.replicas.connected(), self.replicas, self.document_texts, self.encoding_cache]
 
     async def __aenter__(self) -> Self:
-        self._stack.push_async_callback(self.signs.stop)
+        self._stack.push_async_callback(self.pending_work.stop)
         poster = await self._stack.enter_async_context(WebhookClient(self.reach))
         pepper, turn = self.peppers
         alerts = AlertSender(
@@ -104,7 +104,7 @@ class Administration:
             pepper,
             self.clock,
             previous_pepper=turn.previous,
-            may_have_alerts=self.signs.may_have_alerts,
+            may_have_alerts=self.pending_work.may_have_alerts,
         )
         await alerts.start()
         self._stack.push_async_callback(alerts.stop)

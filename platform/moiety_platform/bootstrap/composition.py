@@ -190,7 +190,7 @@ async def _open_services(
     batches = Batches(
         process_id, database, objects, authenticator, quotas, metrics, telemetry.tracing, clock, settings,
         poll_s=overrides.batch_poll_s, backoff=overrides.batch_backoff, now=overrides.now,
-        has_open=administration.signs.has_open_batches,
+        has_open=administration.pending_work.has_open_batches,
     )  # fmt: skip
     images, documents = await open_files(stack, settings, live, batches, texts, metrics)
     guardrails = await stack.enter_async_context(GuardrailChecks(metrics, administration.reach))

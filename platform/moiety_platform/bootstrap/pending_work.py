@@ -1,6 +1,6 @@
-"""Signs in the database that the periodic tasks of a gateway have something to do, read in one statement for all.
+"""Whether the periodic tasks of a gateway have something to do, read from the database in one statement for all.
 
-The tasks of an idle gateway begin their rounds in the same wake-ups. A round without signs needs no transaction of its
+The tasks of an idle gateway begin their rounds in the same wake-ups. A round without work needs no transaction of its
 own, which costs several times as much as its statement.
 """
 
@@ -22,7 +22,7 @@ GATHER_S = 0.005  # in which the tasks of one wake-up ask
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class PendingWork:
     """State of the database at one moment, as far as the periodic tasks look at it."""
 
     num_deletions: int  # of tenants, of all time
@@ -32,8 +32,11 @@ class Signs:
     has_conditions: bool  # that alerts are about
 
 
-class StoreSigns:
-    """Reader of the signs. Owned by the entry point; for one event loop. `stop` it before the database is closed."""
+class PendingWorkReader:
+    """Reader of the state on which the periodic tasks depend. Owned by the entry point; for one event loop.
+
+    `stop` it before the database is closed.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -44,13 +47,13 @@ class StoreSigns:
             exists(select(WebhookDelivery.alert_id).where(WebhookDelivery.state == DeliveryState.PENDING)),
             exists(select(AlertCondition.kind)),
         )
-        self._next: asyncio.Task[Signs] | None = None  # has not begun its transaction
-        self._tasks: set[asyncio.Task[Signs]] = set()
+        self._next: asyncio.Task[PendingWork] | None = None  # has not begun its transaction
+        self._tasks: set[asyncio.Task[PendingWork]] = set()
 
-    async def read(self) -> Signs:
-        """Return the signs, as of after the call. Raises Unavailable."""
+    async def read(self) -> PendingWork:
+        """Return the state after the call. Raises Unavailable."""
         if self._next is None:
-            self._next = asyncio.create_task(self._read(), name="store-signs")
+            self._next = asyncio.create_task(self._read(), name="pending-work")
             self._tasks.add(self._next)
             self._next.add_done_callback(self._ended)
         return await asyncio.shield(self._next)
@@ -65,8 +68,8 @@ class StoreSigns:
 
     async def may_have_alerts(self) -> bool:
         """Return whether usage can pass a threshold, or an event waits to be sent. Raises Unavailable."""
-        signs = await self.read()
-        return signs.has_thresholds or signs.has_pending_deliveries
+        pending_work = await self.read()
+        return pending_work.has_thresholds or pending_work.has_pending_deliveries
 
     async def has_conditions(self) -> bool:
         """Return whether conditions of alerts are stored. Raises Unavailable."""
@@ -77,14 +80,14 @@ class StoreSigns:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _read(self) -> Signs:
+    async def _read(self) -> PendingWork:
         await asyncio.sleep(GATHER_S)
         self._next = None  # who asks from now on must see what is committed until then
         async with self._database.read() as session:
             num_deletions, *flags = (await session.execute(self._statement)).one()
-        return Signs(num_deletions, *map(bool, flags))
+        return PendingWork(num_deletions, *map(bool, flags))
 
-    def _ended(self, task: asyncio.Task[Signs]) -> None:
+    def _ended(self, task: asyncio.Task[PendingWork]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # those who asked can have been cancelled
