@@ -109,7 +109,7 @@ def test_an_engine_that_writes_its_weights_to_a_slow_disk_shows_that_it_is_alive
         at_syncs.append(os.fstat(descriptor).st_size)
         fdatasync(descriptor)
 
-    monkeypatch.setattr(weight_file.os, "fdatasync", sync)
+    monkeypatch.setattr(os, "fdatasync", sync)
     loop.sleep(lambda: at_beats.append(open_bytes(tmp_path)))
     assert at_syncs[-1] == written and max(later - before for before, later in pairwise(at_syncs)) < 4000
     assert at_beats[-1] == written and max(later - before for before, later in pairwise(at_beats)) <= 1000
@@ -135,7 +135,7 @@ def test_a_folder_without_room_for_the_weights_leaves_the_replica_awake(
     if lacks == "space":
         monkeypatch.setattr(weight_file, "disk_usage", lambda _: shutil.disk_usage(tmp_path)._replace(free=held))
     if lacks == "space while it writes":
-        monkeypatch.setattr(weight_file.os, "fdatasync", full_disk)
+        monkeypatch.setattr(os, "fdatasync", full_disk)
     with pytest.raises(OutOfMemory, match="they stay"):
         loop.sleep()
     assert not loop.asleep

@@ -52,7 +52,8 @@ class _Agent:
             raise InvalidConfig(f"--kv-transport nixl needs NIXL, which cannot be imported ({exc}): {instead}") from exc
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its other lines go to the standard output
         found = vars(nixl._bindings).values()
-        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+        errors = [one for one in found if isinstance(one, type) and issubclass(one, Exception)]
+        self._errors: tuple[type[Exception], ...] = tuple(errors)
         try:
             strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
