@@ -296,7 +296,7 @@ _COMPILED = {I64: types.int64, F32: types.float32, VOID: types.void}  # numba's 
 def function(name: str, emit: Callable[..., Value | None], *, is_there: bool = True) -> Any:
     """Return the function that `emit` writes, for calls in compiled code, by position or by name.
 
-    Unless `is_there`, the CPU lacks its instructions: it is empty, as it would not compile, and is never called.
+    Unless `is_there`, the CPU lacks its instructions: it is empty or 0, as it would not compile, and is never called.
     """
     parameters = parameters_of(emit)
     kinds = [_COMPILED[parameter.declared.kind] for parameter in parameters]
@@ -308,7 +308,7 @@ def function(name: str, emit: Callable[..., Value | None], *, is_there: bool = T
 
     def generate(target: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if not is_there:
-            return target.get_dummy_value()
+            return target.get_dummy_value() if result == VOID else ir.Constant(result, 0)
         value = builder.call(emit_once(builder.module, name, emit), args)
         return target.get_dummy_value() if result == VOID else value
 
