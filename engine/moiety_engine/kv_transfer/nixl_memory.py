@@ -52,13 +52,15 @@ class _Agent:
             raise InvalidConfig(f"--kv-transport nixl needs NIXL, which cannot be imported ({exc}): {instead}") from exc
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its other lines go to the standard output
         found = vars(nixl._bindings).values()
-        errors = [one for one in found if isinstance(one, type) and issubclass(one, Exception)]
-        self._errors: tuple[type[Exception], ...] = tuple(errors)
+        self._errors: tuple[type[Exception], ...] = tuple(
+            one for one in found if isinstance(one, type) and issubclass(one, Exception)
+        )
+        errors: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
         try:
             strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
             self.library = nixl.nixl_agent(f"moiety-{secrets.token_hex(8)}", config)
-        except (*self._errors, RuntimeError) as exc:
+        except errors as exc:
             raise InvalidConfig(f"--kv-transport nixl cannot create an agent of NIXL ({exc}): {instead}") from exc
         if "UCX" not in self.library.backends:
             raise InvalidConfig(f"--kv-transport nixl needs NIXL with the backend UCX: {instead}")
