@@ -7,8 +7,10 @@ leaves room for about half of them in a step, so that these take turns; the opti
 while the best rank is in use, the policy lets no more requests join than a step takes, so that requests that come
 later leave no choice. The scheduler runs in virtual time, in which a step takes a millisecond per row, so that
 choices and bytes do not depend on the machine; only the times of steps do. The speed is that of one loop that
-switches the option on and off, since two loops differ in the placement of their memory. The models are the demo
-model, on its tasks, and a random Qwen3-MoE with 60 experts and top-4, on random prompts.
+switches the option on and off, since two loops differ in the placement of their memory; beside other load on the
+machine, the processor time of a token says more than tokens per second. The models are the demo
+model, on its tasks, and a random Qwen3-MoE with 60 experts and top-4, on random prompts. The streams are those of four
+tenants in turn; with the demo model, each tenant has tasks of two domains.
 
 The routing of all streams is recorded first, without the option, to tell how much any choice could save: the bytes of
 a step with half of the streams, chosen at random, by the predicted experts, and by the actual experts, which nobody
@@ -49,6 +51,7 @@ STREAMS = (8, 16, 32, 64)
 ROW_S = 0.001  # of virtual time
 OUTPUT = 900  # tokens of a stream: none ends during the measurement
 RECORDED_STEPS = 60
+NUM_TENANTS = 4
 DECODE_PART = Tuning().decode_part
 
 
@@ -58,7 +61,7 @@ class Model:
 
     name: str
     folder: Path
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # of the tenants in turn
 
 
 class VirtualClock:
@@ -77,6 +80,7 @@ class Figures:
     """Figures of one arm in its measured steps."""
 
     steps_s: list[float] = field(default_factory=list)  # wall-clock time
+    steps_cpu_s: list[float] = field(default_factory=list)  # of all threads
     tokens: int = 0
     read_bytes: int = 0
     rows: list[int] = field(default_factory=list)
@@ -113,8 +117,9 @@ class Arm:
         key = next(self._keys)
         prompt = self._model.prompts[key % len(self._model.prompts)]
         request = batch_request(key, prompt, OUTPUT, Sampling(temperature=1.0, seed=key))
+        request = msgspec.structs.replace(request, tenant_id=f"tenant-{key % NUM_TENANTS}")
         if service is not None:
-            request = msgspec.structs.replace(request, service=service)
+            request = msgspec.structs.replace(request, service=service, tenant_id="best")
             self.best_keys.add(key)
         self.loop.submit(request)
 
@@ -130,15 +135,17 @@ class Arm:
 
     def step(self, figures: Figures | None = None) -> None:
         self.loop.scheduler.step_time.coefficients = [0.0, 100 * ROW_S, *[0.0] * 5]  # steps have trained it
-        begun_s, begin_s, read = self._clock.now_s, time.perf_counter(), self.loop.experts.meter.read_bytes_total
+        begun_s, read = self._clock.now_s, self.loop.experts.meter.read_bytes_total
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         self.loop.step()
-        took_s = time.perf_counter() - begin_s
+        took_s, took_cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         step = self.loop.take_outputs()
         outputs = [] if step is None else step.outputs
         tokens = sum(len(output.token_ids) for output in outputs)
         self._clock.now_s = max(self._clock.now_s, begun_s + ROW_S * max(1, tokens))
         if figures is not None:
             figures.steps_s.append(took_s)
+            figures.steps_cpu_s.append(took_cpu_s)
             figures.tokens += tokens
             figures.rows.append(tokens)
             figures.read_bytes += self.loop.experts.meter.read_bytes_total - read
@@ -164,9 +171,9 @@ def main() -> None:
 def demo() -> Model:
     folder = resolve_checkpoint("")
     data = demo_evaluation_set(folder, 40)
-    prompts = [prompt for prompt, _ in data.questions]
-    random.Random(0).shuffle(prompts)
-    return Model("moiety-demo", folder, prompts)
+    prompts, size = [prompt for prompt, _ in data.questions], len(data.questions) // NUM_TENANTS
+    by_tenant = [random.Random(0).sample(prompts[n * size : (n + 1) * size], size) for n in range(NUM_TENANTS)]
+    return Model("moiety-demo", folder, [prompt for turn in zip(*by_tenant, strict=True) for prompt in turn])
 
 
 def random_model(folder: Path) -> Model:
@@ -214,7 +221,7 @@ def measure(model: Model, num_streams: int, options: argparse.Namespace) -> dict
             arm.step(figures)
         told[name] = summarize(figures, arm)
     arms["off"].loop.close()
-    arm, speeds = arms["on"], []
+    arm, speeds, cpu = arms["on"], [], []
     for number in range(options.rounds):
         round_ = {}
         for name in sorted(told, reverse=bool(number % 2)):
@@ -222,32 +229,41 @@ def measure(model: Model, num_streams: int, options: argparse.Namespace) -> dict
             round_[name] = Figures()
             for _ in range(options.steps // 4):
                 arm.step(round_[name])
-        speeds.append(_tokens_per_s(round_["on"]) / _tokens_per_s(round_["off"]))
+        on, off = round_["on"], round_["off"]
+        speeds.append(_per_token(off, off.steps_s) / _per_token(on, on.steps_s))
+        cpu.append(_per_token(on, on.steps_cpu_s) / _per_token(off, off.steps_cpu_s))
     result = {
         "virtual_tpot_ms_of_best": tpot_s * 1e3,
         **told,
         "bytes_per_token_ratio": told["on"]["bytes_per_token"] / told["off"]["bytes_per_token"],
         "tokens_per_s_ratio": statistics.median(speeds),
         "tokens_per_s_ratio_of_rounds": [round(speed, 3) for speed in speeds],
+        "cpu_per_token_ratio": statistics.median(cpu),
+        "cpu_per_token_ratio_of_rounds": [round(one, 3) for one in cpu],
         "recorded": recorded,
         "environment": environment(arm.loop),
     }
     arm.loop.close()
-    print(model.name, num_streams, {name: result[name] for name in ("bytes_per_token_ratio", "tokens_per_s_ratio")})
+    print(model.name, num_streams, {name: result[name] for name in result if name.endswith("_ratio")})
     print("  ", recorded, told)
     return result
 
 
-def _tokens_per_s(figures: Figures) -> float:
-    """Return the tokens of a step divided by the median time of a step."""
-    return figures.tokens / len(figures.steps_s) / statistics.median(figures.steps_s)
+def _per_token(figures: Figures, times_s: list[float]) -> float:
+    """Return the median time of a step divided by the tokens of a step."""
+    return statistics.median(times_s) / (figures.tokens / len(times_s))
 
 
 def summarize(figures: Figures, arm: Arm) -> dict[str, Any]:
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for key, times_s in figures.times_s.items():
         gaps[key in arm.best_keys] += [b - a for a, b in itertools.pairwise(times_s)]
-    others, counts = sorted(gaps[False]), [len(one) for key, one in figures.times_s.items() if key not in arm.best_keys]
+    others, counts = sorted(gaps[False]), list[int]()
+    tenants = [0] * NUM_TENANTS
+    for key, times_s in figures.times_s.items():
+        if key not in arm.best_keys:
+            counts.append(len(times_s))
+            tenants[key % NUM_TENANTS] += len(times_s)
     return {
         "bytes_per_token": figures.read_bytes / figures.tokens,
         "tokens_per_step": figures.tokens / len(figures.steps_s),
@@ -256,6 +272,7 @@ def summarize(figures: Figures, arm: Arm) -> dict[str, Any]:
         "other_virtual_gap_p99_ms": 1e3 * others[int(0.99 * len(others))],
         "other_virtual_gap_longest_ms": 1e3 * others[-1],
         "tokens_of_other_streams": [min(counts), max(counts)],
+        "tokens_of_tenants": tenants,
     }
 
 
