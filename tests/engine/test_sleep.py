@@ -136,7 +136,7 @@ def test_a_folder_without_room_for_the_weights_leaves_the_replica_awake(
         monkeypatch.setattr(weight_file, "disk_usage", lambda _: shutil.disk_usage(tmp_path)._replace(free=held))
     if lacks == "space while it writes":
         monkeypatch.setattr(os, "fdatasync", full_disk)
-    with pytest.raises(OutOfMemory, match="they stay"):
+    with pytest.raises(OutOfMemory, match=r"they stay on the device\. Free space there, or set"):
         loop.sleep()
     assert not loop.asleep
     assert (weights_on_device(loop), open_bytes(tmp_path)) == (held, 0)

@@ -188,7 +188,7 @@ def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSl
             "core_sleep_failed",
             asleep=asleep,
             reason=str(exc),
-            advice="free memory on the device or in the host, then send the command again",
+            advice="see the reason: free memory or disk space, then send the command again",
         )
         return CoreSlept(loop.asleep, str(exc))
     return CoreSlept(loop.asleep)

@@ -18,6 +18,7 @@ from moiety_engine.memory import available_bytes
 
 _CHUNK_BYTES = 64 << 20
 _SYNC_BYTES = 512 << 20  # written before the disk must have them: neither a long wait nor many pages of host memory
+_ADVICE = "Free space there, or set another --sleep-folder"
 
 Storages = list[torch.UntypedStorage]
 
@@ -33,7 +34,7 @@ class WeightFile:
             if num_bytes >= free_bytes:
                 raise OutOfMemory(
                     f"the weights need {num_bytes / 2**30:.2f} GiB, but {free_bytes / 2**30:.2f} GiB of {folder} are "
-                    "free: they stay on the device"
+                    f"free: they stay on the device. {_ADVICE}"
                 )
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  closed by `close`
         except OSError as exc:
@@ -116,6 +117,5 @@ def _transfer(part: Tensor, transfer: Callable[[memoryview], int | None]) -> Non
 
 def _not_written(folder: str, exc: OSError) -> OutOfMemory:
     return OutOfMemory(
-        f"the weights cannot be written to {folder}: {exc.strerror or exc}; they stay on the device. Free space there, "
-        "or set another --sleep-folder"
+        f"the weights cannot be written to {folder}: {exc.strerror or exc}; they stay on the device. {_ADVICE}"
     )
