@@ -8,10 +8,36 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
+import typer
+from msgspec import to_builtins
 from tests.conftest import wait_for
+
+from moiety_platform.cli import usage
+from moiety_platform.usage.schemas import UsageTotals
+
+from .answering_gateway import answering_gateway
 
 DEADLINE_S = 60
 CARD = "4111 1111 1111 1111"
+
+
+@pytest.mark.parametrize("command", [[], ["spend"]], ids=["usage", "spend"])
+@pytest.mark.parametrize("options", [[], ["--csv"]], ids=["table", "csv"])
+@pytest.mark.parametrize(("by", "listed"), [("end_user", "the most output tokens"), ("day,end_user", "1 first ones")])
+def test_a_report_that_lists_some_groups_only_says_so(
+    capsys: pytest.CaptureFixture[str], command: list[str], options: list[str], by: str, listed: str
+) -> None:
+    totals = to_builtins(UsageTotals(*[1] * len(UsageTotals.__struct_fields__)))
+    totals["cost_before_credits_nanodollars"] = 2
+    report = {"data": [{"group": {"end_user": "ada"}, "totals": totals}], "total": totals, "truncated": True}
+    for truncated in (True, False):
+        report["truncated"] = truncated
+        with answering_gateway(lambda _: (200, report)) as gateway:
+            given = [*command, "--by", by, *options, *gateway.options]
+            typer.main.get_command(usage.app).main(given, standalone_mode=False)
+        said = capsys.readouterr()
+        assert "ada" in said.out and (listed in said.err) is truncated
 
 
 def ask(serve: Any, key: str, text: str, model: str = "moiety-demo") -> httpx.Response:

@@ -19,6 +19,7 @@ from moiety_platform.cli.usage_options import (
     TenantFilter,
     check_format,
     find_tenant_id,
+    warn_of_more_groups,
 )
 from moiety_platform.prices.token_cost import dollars
 
@@ -76,6 +77,7 @@ def spend(
     if admin.as_json:
         show_json(report)
         return
+    warn_of_more_groups(report, by)
     if as_csv:
         show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
         return

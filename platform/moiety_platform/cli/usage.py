@@ -26,6 +26,7 @@ from moiety_platform.cli.usage_options import (
     TenantFilter,
     check_format,
     find_tenant_id,
+    warn_of_more_groups,
 )
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
@@ -137,6 +138,7 @@ def usage(
     if admin.as_json:
         show_json(report)
         return
+    warn_of_more_groups(report, by)
     if as_csv:
         show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
         return

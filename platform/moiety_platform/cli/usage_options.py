@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from moiety_platform.cli.admin_command import Admin
 from moiety_platform.cli.object_names import find_key, find_project
+from moiety_platform.cli.printing import print_prose
 from moiety_platform.cli.time_options import ReportPeriod
 
 Grouping = Annotated[
@@ -35,6 +37,17 @@ def check_format(admin: Admin, *, as_csv: bool) -> None:
     """Raise typer.BadParameter if the report is to be CSV and JSON."""
     if as_csv and admin.as_json:
         raise typer.BadParameter("give --csv or --json, not both")
+
+
+def warn_of_more_groups(report: Mapping[str, Any], by: str) -> None:
+    """Say on the error output that a report has more groups than it lists."""
+    if report["truncated"]:
+        named = [one.strip() for one in by.split(",")]
+        first = "first ones" if "hour" in named or "day" in named else "ones with the most output tokens"
+        print_prose(
+            f"there are more groups; only the {len(report['data']):,} {first} are listed. Ask for a shorter time, or "
+            "filter, for example by --tenant."
+        )
 
 
 def find_tenant_id(admin: Admin, tenant: str | None) -> str | None:
