@@ -231,6 +231,11 @@ def _configured(given: Any, is_integer: bool, width: int | None) -> Any:
     return column if width is None else {**column, "width": width}
 
 
+def count_column(label: str, tooltip: str | None = None) -> Any:
+    """Return a column of integers with separators."""
+    return st.column_config.NumberColumn(label, format="localized", help=tooltip)
+
+
 def time_column(label: str, shown: str, width: int | None = None) -> Any:
     """Return a column of times in the user's time zone."""
     return st.column_config.DatetimeColumn(label, format=shown, timezone=session.zone().key, width=width)
@@ -327,6 +332,14 @@ def choose_deletion(client: AdminClient, noun: str, labels: Mapping[str, str], w
         path = st.selectbox(f"{noun.capitalize()} to delete", list(labels), format_func=lambda one: labels[one])
         if st.button(f"Delete {noun}", icon=":material/delete:"):
             ask_deletion(client, path, warn(as_text(labels[path])), f"The {noun} is deleted.")
+
+
+def may_change(action: str, objects: str, verbs: str = "change") -> bool:
+    """Return whether the role allows the action; if not, draw a note that the objects can only be viewed."""
+    is_allowed = session.may(action)
+    if not is_allowed:
+        st.caption(f"Your role can view {objects}, but not {verbs} them.")
+    return is_allowed
 
 
 def put(client: AdminClient, path: str, body: Mapping[str, Any], what: str) -> None:

@@ -113,17 +113,17 @@ def columns() -> dict[str, Any]:
     return {
         "model": column.TextColumn("Model", width=150),
         "status": "Status",
-        "context": column.NumberColumn("Context", format="localized", help="Most tokens of prompt and answer"),
+        "context": panels.count_column("Context", tooltip="Most tokens of prompt and answer"),
         "input": column.NumberColumn("Input, $", format="%.4g", help=price),
         "output": column.NumberColumn("Output, $", format="%.4g", help=price),
-        "running": column.NumberColumn("Running", format="localized"),
-        "waiting": column.NumberColumn("Waiting", format="localized"),
+        "running": panels.count_column("Running"),
+        "waiting": panels.count_column("Waiting"),
         "replicas": column.TextColumn("Replicas", help="That accept requests, of all"),
         "output_per_s": column.NumberColumn("Output tok/s", format="%,.0f", help="Since the last refresh"),
-        "tenants": column.NumberColumn("Tenants", format="localized", help="With a valid key that allows the model"),
+        "tenants": panels.count_column("Tenants", tooltip="With a valid key that allows the model"),
         "features": column.TextColumn("Features", width=270),
         "routes": "Routes",
-        "adapters": column.NumberColumn("Adapters", format="localized"),
+        "adapters": panels.count_column("Adapters"),
         "family": "Family",
     }
 

@@ -106,8 +106,8 @@ def columns(*, with_load: bool) -> dict[str, Any]:
         "predicted_s": column.NumberColumn(
             "Predicted TTFT, s", format="%.2f", help="Predicted TTFT of an empty prompt that arrives now"
         ),
-        "rejections": column.NumberColumn("Rejected, 1 h", format="localized"),
-        "downgraded": column.NumberColumn("Downgraded", format="localized", help=since_start),
+        "rejections": panels.count_column("Rejected, 1 h"),
+        "downgraded": panels.count_column("Downgraded", tooltip=since_start),
     }
     if not with_load:
         del more["predicted_s"], more["downgraded"]

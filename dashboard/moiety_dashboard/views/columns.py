@@ -6,6 +6,8 @@ from typing import Any
 
 import streamlit as st
 
+from moiety_dashboard import panels
+
 LOAD = ("waiting", "oldest_s", "running")  # of the engines, which users of one tenant do not see
 
 
@@ -22,25 +24,24 @@ def class_columns(*, with_load: bool) -> dict[str, Any]:
             help="Burn rate of the error budget (1 % of requests may miss the SLO); above 1× the budget is "
             "exhausted early",
         ),
-        "requests": column.NumberColumn("Requests, 1 h", format="localized"),
+        "requests": panels.count_column("Requests, 1 h"),
         "ttft_ms": column.NumberColumn("TTFT, ms", format="%,.0f", help="Mean time to first token, last hour"),
         "queue_ms": column.NumberColumn("Queue time, ms", format="%,.0f", help="Mean time in the queue, last hour"),
-        "preemptions": column.NumberColumn("Preemptions, 1 h", format="localized"),
-        "waiting": column.NumberColumn("Waiting", format="localized", help="Requests in the engines' queues, now"),
+        "preemptions": panels.count_column("Preemptions, 1 h"),
+        "waiting": panels.count_column("Waiting", tooltip="Requests in the engines' queues, now"),
         "oldest_s": column.NumberColumn(
             "Oldest waiting, s", format="%.1f", help="Age of the longest-waiting request, now"
         ),
-        "running": column.NumberColumn("Running", format="localized", help="Requests in the engines' batches, now"),
+        "running": panels.count_column("Running", tooltip="Requests in the engines' batches, now"),
     }
     return {name: column for name, column in shown.items() if with_load or name not in LOAD}
 
 
 def token_columns() -> dict[str, Any]:
-    column = st.column_config
     return {
-        "prompt_tokens": column.NumberColumn("Prompt tokens", format="localized"),
-        "cached_tokens": column.NumberColumn("Cached tokens", format="localized"),
-        "output_tokens": column.NumberColumn("Output tokens", format="localized"),
+        "prompt_tokens": panels.count_column("Prompt tokens"),
+        "cached_tokens": panels.count_column("Cached tokens"),
+        "output_tokens": panels.count_column("Output tokens"),
     }
 
 

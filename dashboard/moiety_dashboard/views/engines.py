@@ -151,8 +151,8 @@ def draw_memory(client: AdminClient, engines: Answer) -> None:
         "kv_blocks": column.NumberColumn(
             "Blocks", format="localized", help="A block that several requests share counts for each of them"
         ),
-        "prompt_tokens": column.NumberColumn("Prompt tokens, 1 h", format="localized"),
-        "cached_tokens": column.NumberColumn("Cached prompt tokens", format="localized"),
+        "prompt_tokens": panels.count_column("Prompt tokens, 1 h"),
+        "cached_tokens": panels.count_column("Cached prompt tokens"),
         "hit_rate": column.NumberColumn("Prefix hit rate, 1 h", format="percent", help="Share of prompt tokens"),
     }
     with panels.panel(

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import panels, session
+from moiety_dashboard import panels
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.frames.rules import CHECKS, guardrails_frame
 from moiety_dashboard.page import Page
@@ -30,8 +30,7 @@ def draw(page: Page) -> None:
         frame = guardrails_frame(guardrails, names)
         with panels.panel("Guardrails", "by name", [answer], key="guardrails", frame=frame):
             panels.table(frame, columns(), NONE, max_rows=16)
-        if not session.may("guardrails.write"):
-            st.caption("Your role can view guardrails, but not change them.")
+        if not panels.may_change("guardrails.write", "guardrails"):
             return
         left, right = st.columns([3, 2])
         with left:
@@ -112,7 +111,7 @@ def columns() -> dict[str, Any]:
         "stage": column.TextColumn("Checks", help="input: requests; output: answers"),
         "action": "Action",
         "check": column.TextColumn("Check", width="large"),
-        "timeout_ms": column.NumberColumn("Time, ms", format="localized"),
+        "timeout_ms": panels.count_column("Time, ms"),
         "on_failure": column.TextColumn("Fails", help="closed: the request fails with 503; open: the text passes"),
         "tenant": "Tenant",
     }

@@ -108,9 +108,9 @@ def draw_projects(client: AdminClient, projects: Any, rows: list[dict[str, Any]]
     with panels.panel("Projects", "this month, in UTC", [projects], key="own-projects", frame=frame):
         columns = {
             "project": "Project",
-            "requests": column.NumberColumn("Requests", format="localized"),
-            "rejected": column.NumberColumn("Rejected", format="localized"),
-            "tokens": column.NumberColumn("Tokens", format="localized"),
+            "requests": panels.count_column("Requests"),
+            "rejected": panels.count_column("Rejected"),
+            "tokens": panels.count_column("Tokens"),
             "cost": column.NumberColumn("Cost", format="dollar"),
         }
         panels.table(frame, columns, "Your tenant has no project yet.")

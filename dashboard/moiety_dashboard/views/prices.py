@@ -27,8 +27,7 @@ def draw(page: Page) -> None:
         with panels.panel("Prices", note, [answer], key="prices", frame=frame):
             none = f"{NONE}{session.advice(HOW, 'prices.write')}"
             panels.table(frame, {"model": "Model", **price_columns()}, none, max_rows=16)
-        if not session.may("prices.write"):
-            st.caption("Your role can view prices, but not change them.")
+        if not panels.may_change("prices.write", "prices"):
             return
         left, right = st.columns(2)
         with left:

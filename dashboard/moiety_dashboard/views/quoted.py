@@ -34,9 +34,9 @@ def columns() -> dict[str, Any]:
     }
     return {
         "class": "Class",
-        "requests": column.NumberColumn("Quoted requests", format="localized"),
+        "requests": panels.count_column("Quoted requests"),
         "met": column.NumberColumn("Guarantees met", format="percent"),
-        "missed": column.NumberColumn("Missed", format="localized"),
+        "missed": panels.count_column("Missed"),
         "reasons": column.TextColumn("Missed by", help="ttft: late first token; finish: late last token; failed"),
         "credit": column.NumberColumn("Credits", format="dollar", step=0.0001),
         **times,

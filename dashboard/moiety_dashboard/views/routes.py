@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import panels, session
+from moiety_dashboard import panels
 from moiety_dashboard.client import AdminClient, path_with
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.rules import routes_frame
@@ -26,8 +26,7 @@ def draw(page: Page) -> None:
         frame = routes_frame(routes)
         with panels.panel("Routes", "shares of requests by weight", [answer], key="routes", frame=frame):
             panels.table(frame, columns(), NONE, max_rows=16)
-        if not session.may("routes.write"):
-            st.caption("Your role can view routes, but not change them.")
+        if not panels.may_change("routes.write", "routes"):
             return
         left, right = st.columns([3, 2])
         with left:

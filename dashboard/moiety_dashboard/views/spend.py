@@ -198,7 +198,7 @@ def columns(grouping: str) -> dict[str, Any]:
     return {
         "name": column.TextColumn(as_text(GROUPINGS.get(grouping, "Tag value")), help=without),
         "share": column.ProgressColumn("Share of cost", min_value=0.0, max_value=1.0, format="percent"),
-        "requests": column.NumberColumn("Requests", format="localized"),
+        "requests": panels.count_column("Requests"),
         **token_columns(),
         "before_credits": column.NumberColumn("Before credits", format="dollar"),
         "credit": column.NumberColumn("Credits", format="dollar", help="For missed guarantees of quotes"),

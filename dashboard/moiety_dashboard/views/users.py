@@ -39,8 +39,7 @@ def draw(page: Page) -> None:
         frame = users_frame(users.data, names, session.zone())
         with panels.panel("Users", "oldest first", [users], key="users", frame=frame):
             panels.table(frame, columns(), "No user yet. Invite one below.", max_rows=12)
-        if not session.may("users.write"):
-            st.caption("Your role can view users, but not invite or change them.")
+        if not panels.may_change("users.write", "users", "invite or change"):
             return
         left, right = st.columns(2)
         with left:

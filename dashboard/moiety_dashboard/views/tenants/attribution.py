@@ -93,8 +93,8 @@ def _columns(grouping: str) -> dict[str, Any]:
             "End user" if grouping == END_USER else "Tag value", help="A dash stands for requests without one"
         ),
         "share": column.ProgressColumn("Token share", min_value=0.0, max_value=1.0, format="percent"),
-        "requests": column.NumberColumn("Requests", format="localized"),
-        "failed": column.NumberColumn("Failed", format="localized"),
+        "requests": panels.count_column("Requests"),
+        "failed": panels.count_column("Failed"),
         **token_columns(),
         "cost": column.NumberColumn("Cost", format="dollar"),
     }

@@ -24,8 +24,7 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
         columns = key_columns(with_user=bool(frame["user"].notna().any()))
         how = session.advice("Create one below and send it with every request.", "keys.write")
         panels.table(frame, columns, f"No key yet.{how}")
-    if not session.may("keys.write"):
-        st.caption("Your role can view keys, but not create, rotate or revoke them.")
+    if not panels.may_change("keys.write", "keys", "create, rotate or revoke"):
         return
     left, right = st.columns([3, 2])
     with left:

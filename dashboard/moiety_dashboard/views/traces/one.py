@@ -146,7 +146,7 @@ def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
     """Return the columns without those that have no data."""
     column = st.column_config
     shown = {
-        "number": column.NumberColumn("Step", format="localized"),
+        "number": panels.count_column("Step"),
         "start_ms": column.NumberColumn("Start, ms", format="%.1f"),
         "took_ms": column.NumberColumn("Duration, ms", format="%.2f"),
         "predicted_ms": column.NumberColumn(
