@@ -28,6 +28,7 @@ from moiety_platform.jwt_issuers.terms import JwtGrant, JwtIssuer, JwtIssuers
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.names import is_named
 from moiety_platform.tenants.service import get_project, get_undeleted_tenant
+from moiety_wire.shared_fields import copy_fields
 
 MAX_ISSUERS = 64
 KEY_HINT = "(jwt)"
@@ -214,18 +215,7 @@ def _splits(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _terms_of(record: JwtIssuerRecord, grants: Sequence[JwtGrant]) -> JwtIssuer:
-    return JwtIssuer(
-        name=record.name,
-        url=record.url,
-        audience=record.audience,
-        jwks_url=record.jwks_url,
-        jwks=record.jwks,
-        claim=record.claim,
-        required_claims=record.required_claims,
-        end_user_claim=record.end_user_claim,
-        service_class=record.service_class,
-        grants=tuple(grants),
-    )
+    return copy_fields(record, JwtIssuer, grants=tuple(grants))
 
 
 async def _view_of(session: AsyncSession, record: JwtIssuerRecord) -> JwtIssuerView:

@@ -19,6 +19,7 @@ from moiety_platform.spend.schemas import BudgetPage, BudgetPoint, BudgetView
 from moiety_platform.tenants.checks import is_id
 from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.queries import UsageFilter
+from moiety_wire.shared_fields import copy_fields
 
 MONEY_KINDS = tuple(kind for kind in LimitKind if kind.unit is Unit.MONEY)
 
@@ -108,11 +109,10 @@ def _view(quota: Quota, used: int, days: DailySpend, hours: Spend, now: datetime
     rate = rate_of(days, now)
     left = rate.time_for(quota.cap - used)
     is_exhausted = left is not None and now + left < end
-    return BudgetView(
+    return copy_fields(
+        quota,
+        BudgetView,
         quota_id=quota.id,
-        level=quota.level,
-        scope_id=quota.scope_id,
-        kind=quota.kind,
         cap_nanodollars=quota.cap,
         used_nanodollars=used,
         window_start=start,

@@ -27,6 +27,7 @@ from moiety_platform.spot.models import SpotPriceRecord
 from moiety_platform.spot.service import SpotPrices
 from moiety_platform.spot.terms import SpotPrice, moment, percent_of
 from moiety_platform.time_span import TimeSpanDependency
+from moiety_wire.shared_fields import copy_fields
 
 MAX_LISTED = 2000
 
@@ -72,14 +73,7 @@ class PublishedSpotPrice(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, record: SpotPriceRecord) -> PublishedSpotPrice:
-        return cls(
-            record.model,
-            record.service_class,
-            record.percent,
-            record.idle_percent,
-            moment(record.starts_ms),
-            moment(record.ends_ms),
-        )
+        return copy_fields(record, cls, starts_at=moment(record.starts_ms), ends_at=moment(record.ends_ms))
 
 
 class PublishedSpotPrices(msgspec.Struct, frozen=True):

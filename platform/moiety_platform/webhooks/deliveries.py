@@ -12,6 +12,7 @@ from datetime import datetime
 
 from sqlalchemy import ColumnElement, and_, delete, exists, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from moiety_platform.alerts.models import OperationalAlert
 from moiety_platform.quota.models import QuotaAlert
@@ -143,25 +144,26 @@ async def forget_old(session: AsyncSession, *, now: Now) -> int:
 
 async def forget_operational_alerts(session: AsyncSession, before: datetime) -> int:
     """Delete some operational alerts from before `before`, except pending ones; return their number."""
-    waits = exists().where(
-        WebhookDelivery.alert_id == OperationalAlert.id, WebhookDelivery.state == DeliveryState.PENDING
-    )
-    wanted = select(OperationalAlert.id).where(OperationalAlert.at < before, ~waits).order_by(OperationalAlert.at)
-    found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=OperationalAlert, skip_locked=True))
-    ids = found.all()
-    if ids:
-        await session.execute(delete(OperationalAlert).where(OperationalAlert.id.in_(ids)))
-    return len(ids)
+    return await _forget_alerts(session, OperationalAlert, OperationalAlert.at, before)
 
 
 async def forget_alerts(session: AsyncSession, before: datetime) -> int:
     """Delete some alerts of windows that began before `before`, except pending ones; return their number."""
-    waits = exists().where(WebhookDelivery.alert_id == QuotaAlert.id, WebhookDelivery.state == DeliveryState.PENDING)
-    wanted = select(QuotaAlert.id).where(QuotaAlert.start < before, ~waits).order_by(QuotaAlert.start)
-    found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=QuotaAlert, skip_locked=True))
+    return await _forget_alerts(session, QuotaAlert, QuotaAlert.start, before)
+
+
+async def _forget_alerts(
+    session: AsyncSession,
+    table: type[OperationalAlert | QuotaAlert],
+    time_column: InstrumentedAttribute[datetime],
+    before: datetime,
+) -> int:
+    waits = exists().where(WebhookDelivery.alert_id == table.id, WebhookDelivery.state == DeliveryState.PENDING)
+    wanted = select(table.id).where(time_column < before, ~waits).order_by(time_column)
+    found = await session.scalars(wanted.limit(FORGET_ROWS).with_for_update(of=table, skip_locked=True))
     ids = found.all()
     if ids:
-        await session.execute(delete(QuotaAlert).where(QuotaAlert.id.in_(ids)))
+        await session.execute(delete(table).where(table.id.in_(ids)))
     return len(ids)
 
 
