@@ -10,13 +10,7 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.usage_options import (
-    CsvOption,
-    EndUserFilter,
-    ReportFilter,
-    TagFilter,
-    check_format,
-)
+from moiety_platform.cli.usage_options import ReportFilter
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.paths import path_of
 
@@ -71,15 +65,11 @@ def requests(
     error: Annotated[str | None, typer.Option(help="Error code, such as quota_exceeded.")] = None,
     slo: Annotated[str | None, typer.Option(help="Whether the SLO was met: attained, missed or none.")] = None,
     min_ms: Annotated[float | None, typer.Option(min=0, help="Least duration, in milliseconds.")] = None,
-    end_user: EndUserFilter = None,
-    tag: TagFilter = None,
     last: Annotated[int, typer.Option(min=1, help="Number of newest requests to show.")] = 50,
-    as_csv: CsvOption = False,
 ) -> None:
     """Search in the log of all requests; without options, the newest of the last 24 hours."""
     if context.invoked_subcommand is not None:
         return
-    check_format(admin, as_csv=as_csv)
     wanted = {
         **scope.query_of(admin),
         "model": model,
@@ -90,11 +80,9 @@ def requests(
         "error_code": error,
         "slo": slo,
         "min_ms": min_ms,
-        "end_user": end_user,
-        "tag": tag,
     }
     found = newest(admin, last, wanted)
-    if as_csv:
+    if scope.as_csv:
         show_csv([in_cells(one) for one in found])
     elif admin.as_json:
         show_json({"data": found})

@@ -8,19 +8,8 @@ import typer
 
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
-from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.usage_options import (
-    CsvOption,
-    EndUserFilter,
-    Grouping,
-    ModelFilter,
-    ReportFilter,
-    TagFilter,
-    TenantFilter,
-    check_format,
-    find_tenant_id,
-    warn_of_more_groups,
-)
+from moiety_platform.cli.tables import show_json
+from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportFilter, TenantFilter, find_tenant_id
 from moiety_platform.prices.token_cost import dollars
 
 SPEND = {
@@ -59,27 +48,11 @@ def spend(
     service_class: Annotated[
         str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")
     ] = None,
-    end_user: EndUserFilter = None,
-    tag: TagFilter = None,
-    as_csv: CsvOption = False,
 ) -> None:
     """Show what was spent, after credits; the figures are those of `moiety usage` and of the ledger."""
-    check_format(admin, as_csv=as_csv)
-    report = admin.client.get(
-        "/spend",
-        group_by=by,
-        **scope.query_of(admin),
-        model=model,
-        service_class=service_class,
-        end_user=end_user,
-        tag=tag,
-    )
-    if admin.as_json:
-        show_json(report)
-        return
-    warn_of_more_groups(report, by)
-    if as_csv:
-        show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
+    wanted = {**scope.query_of(admin), "model": model, "service_class": service_class}
+    report = admin.client.get("/spend", group_by=by, **wanted)
+    if scope.print_data(admin, report, by):
         return
     whole = report["total"]["cost_nanodollars"]
     rows = [{**named(one["group"]), **_in_dollars(one["totals"], whole)} for one in report["data"]]

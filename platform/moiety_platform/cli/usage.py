@@ -16,18 +16,7 @@ from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import ReportPeriod
-from moiety_platform.cli.usage_options import (
-    CsvOption,
-    EndUserFilter,
-    Grouping,
-    ModelFilter,
-    ReportFilter,
-    TagFilter,
-    TenantFilter,
-    check_format,
-    find_tenant_id,
-    warn_of_more_groups,
-)
+from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportFilter, TenantFilter, find_tenant_id
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
 
@@ -105,23 +94,14 @@ def usage(
     by: Grouping = "tenant",
     scope: ReportFilter,
     model: ModelFilter = None,
-    end_user: EndUserFilter = None,
-    tag: TagFilter = None,
     requests: Annotated[
         int, typer.Option(min=0, max=500, help="Number of newest single requests to show instead of sums.")
     ] = 0,
-    as_csv: CsvOption = False,
 ) -> None:
     """Show usage: requests, tokens, times and money."""
     if context.invoked_subcommand is not None:
         return
-    check_format(admin, as_csv=as_csv)
-    wanted = {
-        **scope.query_of(admin),
-        "model": model,
-        "end_user": end_user,
-        "tag": tag,
-    }
+    wanted = {**scope.query_of(admin), "model": model}
     if requests:
         found = admin.client.get("/usage/requests", limit=requests, **wanted)["data"]
         rows = (
@@ -129,18 +109,13 @@ def usage(
             if admin.as_json
             else [{**one, "tags": tags_in_line(one["tags"]), "credit": credit(one)} for one in found]
         )
-        if rows and not (as_csv or admin.as_json):
+        if rows and not (scope.as_csv or admin.as_json):
             names = ObjectNames(admin.client)
             rows = [{**one, "tenant_id": names.tenant(one["tenant_id"])} for one in rows]
-        show_csv(rows) if as_csv else admin.show_rows(rows, REQUESTS, REQUEST_DETAILS)
+        show_csv(rows) if scope.as_csv else admin.show_rows(rows, REQUESTS, REQUEST_DETAILS)
         return
     report = admin.client.get("/usage", group_by=by, **wanted)
-    if admin.as_json:
-        show_json(report)
-        return
-    warn_of_more_groups(report, by)
-    if as_csv:
-        show_csv([{**one["group"], **one["totals"]} for one in report["data"]])
+    if scope.print_data(admin, report, by):
         return
     sums: list[dict[str, Any]] = [
         {**named(one["group"]), **one["totals"], **for_people(one["totals"])} for one in report["data"]
