@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
-import jwt
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
-from tests.server_thread import serving_in_thread
+from anyio.from_thread import start_blocking_portal
+from tests.token_issuer import AUDIENCE, EC, TokenIssuer, started_issuer
 
 from .test_pages import Browser, needs_browser, open_browser
 
 __all__ = ["open_browser"]  # a fixture
 
-AUDIENCE = "moiety"
-KEY = ec.generate_private_key(ec.SECP256R1())
 NOT_OF_DEVELOPERS = (
     "Overview",
     "Tenants",
@@ -37,52 +32,31 @@ NOT_OF_DEVELOPERS = (
 pytestmark = pytest.mark.timeout(900)
 
 
-@contextmanager
-def issuing() -> Iterator[str]:
-    """Publish the key of an issuer; yield its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            url = f"http://127.0.0.1:{server.server_address[1]}"
-            key = {**jwt.algorithms.ECAlgorithm.to_jwk(KEY.public_key(), as_dict=True), "kid": "one", "alg": "ES256"}
-            found = {"keys": [key]} if self.path == "/keys" else {"issuer": url, "jwks_uri": f"{url}/keys"}
-            body = json.dumps(found).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Log nothing."""
-
-    with serving_in_thread(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[TokenIssuer]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(started_issuer()) as issuer:
+        yield issuer
 
 
 @pytest.fixture(scope="module")
-def issuer() -> Iterator[str]:
-    with issuing() as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def serve(start_serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, issuer: str) -> Any:
+def serve(start_serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, issuer: TokenIssuer) -> Any:
     config = tmp_path_factory.mktemp("config") / "moiety.toml"
-    config.write_text(f'[gateway]\noidc_issuer = "{issuer}"\noidc_audience = "{AUDIENCE}"\n')
+    config.write_text(f'[gateway]\noidc_issuer = "{issuer.url}"\noidc_audience = "{AUDIENCE}"\n')
     running = start_serve("--dashboard-port", "0", "--config", str(config))
     running.wait_for_line("moiety is ready at")
     return running
 
 
-def token_of(who: str, issuer: str) -> str:
-    claims = {"iss": issuer, "aud": AUDIENCE, "sub": who, "email": f"{who}@example.com", "exp": int(time.time()) + 3600}
-    return jwt.encode(claims, KEY, "ES256", headers={"kid": "one"})
+def token_of(who: str, issuer: TokenIssuer) -> str:
+    """Return a token of a user, valid for an hour, without roles."""
+    of_user = {"sub": who, "email": f"{who}@example.com", "exp": int(time.time()) + 3600, "moiety_roles": None}
+    return issuer.token(EC, "ES256", "ec", **of_user)
 
 
 @pytest.mark.slow
 @needs_browser
 def test_a_developer_accepts_an_invitation_makes_a_key_and_is_disabled(
-    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+    serve: Any, issuer: TokenIssuer, open_browser: Callable[[], Browser]
 ) -> None:
     with httpx.Client(base_url=f"{serve.url}/admin/v1", headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:
         tenant = http.post("/tenants", json={"name": "people-inc"}).raise_for_status().json()
@@ -161,7 +135,7 @@ def invited(serve: Any, email: str) -> Iterator[tuple[Callable[[], str], str]]:
 @pytest.mark.slow
 @needs_browser
 def test_an_invitation_stays_open_after_an_error_until_it_is_declined(
-    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+    serve: Any, issuer: TokenIssuer, open_browser: Callable[[], Browser]
 ) -> None:
     with invited(serve, "eve@example.com") as (state, code):
         browser = open_browser()
@@ -185,7 +159,7 @@ def open_link(browser: Browser, token: str, code: str) -> None:
 @pytest.mark.slow
 @needs_browser
 def test_an_invitation_survives_the_way_to_the_identity_provider(
-    serve: Any, issuer: str, open_browser: Callable[[], Browser]
+    serve: Any, issuer: TokenIssuer, open_browser: Callable[[], Browser]
 ) -> None:
     with invited(serve, "bob@example.com") as (state, code):
         browser = open_browser()

@@ -22,7 +22,7 @@ from .conftest import StartGateway
 from .pdf_files import endless_pdf
 from .test_documents import PAGES, PLACES, READ, asking, part_of, refusal
 from .test_image_links import file_server, sends
-from .test_images import LINKED, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE
+from .test_images import LINKED, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE, result_parts
 from .test_quotas import (
     Limited,
     limit,
@@ -84,10 +84,7 @@ async def test_a_link_that_fails_names_its_place_or_becomes_a_text_in_a_tools_re
         message = await refusal(gateway, path, asking(path, linked(path, url)))
         assert f"at {PLACES[path]} cannot be fetched" in message and "status 404" in message
         body = RESULTS[path](WIDE)
-        last = body["input" if path == RESPONSES else "messages"][2]
-        if path == MESSAGES:
-            (last,) = last["content"]
-        last["output" if path == RESPONSES else "content"][1] = linked(path, url)
+        result_parts(path, body)[1] = linked(path, url)
         status, headers, answer = await gateway.post(path, body)
         assert status == 200 and "x-moiety-ignored-fields" in headers, answer
 
@@ -227,11 +224,7 @@ async def test_a_fetched_file_is_freed_before_the_next_one(
         start_gateway([FakeEngineClient(card)], **{**FOLLOWS, "max_document_links": num_links}) as gateway,
     ):
         body = RESULTS[path](WIDE)
-        last = body["input" if path == RESPONSES else "messages"][2]
-        if path == MESSAGES:
-            (last,) = last["content"]
-        links = [linked(path, f"{url}?{number}") for number in range(num_links)]
-        last["output" if path == RESPONSES else "content"][1:] = links
+        result_parts(path, body)[1:] = [linked(path, f"{url}?{number}") for number in range(num_links)]
         tracemalloc.start()
         try:
             status, _, answer = await gateway.post(path, body)

@@ -31,7 +31,7 @@ from moiety_wire.messages import ModelCard
 from .batch_requests import jsonl, results, submit, wait_for
 from .conftest import RunningGateway, StartGateway
 from .pdf_files import compressed_pdf, encrypted_pdf, endless_pdf, pdf, recursive_pdf
-from .test_images import CHAT, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE
+from .test_images import CHAT, MESSAGES, RESPONSES, RESULTS, TOOL_TEMPLATE, WIDE, result_parts
 from .test_uploaded_images import COUNTS, PATHS
 
 PAGES = pdf("The sky is green.", "", "So is the sea.")
@@ -266,10 +266,7 @@ async def test_a_document_of_a_tool_is_read_and_becomes_a_text_if_it_cannot_be(
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         for data, words in ((PAGES, shown_document(READ, "a.pdf", None)), (pdf(""), "[This document is not shown: ")):
             body = RESULTS[path](WIDE)
-            last = body["input" if path == RESPONSES else "messages"][2]
-            if path == MESSAGES:
-                (last,) = last["content"]
-            last["output" if path == RESPONSES else "content"][1] = part_of(path, data)
+            result_parts(path, body)[1] = part_of(path, data)
             status, headers, answer = await gateway.post(path, body)
             assert status == 200, answer
             (*_, one) = gateway.engine.submits

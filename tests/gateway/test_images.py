@@ -122,6 +122,15 @@ def response_result(data: bytes) -> dict[str, Any]:
     return {"model": "tiny", "input": items, "max_output_tokens": 16}
 
 
+def result_parts(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the content parts of the tool result in a body of RESULTS."""
+    last = body["input" if path == RESPONSES else "messages"][2]
+    if path == MESSAGES:
+        (last,) = last["content"]
+    parts: list[dict[str, Any]] = last["output" if path == RESPONSES else "content"]
+    return parts
+
+
 BODIES = {CHAT: chat_of, MESSAGES: message_of, RESPONSES: response_of}
 LINKED = {CHAT: linked_chat, MESSAGES: linked_message, RESPONSES: linked_response}
 RESULTS = {CHAT: chat_result, MESSAGES: message_result, RESPONSES: response_result}

@@ -14,7 +14,20 @@ from moiety_wire.messages import ModelCard
 
 from .conftest import RunningGateway, StartGateway
 from .test_files import refuse
-from .test_images import BODIES, CHAT, MESSAGES, REPLACED, RESPONSES, RESULTS, TALL, TOOL_TEMPLATE, WIDE, data_url, png
+from .test_images import (
+    BODIES,
+    CHAT,
+    MESSAGES,
+    REPLACED,
+    RESPONSES,
+    RESULTS,
+    TALL,
+    TOOL_TEMPLATE,
+    WIDE,
+    data_url,
+    png,
+    result_parts,
+)
 from .test_kept_responses import new_key
 
 PATHS = (CHAT, MESSAGES, RESPONSES)
@@ -114,11 +127,7 @@ async def test_an_uploaded_image_in_a_tools_result_that_is_gone_becomes_a_text(
     async with start_gateway([FakeEngineClient(card)]) as gateway:
         file_id = await upload(gateway, WIDE)
         body = RESULTS[path](WIDE)
-        last = body["input" if path == RESPONSES else "messages"][2]
-        parts = {CHAT: lambda: last["content"], RESPONSES: lambda: last["output"]}.get(
-            path, lambda: last["content"][0]["content"]
-        )()
-        parts[1] = part_of(path, file_id)
+        result_parts(path, body)[1] = part_of(path, file_id)
         status, _, answer = await gateway.post(path, body)
         assert status == 200, answer
         assert [image.data for image in gateway.engine.submits[-1].images] == [WIDE]
