@@ -6,16 +6,14 @@ batched, found in the prefix cache, swapped and recomputed."""
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moiety_engine.config import EngineConfig, Speculate
+from moiety_engine.config import Speculate
 from moiety_engine.errors import InvalidConfig
-from moiety_engine.loop_setup import build_loop
 from moiety_engine.model.batch import CompressedCache, RecurrentStateCache
 from moiety_engine.model.errors import UnsupportedModelError
 from moiety_engine.model.loading import load_model
@@ -29,9 +27,11 @@ from .test_recurrent_states import (
     Engine,
     alone,  # noqa: F401  a fixture
     ask_next_turn,
-    assert_batched_as_alone,
     assert_preempted_as_alone,
     assert_same,
+    make_engine,
+    submit_repetitive,
+    test_mixed_batches_of_chunks_answer_as_each_prompt_alone,  # noqa: F401  a test, here with the engine of this module
     tokens,
 )
 
@@ -61,23 +61,9 @@ def narrow(folder: Path) -> Transformer:
 @pytest.fixture
 def engine(folder: Path, model: Transformer) -> Any:
     def make(num_blocks: int = 200, num_snapshots: int = 12, served: Transformer = model, **settings: Any) -> Engine:
-        max_running = settings.setdefault("max_running", 4)
-        memory = num_blocks * served.kv_bytes_per_block(BLOCK_SIZE) + (max_running + num_snapshots) * served.state_bytes
-        sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
-        config = EngineConfig(model=str(folder), name="tiny", **sizes | settings)
-        ticks = count(10**18, 10**7)
-        made = Engine(build_loop(served, config, clock_ns=lambda: next(ticks)))
-        for state in made.loop.executor.awake().kv.states:
-            for part in state.parts:
-                part.fill_(float("nan"))
-        return made
+        return make_engine(folder, served, BLOCK_SIZE, num_blocks, num_snapshots, **settings)
 
     return make
-
-
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
-    assert_batched_as_alone(engine(max_batch_tokens=chunk), alone)
 
 
 def test_prompts_continue_from_snapshots_within_windows_and_entries(engine: Any, alone: Engine) -> None:
@@ -106,12 +92,7 @@ def test_a_preempted_sequence_continues_from_its_state_or_is_computed_anew(
 def test_rejected_drafts_leave_no_trace_in_windows_and_entries(engine: Any, alone: Engine) -> None:
     """Drafts of up to seven tokens cross the borders of blocks, and of the entries of 4 and of 32."""
     ours = engine(num_snapshots=40, speculate=Speculate.NGRAM)
-    few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
-    keys = range(6)
-    for key in keys:
-        prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
-        ours.submit(key, prompt, num_output=40, **few_words)
-        alone.submit(key, prompt, num_output=40, **few_words)
+    keys = submit_repetitive(ours, alone)
     ours.run()
     alone.run()
     load = ours.loop.load()

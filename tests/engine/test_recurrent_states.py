@@ -6,7 +6,7 @@ in one chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -132,6 +132,25 @@ class Engine(PoisonedEngine):
         return self.finishes[key].num_cached_tokens
 
 
+def make_engine(
+    folder: Path,
+    served: Transformer,
+    block_size: int,
+    num_blocks: int,
+    num_snapshots: int,
+    *,
+    draft_models: tuple[Transformer, ...] = (),
+    **settings: Any,
+) -> Engine:
+    """Return an engine with memory for so many blocks, and for so many snapshots beside the running states."""
+    num_slots = settings.setdefault("max_running", 4) + num_snapshots
+    memory = num_blocks * served.kv_bytes_per_block(block_size) + num_slots * served.state_bytes
+    sizes = {"block_size": block_size, "max_batch_tokens": 64, "kv_memory_bytes": memory}
+    config = EngineConfig(model=str(folder), name="tiny", **sizes | settings)
+    ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
+    return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_models=draft_models))
+
+
 @pytest.fixture(scope="module")
 def model(sketch_loops: Any) -> DecayModel:
     return DecayModel(sketch_loops.folder)
@@ -140,15 +159,11 @@ def model(sketch_loops: Any) -> DecayModel:
 @pytest.fixture
 def engine(sketch_loops: Any, model: DecayModel) -> Any:
     def make(num_blocks: int = 400, num_snapshots: int = 12, invariant: bool = False, **settings: Any) -> Engine:
-        max_running = settings.setdefault("max_running", 4)
-        memory = num_blocks * model.kv_bytes_per_block(BLOCK_SIZE) + max_running * model.state_bytes
-        memory += num_snapshots * model.state_bytes
-        sizes = {"block_size": BLOCK_SIZE, "max_batch_tokens": 64, "kv_memory_bytes": memory}
-        config = EngineConfig(model=str(sketch_loops.folder), name="tiny", **sizes | settings)
-        ticks = count(10**18, 10**7)  # a clock by which all steps take the same, so that drafts cost nothing
         served = DecayModel(sketch_loops.folder, arithmetic=Arithmetic("auto", invariant)) if invariant else model
-        drafting = (sketch_loops.model,) if config.speculate is Speculate.DRAFT else ()
-        return Engine(build_loop(served, config, clock_ns=lambda: next(ticks), draft_models=drafting))
+        drafting = (sketch_loops.model,) if settings.get("speculate") is Speculate.DRAFT else ()
+        return make_engine(
+            sketch_loops.folder, served, BLOCK_SIZE, num_blocks, num_snapshots, draft_models=drafting, **settings
+        )
 
     return make
 
@@ -170,6 +185,7 @@ def alone(engine: Any) -> Engine:
     return whole
 
 
+FEW_WORDS: dict[str, Any] = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}
 PROMPTS = {key: tokens(count, seed=key) for key, count in enumerate((130, 61, 24, 5, 90))}
 
 
@@ -180,6 +196,16 @@ def assert_batched_as_alone(ours: Engine, alone: Engine) -> None:
         alone.ask(key, prompt)
     ours.run()
     assert_same(ours, alone, PROMPTS)
+
+
+def submit_repetitive(ours: Engine, alone: Engine) -> Iterable[int]:
+    """Submit requests whose answers repeat themselves in part, so that drafts are accepted; return their keys."""
+    keys = range(6)
+    for key in keys:
+        prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
+        ours.submit(key, prompt, num_output=40, **FEW_WORDS)
+        alone.submit(key, prompt, num_output=40, **FEW_WORDS)
+    return keys
 
 
 def ask_next_turn(ours: Engine) -> tuple[list[int], int]:
@@ -260,13 +286,8 @@ def test_rejected_drafts_leave_no_trace_in_states(
     engine: Any, alone: Engine, overlap: Overlap, speculate: dict[str, Any]
 ) -> None:
     ours = engine(overlap=overlap, num_blocks=150, **speculate)
-    few_words = {"logit_bias": dict.fromkeys((17, 230, 41), 30.0)}  # so that the answers repeat themselves in part
-    keys = range(6)
-    for key in keys:
-        prompt = tokens(20 + key, seed=key) + [17, 230, 41] * 4
-        ours.submit(key, prompt, num_output=40, **few_words)
-        alone.submit(key, prompt, num_output=40, **few_words)
-    ours.submit(9, [17, 230, 41] * 6, num_output=40, **few_words)
+    keys = submit_repetitive(ours, alone)
+    ours.submit(9, [17, 230, 41] * 6, num_output=40, **FEW_WORDS)
     for _ in range(500):
         ours.step()
         if len(ours.answers[9]) > 4:

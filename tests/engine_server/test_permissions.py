@@ -54,6 +54,14 @@ def write(file: Path, *lines: bytes) -> Path:
     return fresh.replace(file)
 
 
+async def ask_for_billing(running: Any, keys: Keys, submit: Callable[..., Any]) -> Any:
+    """Return the first gateway, whose request `paid` has ended with usage that it has not acknowledged."""
+    gateway = running.connect(**options(keys))
+    await gateway.send(Hello("gateway", replica_id="first"))
+    await gateway.ask(submit("paid", billing_context=b"bill"))
+    return gateway
+
+
 def test_every_message_of_the_wire_says_who_may_send_it() -> None:
     assert set(ALLOWED_SENDERS) == {*get_args(ToEngine), *get_args(ToGateway)}
     for kind in get_args(ToEngine):
@@ -151,9 +159,7 @@ async def test_usage_is_settled_by_its_own_gateway_or_by_one_that_was_told_of_it
     async with bench(
         curve_secret_key=ENGINE[1], gateway_keys_file=file, clock=lambda: now_s[0], silence_limit_s=20.0
     ) as running:
-        gateway, other = running.connect(**options(first)), running.connect(**options(second))
-        await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.ask(submit("paid", billing_context=b"bill"))
+        gateway, other = await ask_for_billing(running, first, submit), running.connect(**options(second))
         await other.send(Hello("other", replica_id="second"), UsageAcknowledgement("first", ["paid"]))
         await other.until_load(lambda load: running.front.stats().num_refused == 1)
         assert running.front.stats().num_unacknowledged == 1
@@ -239,9 +245,7 @@ async def test_without_a_list_a_key_still_keeps_its_identity_and_its_usage(
 ) -> None:
     first, second = zmq.curve_keypair(), zmq.curve_keypair()
     async with bench(curve_secret_key=ENGINE[1]) as running:
-        gateway, other = running.connect(**options(first)), running.connect(**options(second))
-        await gateway.send(Hello("gateway", replica_id="first"))
-        await gateway.ask(submit("paid", billing_context=b"bill"))
+        gateway, other = await ask_for_billing(running, first, submit), running.connect(**options(second))
         await other.send(Hello("other", replica_id="first"), UsageAcknowledgement("first", ["paid"]))
         await gateway.until_load(lambda load: running.front.stats().num_refused == 2)
         assert running.front.stats().num_unacknowledged == 1

@@ -59,6 +59,13 @@ def dies_at(engines: Sequence[FakeEngineClient], *positions: Any) -> None:
         engine.script = script
 
 
+def dying_engines(new_card: NewCard, position: int) -> list[FakeEngineClient]:
+    """Return two engines, of which the first that reaches the position dies."""
+    engines = engines_of(new_card, 2)
+    dies_at(engines, position)
+    return engines
+
+
 async def text_of(stream: Any) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -137,8 +144,7 @@ async def test_expert_bytes_of_the_first_engine_count_once_if_the_next_one_is_go
 async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
-    engines = engines_of(new_card, 2)
-    dies_at(engines, 10)
+    engines = dying_engines(new_card, 10)
     async with start_gateway(engines) as gateway:
         stream = await gateway.client.chat.completions.create(**ASK, stop="10 11", stream=True)
         assert await text_of(stream) == "1 2 3 4 5 6 7 8 9 "
@@ -149,8 +155,7 @@ async def test_a_stop_string_that_begins_at_one_engine_ends_at_another(
 async def test_a_stream_of_the_messages_api_continues_at_another_engine(
     start_gateway: StartGateway, new_card: NewCard
 ) -> None:
-    engines = engines_of(new_card, 2)
-    dies_at(engines, 10)
+    engines = dying_engines(new_card, 10)
     async with start_gateway(engines) as gateway:
         status, _, body = await gateway.post("/v1/messages", ASK)
         assert (status, json.loads(body)["content"]) == (200, [{"type": "text", "text": WHOLE}])
@@ -275,8 +280,7 @@ async def test_a_downgraded_request_continues_in_its_served_class(
 
 
 async def test_the_span_records_the_failover(start_gateway: StartGateway, new_card: NewCard, spans: SpanList) -> None:
-    engines = engines_of(new_card, 2)
-    dies_at(engines, 5)
+    engines = dying_engines(new_card, 5)
     async with start_gateway(engines, spans) as gateway:
         await text_of(await gateway.client.chat.completions.create(**ASK, stream=True))
         await gateway.rows.wait_for(1)
