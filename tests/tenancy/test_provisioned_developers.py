@@ -145,6 +145,14 @@ async def test_a_request_that_names_another_tenant_than_the_token_is_refused(ada
     assert (await ada.call("ada", "GET", "caller", tenant="ten_other"))["role"] == "owner"
 
 
+async def test_an_accepted_role_is_not_replaced_by_one_of_the_token_for_the_deployment(ada: People, demo: Demo) -> None:
+    await ada.call("ada", "GET", "caller")
+    await ada.join("ada", "viewer", None)
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=["owner"])
+    assert (await ada.call("ada", "GET", "caller"))["role"] == "viewer"
+    assert await ada.refuse("ada", "GET", "caller", tenant=demo.tenant_id) == (403, "tenant_unknown")
+
+
 async def test_groups_give_developers_of_several_tenants_one_user_in_each(
     people: People, database: Database, clock: ManualClock, demo: Demo
 ) -> None:

@@ -97,7 +97,8 @@ class OidcVerifier:
         if tenant_id not in of_token and (caller := choose_caller(subject, given, tenant_id)) is not None:
             return caller
         caller = await self._caller_of_claims(claims)
-        if tenant_id is not None and caller.tenant_id not in (None, tenant_id):
+        is_of_deployment = caller.tenant_id is None and not given  # an accepted role replaces one of the token's
+        if tenant_id is not None and caller.tenant_id != tenant_id and not is_of_deployment:
             raise no_role_in_tenant()
         user = next((one.user for one in memberships if one.user.tenant_id == caller.tenant_id), None)
         if user is not None and user.state == UserState.DISABLED:
