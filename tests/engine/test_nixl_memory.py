@@ -246,6 +246,24 @@ def test_a_buffer_that_cannot_be_deregistered_does_not_stop_the_step_loop(
     assert staging_buffer.claim("a") is Progress.LOST
 
 
+def test_the_step_loop_goes_on_while_memory_is_registered(
+    agents: type[Agent], kv: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging_buffer, sender = staging_of(kv, NixlReceiver()), NixlSender(1 << 16)
+    begin = announced(sender.allocate(begin_of(kv, "a", NUM_TOKENS).num_bytes), kv)
+    register, claimed = agents.register_memory, list[Progress]()
+
+    def claim_meanwhile(agent: Agent, memory: Any) -> Any:
+        step_loop = threading.Thread(target=lambda: claimed.append(staging_buffer.claim("a")), daemon=True)
+        step_loop.start()
+        step_loop.join(5)
+        return register(agent, memory)
+
+    monkeypatch.setattr(agents, "register_memory", claim_meanwhile)
+    assert staging_buffer.begin(begin) == ""
+    assert claimed == [Progress.UNKNOWN] and staging_buffer.claim("a") is Progress.COMING
+
+
 def test_a_failure_of_the_sender_is_logged_once(
     agents: type[Agent], kv: KvCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,22 +160,28 @@ class StagingBuffer:
                     self._remember_lost(begin.transfer_id)
                 return complaint
             complaint = self._lacks_room(begin)
-            if not complaint:
-                try:
-                    reads = self._open_reads(begin)
-                    buffer_B = _buffer(begin) if reads is None else reads.buffer_B
-                except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
-                    complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
-                except NixlFailed as exc:
-                    complaint = f"its memory cannot be read by NIXL ({exc}); use --kv-transport tcp"
-            if complaint:
+            self._held_bytes += begin.num_bytes
+        reads = buffer_B = None
+        try:  # while the step loop goes on, since registering memory takes long
+            reads = None if complaint else self._open_reads(begin)
+            buffer_B = None if complaint else _buffer(begin) if reads is None else reads.buffer_B
+        except (OSError, ValueError, RuntimeError) as exc:  # torch raises RuntimeError if memory is short
+            complaint = f"its shared memory cannot be opened ({exc}); use --kv-transport tcp, which needs none"
+        except NixlFailed as exc:
+            complaint = f"its memory cannot be read by NIXL ({exc}); use --kv-transport tcp"
+        with self._lock:
+            if not complaint and begin.transfer_id in self._lost:
+                complaint = "the transfer has ended meanwhile"
+            if complaint or buffer_B is None:
+                self._held_bytes -= begin.num_bytes
                 self._drop(begin.transfer_id)
                 self._remember_lost(begin.transfer_id)
+                if reads is not None:
+                    reads.close()
                 return complaint
             if transfer is None:
                 transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
             pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
-            self._held_bytes += begin.num_bytes
             transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces, reads=reads)
             return ""
 
