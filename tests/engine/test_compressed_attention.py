@@ -27,11 +27,11 @@ from .test_recurrent_states import (
     Engine,
     alone,  # noqa: F401  a fixture
     ask_next_turn,
+    assert_batched_as_alone,
     assert_preempted_as_alone,
     assert_same,
     make_engine,
     submit_repetitive,
-    test_mixed_batches_of_chunks_answer_as_each_prompt_alone,  # noqa: F401  a test, here with the engine of this module
     tokens,
 )
 
@@ -64,6 +64,11 @@ def engine(folder: Path, model: Transformer) -> Any:
         return make_engine(folder, served, BLOCK_SIZE, num_blocks, num_snapshots, **settings)
 
     return make
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_mixed_batches_of_chunks_answer_as_each_prompt_alone(engine: Any, alone: Engine, chunk: int) -> None:
+    assert_batched_as_alone(engine(max_batch_tokens=chunk), alone)
 
 
 def test_prompts_continue_from_snapshots_within_windows_and_entries(engine: Any, alone: Engine) -> None:

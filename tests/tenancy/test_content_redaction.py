@@ -108,6 +108,27 @@ async def test_an_endpoint_that_is_away_silent_or_not_permitted_is_a_failure(
         await silent.endpoint.close()
 
 
+async def test_a_content_of_a_tenant_that_opted_out_meanwhile_does_not_leave_the_gateway(
+    database: Database, demo: Demo, clock: ManualClock, endpoint: Receiver, redactor: ContentRedactor
+) -> None:
+    writer = ContentWriter(database, CIPHER, redactor)
+    writer.put("r1", captured(demo.tenant_id, "Ada", opt_in_id=await opt_in(database, demo, clock) + "x"))
+    await writer.write_queued()
+    assert (endpoint.got, await num_stored(database)) == ([], 0)
+
+
+async def test_a_content_that_cannot_be_sealed_holds_up_no_other(
+    database: Database, demo: Demo, clock: ManualClock, endpoint: Receiver, redactor: ContentRedactor
+) -> None:
+    endpoint.text = answer("[name]")
+    terms: dict[str, Any] = {"opt_in_id": await opt_in(database, demo, clock)}
+    writer = ContentWriter(database, CIPHER, redactor)
+    writer.put("r1", captured(demo.tenant_id, "\ud800", **terms))  # a surrogate, which UTF-8 has no bytes for
+    writer.put("r2", captured(demo.tenant_id, "Ada", **terms))
+    await writer.write_queued()
+    assert (await num_stored(database), writer.num_dropped) == (1, 1)
+
+
 async def test_a_content_that_is_not_redacted_is_not_stored_and_delays_no_other_round(
     database: Database, demo: Demo, clock: ManualClock, endpoint: Receiver, redactor: ContentRedactor
 ) -> None:

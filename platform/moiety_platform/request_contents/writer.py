@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -104,7 +104,8 @@ class ContentWriter:
         while self._sealed or self._queue:
             if not self._sealed:
                 batch = list(islice(self._queue, BATCH_ROWS))
-                self._sealed = [one for one in await asyncio.gather(*map(self._seal, batch)) if one is not None]
+                wanted = await self._of_opt_ins(batch)
+                self._sealed = [one for one in await asyncio.gather(*map(self._seal, wanted)) if one is not None]
                 for _, content in batch:
                     self._queue.popleft()
                     self._queued_chars -= content.num_chars
@@ -114,12 +115,19 @@ class ContentWriter:
                     await self._insert(session, self._sealed)
                 self._sealed = []
 
+    async def _of_opt_ins(self, batch: Sequence[Queued]) -> list[Queued]:
+        """Return the contents whose tenants have not opted out meanwhile: only these go to an endpoint."""
+        async with self._database.read() as session:
+            present = await _opt_ins(session, [content.terms for _, content in batch])
+        return [one for one in batch if present.get(one[1].terms.tenant_id) == one[1].terms.opt_in_id]
+
     async def _seal(self, queued: Queued) -> SealedContent | None:
         """Redact and encrypt a content; return None for one that is not redacted, and so not stored."""
         request_id, captured = queued
         tenant_id = captured.terms.tenant_id
         try:
             content = await self._redactor.redact(tenant_id, request_id, captured.content())
+            sealed = await asyncio.to_thread(self._cipher.encrypt, tenant_id, request_id, content)
         except RedactionFailed as exc:
             self.num_dropped += 1
             log.warning(
@@ -129,15 +137,15 @@ class ContentWriter:
                 advice=exc.advice,
             )
             return None
-        sealed = await asyncio.to_thread(self._cipher.encrypt, tenant_id, request_id, content)
+        except Exception:  # of one content, which must not hold up the others
+            self.num_dropped += 1
+            log.exception("request_content_not_sealed", request_id=request_id, advice="report this error")
+            return None
         return SealedContent(request_id, captured.terms, sealed)
 
     async def _insert(self, session: AsyncSession, batch: Sequence[SealedContent]) -> None:
         """Insert the contents whose tenants have not opted out since the beginning of the request."""
-        tenants = {one.terms.tenant_id for one in batch}
-        logging = select(ContentLogging.opt_in_id, ContentLogging.tenant_id)
-        found = await session.execute(logging.where(ContentLogging.tenant_id.in_(tenants)))
-        present = {tenant_id: opt_in_id for opt_in_id, tenant_id in found}
+        present = await _opt_ins(session, [one.terms for one in batch])
         at_ms = await session.scalar(select(self._now()))
         assert at_ms is not None, "the database has a clock"
         values: list[dict[str, Any]] = [
@@ -155,3 +163,10 @@ class ContentWriter:
         if values:
             connection = await session.connection()
             await connection.execute(insert_into(session, RequestContent).on_conflict_do_nothing(), values)
+
+
+async def _opt_ins(session: AsyncSession, terms: Iterable[ContentTerms]) -> dict[str, str]:
+    """Return the id of the present opt-in of each of these terms' tenants that has one."""
+    logging = select(ContentLogging.tenant_id, ContentLogging.opt_in_id)
+    found = await session.execute(logging.where(ContentLogging.tenant_id.in_({one.tenant_id for one in terms})))
+    return {row.tenant_id: row.opt_in_id for row in found}
