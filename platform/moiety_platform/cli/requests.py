@@ -10,7 +10,7 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_csv, show_json
-from moiety_platform.cli.usage_options import ReportFilter
+from moiety_platform.cli.usage_options import ReportOptions
 from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.paths import path_of
 
@@ -53,7 +53,7 @@ def requests(
     admin: Admin,
     context: typer.Context,
     *,
-    scope: ReportFilter,
+    scope: ReportOptions,
     model: Annotated[str | None, typer.Option(help="Name of the model that answered.")] = None,
     route: Annotated[str | None, typer.Option(help="Name of the route that the client requested.")] = None,
     service_class: Annotated[str | None, typer.Option("--class", help="Name of the served class.")] = None,

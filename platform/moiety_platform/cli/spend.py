@@ -9,7 +9,7 @@ import typer
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames
 from moiety_platform.cli.tables import show_json
-from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportFilter, TenantFilter, find_tenant_id
+from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportOptions, TenantFilter, find_tenant_id
 from moiety_platform.prices.token_cost import dollars
 
 SPEND = {
@@ -43,7 +43,7 @@ def spend(
     admin: Admin,
     *,
     by: Grouping = "tenant",
-    scope: ReportFilter,
+    scope: ReportOptions,
     model: ModelFilter = None,
     service_class: Annotated[
         str | None, typer.Option("--class", help="Name of a service class. If not given, all classes.")

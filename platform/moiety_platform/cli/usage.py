@@ -16,7 +16,7 @@ from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.spend import budgets, forecast, named, spend
 from moiety_platform.cli.tables import show_csv, show_json
 from moiety_platform.cli.time_options import ReportPeriod
-from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportFilter, TenantFilter, find_tenant_id
+from moiety_platform.cli.usage_options import Grouping, ModelFilter, ReportOptions, TenantFilter, find_tenant_id
 from moiety_platform.cli.usage_restore import restore
 from moiety_platform.prices.token_cost import dollars
 
@@ -92,7 +92,7 @@ def usage(
     context: typer.Context,
     *,
     by: Grouping = "tenant",
-    scope: ReportFilter,
+    scope: ReportOptions,
     model: ModelFilter = None,
     requests: Annotated[
         int, typer.Option(min=0, max=500, help="Number of newest single requests to show instead of sums.")

@@ -41,9 +41,8 @@ def find_tenant_id(admin: Admin, tenant: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class ReportFilter(ReportPeriod):
-    """Options of the period of a report, of its format, and of whose requests it is."""
+    """Options of the period of a report, and of whose requests it is."""
 
-    as_csv: CsvOption = False
     tenant: TenantFilter = None
     project: ProjectFilter = None
     key: KeyFilter = None
@@ -51,9 +50,7 @@ class ReportFilter(ReportPeriod):
     tag: TagFilter = None
 
     def query_of(self, admin: Admin) -> dict[str, Any]:
-        """Return the query parameters of the report. Raises typer.BadParameter, also if it is to be CSV and JSON."""
-        if self.as_csv and admin.as_json:
-            raise typer.BadParameter("give --csv or --json, not both")
+        """Return the query parameters of the report. Raises typer.BadParameter."""
         tenant_id = find_tenant_id(admin, self.tenant)
         return {
             **self.query(),
@@ -63,6 +60,19 @@ class ReportFilter(ReportPeriod):
             "end_user": self.end_user,
             "tag": self.tag,
         }
+
+
+@dataclass(frozen=True)
+class ReportOptions(ReportFilter):
+    """Options of the requests of a report, and of its format."""
+
+    as_csv: CsvOption = False
+
+    def query_of(self, admin: Admin) -> dict[str, Any]:
+        """Return the query parameters of the report. Raises typer.BadParameter, also if it is to be CSV and JSON."""
+        if self.as_csv and admin.as_json:
+            raise typer.BadParameter("give --csv or --json, not both")
+        return super().query_of(admin)
 
     def print_data(self, admin: Admin, report: Mapping[str, Any], by: str) -> bool:
         """Print the sums of a report as JSON or CSV, and return True, if it is to be one of these.
