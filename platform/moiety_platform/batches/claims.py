@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.batches.models import OPEN, Batch, BatchLine, BatchStatus, LineState
 from moiety_platform.files.models import StoredFile
 from moiety_platform.files.store import Now
+from moiety_wire.shared_fields import copy_fields
 
 MAX_OPEN_BATCHES = 1000  # per poll
 
@@ -73,18 +74,13 @@ async def open_batches(session: AsyncSession, now: Now) -> list[OpenBatch]:
     wanted = select(Batch, now()).where(Batch.status.in_(OPEN))
     rows = await session.execute(wanted.order_by(turn, Batch.created_ms, Batch.id).limit(MAX_OPEN_BATCHES))
     return [
-        OpenBatch(
-            id=batch.id,
-            tenant_id=batch.tenant_id,
-            key_id=batch.key_id,
-            endpoint=batch.endpoint,
-            input_file_id=batch.input_file_id,
-            status=batch.status,
+        copy_fields(
+            batch,
+            OpenBatch,
             is_due=batch.expires_ms <= moment,
             is_free=batch.available_ms <= moment,
             # of others, the total is that of the ended lines until all are stored
             is_checked=batch.in_progress_ms is None and batch.completed + batch.failed < batch.total,
-            end_user=batch.end_user,
         )
         for batch, moment in rows
     ]

@@ -22,6 +22,7 @@ from moiety_platform.classes.checks import (
 from moiety_platform.classes.terms import SHIPPED_NAMES, ClassTerms
 from moiety_platform.etags import Tagged
 from moiety_wire.classes import ServiceClass
+from moiety_wire.shared_fields import copy_fields
 
 
 class NewClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,11 +93,10 @@ class ClassView(Tagged, frozen=True):
     @classmethod
     def of(cls, terms: ClassTerms) -> ClassView:
         floor, ceiling = terms.spot or (None, None)
-        return cls(
+        return copy_fields(
+            terms,
+            cls,
             **_shown(terms.service),
-            price_factor=terms.price_factor,
-            credit_percent=terms.credit_percent,
-            downgrade_to=terms.downgrade_to,
             spot_floor_percent=floor,
             spot_ceiling_percent=ceiling,
             shipped=terms.service.name in SHIPPED_NAMES,

@@ -22,6 +22,7 @@ from moiety_platform.model_routes.schemas import (
 )
 from moiety_platform.model_routes.terms import ModelRoute, RouteTarget, Stickiness
 from moiety_platform.prices.models import MAX_MODEL_LENGTH
+from moiety_wire.shared_fields import copy_fields
 
 MAX_ROUTES = 1000
 
@@ -103,15 +104,12 @@ def _checked(new: NewRoute) -> ModelRoute:
         raise BadRequest(f"'sticky' must be one of {', '.join(Stickiness)}.", param="sticky")
     _check_pair(new.downgrade_model, new.downgrade_percent, "downgrade", MIN_PERCENT)
     _check_pair(new.shadow_model, new.shadow_percent, "shadow", MIN_SHADOW_PERCENT)
-    return ModelRoute(
-        name=new.name,
+    return copy_fields(
+        new,
+        ModelRoute,
         targets=tuple(RouteTarget(target.model, target.weight) for target in new.targets),
         fallbacks=tuple(new.fallbacks),
         sticky=Stickiness(new.sticky),
-        downgrade_model=new.downgrade_model,
-        downgrade_percent=new.downgrade_percent,
-        shadow_model=new.shadow_model,
-        shadow_percent=new.shadow_percent,
     )
 
 
@@ -134,13 +132,10 @@ def _check_pair(model: str | None, percent: float | None, kind: str, least: floa
 
 
 def _route_of(record: RouteRecord) -> ModelRoute:
-    return ModelRoute(
-        name=record.name,
+    return copy_fields(
+        record,
+        ModelRoute,
         targets=_targets.decode(record.targets),
         fallbacks=_names.decode(record.fallbacks),
         sticky=Stickiness(record.sticky),
-        downgrade_model=record.downgrade_model,
-        downgrade_percent=record.downgrade_percent,
-        shadow_model=record.shadow_model,
-        shadow_percent=record.shadow_percent,
     )

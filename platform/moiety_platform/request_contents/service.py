@@ -18,6 +18,7 @@ from moiety_platform.tenants.admin_resource import TENANTS
 from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.models import Tenant
 from moiety_platform.tenants.rows import require_row
+from moiety_wire.shared_fields import copy_fields
 
 Now = Callable[[], ColumnElement[int]]
 
@@ -77,12 +78,11 @@ async def read_content(session: AsyncSession, cipher: ContentCipher, request_id:
             code=NOT_FOUND,
             param="request_id",
         )
-    return ContentView(
+    return copy_fields(
+        content,
+        ContentView,
         request_id=request_id,
         tenant_id=record.tenant_id,
-        input=content.input,
-        outputs=content.outputs,
-        is_cut=content.is_cut,
         stored_at=datetime.fromtimestamp(record.stored_ms / 1000, UTC),
         expires_at=datetime.fromtimestamp(record.expires_ms / 1000, UTC),
     )
