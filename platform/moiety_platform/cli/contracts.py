@@ -30,7 +30,7 @@ from moiety_platform.contracts.check import ContractCheck, ContractReport, Verdi
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.simulator import ContractSimulator
 from moiety_platform.contracts.traffic import busiest_hours
-from moiety_platform.simulations.learned_device import device_fields
+from moiety_platform.simulations.learned_device import LIMITS, device_fields
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import StepCosts
 from moiety_workload.simulations import DEVICES
@@ -168,8 +168,7 @@ def learned_device(engines: list[dict[str, Any]], folder: Path) -> str:
         )
     costs = msgspec.convert(load["step_costs"], StepCosts)
     path = folder / "device.json"
-    limits = ("kv_blocks_total", "block_size", "max_batch_tokens", "max_running")
-    made = device_fields(load["engine_id"], costs, **{name: load[name] for name in limits})
+    made = device_fields(load["engine_id"], costs, **{name: load[name] for name in LIMITS})
     path.write_text(json.dumps(made), encoding="utf-8")
     return str(path)
 

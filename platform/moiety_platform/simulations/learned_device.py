@@ -9,6 +9,8 @@ from moiety_platform.engine_client.base import EngineState
 from moiety_platform.errors import Conflict, NotFound
 from moiety_wire.engine_load import StepCosts
 
+LIMITS = ("kv_blocks_total", "block_size", "max_batch_tokens", "max_running")  # an engine's, in its load
+
 
 def device_fields(
     engine_id: str, costs: StepCosts, *, kv_blocks_total: int, block_size: int, max_batch_tokens: int, max_running: int
@@ -44,11 +46,4 @@ def device_of_engine(engines: Sequence[EngineState], engine_id: str) -> dict[str
             "give 'device'.",
             code="no_step_time_model",
         )
-    return device_fields(
-        engine_id,
-        costs,
-        kv_blocks_total=load.kv_blocks_total,
-        block_size=load.block_size,
-        max_batch_tokens=load.max_batch_tokens,
-        max_running=load.max_running,
-    )
+    return device_fields(engine_id, costs, **{name: getattr(load, name) for name in LIMITS})
