@@ -12,7 +12,6 @@ from moiety_engine.distribution.layout import Layout, RankPosition
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.planning.cli import make_table, options
 from moiety_engine.planning.layouts import LATE, TrafficDemand, evaluate, evaluate_layouts, shared_cache_bytes
-from moiety_engine.planning.machines import GPUS, find_network
 from moiety_engine.planning.models import find_model
 from moiety_engine.planning.steps import (
     PlannedBatch,
@@ -24,8 +23,8 @@ from moiety_engine.planning.steps import (
     step_times,
 )
 
-H200 = GPUS["h200"]
-NETWORK = find_network("nvlink,ib400", H200, 8)
+from .test_layouts import H200, NETWORK
+
 LONG = TrafficDemand(input_tokens=30_000, output_tokens=500, ttft_s=2.0, tpot_s=10.0, gpu_hour_usd=2.0)
 
 
