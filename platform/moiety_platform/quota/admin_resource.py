@@ -30,11 +30,8 @@ QUOTAS = Resource(
     commands=(
         CustomCommand("list", "moiety_platform.cli.quotas:list_quotas"),
         CustomCommand("set", "moiety_platform.cli.quotas:set_quota"),
-        Command(
-            "delete",
-            "Delete a limit.",
-            method="DELETE",
-            parameters=(Parameter.path_argument("quota_id", "Id of the limit, as moiety quota list shows it."),),
+        Command.delete_object(
+            "Delete a limit.", Parameter.path_argument("quota_id", "Id of the limit, as moiety quota list shows it.")
         ),
     ),
     more=(WRITE_TENANT_QUOTAS,),
