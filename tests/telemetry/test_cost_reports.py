@@ -58,10 +58,15 @@ def test_cost_report_names_lost_slower_costlier_and_uncounted_requests(outage: A
         assert [name for name, holds in found.items() if not holds] == [verdict]
 
 
-def test_pairs_are_compared_by_their_ratios(cost: Any) -> None:
-    pairs = [{"on": {"cpu": 110.0 * busy}, "off": {"cpu": 100.0 * busy}} for busy in (1, 3, 2)]
-    found = cost.compared(pairs, lambda run: run["cpu"])
-    assert (found["on"], found["off"], found["more"]) == (220, 200, 0.1)
-    assert found["interval"] == [0.1, 0.1]
-    wide = cost.compared([*pairs[:2], {"on": {"cpu": 130.0}, "off": {"cpu": 100.0}}], lambda run: run["cpu"])
+def test_starts_are_compared_by_the_medians_of_their_pairs(cost: Any) -> None:
+    def start(*ratios: float) -> list[dict[str, dict[str, float]]]:
+        return [
+            {"on": {"cpu": 100.0 * ratio * busy}, "off": {"cpu": 100.0 * busy}} for busy, ratio in enumerate(ratios, 1)
+        ]
+
+    found = cost.compared([start(1.1, 1.1, 1.1), start(1.1, 1.1, 1.1)], lambda run: run["cpu"])
+    assert (round(found["on"]), found["off"], found["more"], found["interval"]) == (220, 200, 0.1, [0.1, 0.1])
+    noisy = cost.compared([start(1.1, 3.0, 1.0), start(1.1, 1.1, 0.2)], lambda run: run["cpu"])
+    assert (noisy["more"], noisy["interval"]) == (0.1, [0.1, 0.1]), "an outlier of a start changes nothing"
+    wide = cost.compared([start(1.1), start(1.3)], lambda run: run["cpu"])
     assert wide["interval"][0] < wide["more"] < wide["interval"][1]

@@ -241,7 +241,8 @@ class Scheduler:
         assert len(self._running) < self._division.num_steps, "a step was launched before an earlier one was committed"
         self._running.append(plan)
         self._step_timing.launched(plan)
-        self._prefill_planner.requeue_examined()
+        if self._prefill_planner.examined:
+            self._prefill_planner.requeue_examined()
         self.groups.count_evicted()
         row, ended, is_pipelined = -1, SequenceState.ENDED, self._division.is_active
         for sequence, num_tokens, samples, _, embeds, draft in plan.chunks:
@@ -284,7 +285,8 @@ class Scheduler:
         The arguments are those of `OutputProcessor.process`; `end_non_finite` ends the sequences whose results are not
         finite. A step that was not launched is launched first: nothing is planned while it runs.
         """
-        self._prefill_planner.requeue_examined()
+        if self._prefill_planner.examined:
+            self._prefill_planner.requeue_examined()
         if not self._running:
             self.launched(plan)
         oldest = self._running.popleft()

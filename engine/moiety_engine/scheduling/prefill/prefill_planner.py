@@ -46,7 +46,7 @@ class PrefillPlanner:
         self._kv, self._queues, self._encoder_work = state.kv, state.queues, state.encoder_work
         self._policy, self._tally = state.policy, state.tally
         self._preemptor, self._speculative_prefill = preemptor, speculative_prefill
-        self._examined: list[Sequence] = []  # in vain, by the newest plan, and not queued again yet
+        self.examined: list[Sequence] = []  # in vain, by the newest plan, and not queued again yet
         self._examined_s = 0.0
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
@@ -195,13 +195,13 @@ class PrefillPlanner:
 
         Call it after the plan, before any other change of the queues.
         """
-        if self._examined:
-            examined, self._examined = self._examined, []
+        if self.examined:
+            examined, self.examined = self.examined, []
             self.put_back(examined, self._examined_s)
 
     def _requeue_later(self, sequences: list[Sequence], now_s: float) -> None:
         """Let `requeue_examined` queue the sequences: at once if any is running, since it can get more of this step."""
-        self._examined, self._examined_s = sequences, now_s
+        self.examined, self._examined_s = sequences, now_s
         if any(sequence.state is SequenceState.RUNNING for sequence in sequences):
             self.requeue_examined()
 
