@@ -181,15 +181,15 @@ def test_runs_are_found_by_names_and_routes_warn_of_unknown_models(
 
 
 def test_usage_is_of_a_period(day: Day, moiety: Callable[..., Any], serve: Any) -> None:
-    body = {"model": "moiety-demo", "prompt": "hello", "max_tokens": 1}
+    body = {"model": "moiety-demo", "prompt": "hello", "max_tokens": 1, "user": "ada"}
     headers = {"Authorization": f"Bearer {serve.tenant_key}"}
     httpx.post(f"{serve.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S).raise_for_status()
 
     def used(*period: str) -> int:
-        report = json.loads(moiety("usage", "--tenant", "demo", *period, "--json").stdout)
+        report = json.loads(moiety("usage", "--tenant", "demo", "--end-user", "ada", *period, "--json").stdout)
         return sum(one["totals"]["requests"] for one in report["data"])
 
-    wait_for(lambda: used("--from", "2026-01-01") == 1, "the row, which is written with others")
+    wait_for(lambda: used("--hours", "24") == 1, "the row, which is written with others")
     assert used("--from", "2026-01-01", "--to", "2026-01-02T08:00Z") == 0
     assert used("--to", "2026-01-02", "--hours", "5") == 0
     assert "requests: 0" in day("usage", "reconcile", "--from", "2026-01-01", "--to", "2026-01-02")
