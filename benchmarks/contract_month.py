@@ -10,7 +10,7 @@ the new tenant and of each class, over the month and in its worst hour.
 
 A month on a fast device has too many steps to simulate. The device is a preset whose times are all multiplied by
 `slowdown`, and the targets of the classes are too, so that a month without the new tenant has about 70,000 requests.
-Two days of it took 3 s of one core.
+It took 50 s of one core, and 136 s with the new tenant of 2.5 requests per minute.
 """
 
 from __future__ import annotations
