@@ -41,8 +41,10 @@ def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
 
 
 def stands_for(arithmetic: str, weight: QuantizedWeight) -> torch.Tensor:
-    """What a weight that is multiplied as it lies stands for: in pairs, numbers of four bits times their scales are
-    rounded, and offsets are not."""
+    """Return the values of a weight that is multiplied as it lies.
+
+    In pairs, numbers of four bits times their scales are rounded, and offsets are not.
+    """
     form, plain = weight.format, dequantize(weight)
     if arithmetic != "packed" or form.bits != 4:
         return plain

@@ -232,7 +232,7 @@ async def billed_to(database: Database, tenant_id: str, until: datetime) -> int:
 
 
 def is_at(moment: datetime, parameters: str) -> bool:
-    """Whether the parameters of a statement contain this time, as one of the databases has it."""
+    """Return whether the parameters of a statement contain this time, as one of the databases has it."""
     in_python = f"datetime.datetime({moment.year}, {moment.month}, {moment.day}, {moment.hour}, {moment.minute}"
     return in_python in parameters or f"{moment:%Y-%m-%d %H:%M}:00" in parameters
 

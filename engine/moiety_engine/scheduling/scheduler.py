@@ -241,8 +241,7 @@ class Scheduler:
         assert len(self._running) < self._division.num_steps, "a step was launched before an earlier one was committed"
         self._running.append(plan)
         self._step_timing.launched(plan)
-        if self._prefill_planner.examined:
-            self._prefill_planner.requeue_examined()
+        self._prefill_planner.requeue_examined()
         self.groups.count_evicted()
         row, ended, is_pipelined = -1, SequenceState.ENDED, self._division.is_active
         for sequence, num_tokens, samples, _, embeds, draft in plan.chunks:

@@ -1,4 +1,4 @@
-"""Whether the periodic tasks of a gateway have something to do, read from the database in one statement for all.
+"""Pending work of the periodic tasks of a gateway, read from the database in one statement for all.
 
 The tasks of an idle gateway begin their rounds in the same wake-ups. A round without work needs no transaction of its
 own, which costs several times as much as its statement.

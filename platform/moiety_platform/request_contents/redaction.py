@@ -24,7 +24,7 @@ class RedactionFailed(Exception):
 
     @property
     def advice(self) -> str:
-        """What the operator can do."""
+        """Advice for the operator."""
         if str(self) == ADDRESS_NOT_ALLOWED:
             return (
                 "the endpoint of content_redaction_url must be in the public internet and https://, or its network in "

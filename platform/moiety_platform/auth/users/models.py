@@ -67,7 +67,7 @@ class User(Base):
 
     @property
     def has_role_of_token(self) -> bool:
-        """Whether the role is that of the user's tokens, and ends with it; otherwise an administrator has given it."""
+        """True if the role is that of the user's tokens, and ends with it; otherwise an administrator has given it."""
         return self.subject is not None and self.accepted_at is None
 
     def reaches(self, project_id: str) -> bool:
