@@ -138,11 +138,15 @@ def make_engine(
     block_size: int,
     num_blocks: int,
     num_snapshots: int,
+    /,
     *,
     draft_models: tuple[Transformer, ...] = (),
     **settings: Any,
 ) -> Engine:
-    """Return an engine with memory for so many blocks, and for so many snapshots beside the running states."""
+    """Return an engine with memory for so many blocks, and for so many snapshots beside the running states.
+
+    The settings can have another block size.
+    """
     num_slots = settings.setdefault("max_running", 4) + num_snapshots
     memory = num_blocks * served.kv_bytes_per_block(block_size) + num_slots * served.state_bytes
     sizes = {"block_size": block_size, "max_batch_tokens": 64, "kv_memory_bytes": memory}

@@ -134,7 +134,7 @@ async def test_the_number_of_expert_ranks_of_an_engine_is_changed_and_noted(
         assert (await scale("can%20have", {"num_ranks": 0}))[0] == 202
         assert engines[2].expert_ranks == 0
         _, _, log = await gateway.request("GET", "/admin/v1/audit", key=gateway.admin_key)
-        noted = [one for one in json.loads(log)["data"] if one["object_kind"] == "engines"][-1]
+        noted = next(one for one in json.loads(log)["data"] if one["object_kind"] == "engines")
         assert (noted["before"], noted["after"]) == ({"expert_ranks": 2}, {"requested_expert_ranks": 3})
 
 
