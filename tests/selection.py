@@ -26,9 +26,9 @@ SHORT_S = 0.03  # mean of the other functions
 LONG_S = 0.4  # a test of them takes more than this, while others run on the same processors
 SAMPLED = TESTS / "sampled_tests.txt"  # functions of which `make test` runs each n-th test, with n
 SAMPLED_S = 0.6  # as many tests as take this long altogether are run of each, and a quarter at least
-ROTATED = TESTS / "rotated_tests.txt"  # functions that `make test` runs each fourth day, with which of the four
+ROTATED = TESTS / "rotated_tests.txt"  # functions that `make test` runs each fifth day, with which of the five
 ROTATED_S = 1.0  # the mean of their tests takes more than this
-DAYS = 4
+DAYS = 5
 
 
 def repeated_combinations(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -44,7 +44,7 @@ def sample_steps() -> dict[str, int]:
 
 
 def days_of_rotated() -> dict[str, int]:
-    """Return for each function that runs each fourth day, by its node id, the remainder of that day's number."""
+    """Return for each function that runs each fifth day, by its node id, the remainder of that day's number."""
     lines = (line.rsplit(" ", 1) for line in ROTATED.read_text(encoding="utf-8").splitlines())
     return {name: int(day) for name, day in lines}
 
@@ -55,8 +55,8 @@ def beyond_sample(
     """Return the tests that can be left out of functions marked `one_in(n)`, or that `steps` has: all but each n-th.
 
     Functions begin to count at different ones, so that each value is in some function's sample. `first` shifts all of
-    them: n consecutive numbers choose every test of a function once; 4 · n of the functions of `days`, which run each
-    fourth day. Functions marked `every_value` are not sampled.
+    them: n consecutive numbers choose every test of a function once; 5 · n of the functions of `days`, which run each
+    fifth day. Functions marked `every_value` are not sampled.
     """
     beyond: set[pytest.Item] = set()
     for function in _by_function(items):
@@ -71,7 +71,7 @@ def beyond_sample(
 
 
 def of_other_days(items: list[pytest.Item], days: Mapping[str, int], today: int) -> set[pytest.Item]:
-    """Return the tests that can be left out today: those of functions that `days` gives another one of four days.
+    """Return the tests that can be left out today: those of functions that `days` gives another one of five days.
     `today` is a number of days. Functions marked `every_value` run each day."""
     return {
         item

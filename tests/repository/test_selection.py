@@ -60,7 +60,7 @@ def test_selection_keeps_every_value_of_a_product_and_every_row_of_a_table(pytes
     assert sum(item.originalname == "test_table" for item in kept) == 4
 
 
-def test_four_days_contain_each_rotated_function_once(pytester: pytest.Pytester) -> None:
+def test_days_in_turn_contain_each_rotated_function_once(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = every_value")
     items = pytester.getitems("""
         import pytest
@@ -69,15 +69,18 @@ def test_four_days_contain_each_rotated_function_once(pytester: pytest.Pytester)
         def test_b(): pass
         def test_c(): pass
         def test_d(): pass
+        def test_e(): pass
         def test_short(): pass
 
         @pytest.mark.every_value
         def test_always(): pass
     """)
     module = f"tests/{os.path.relpath(items[0].path, selection.TESTS)}"
-    days = {f"{module}::test_{name}": day for name, day in (("a", 0), ("b", 1), ("c", 2), ("d", 3), ("always", 1))}
+    days = {
+        f"{module}::test_{name}": day for name, day in (("a", 0), ("b", 1), ("c", 2), ("d", 3), ("e", 4), ("always", 1))
+    }
     assert of_other_days(items, {}, 7) == set(), "functions that are not listed run each day"
-    for today, name in ((100, "test_a"), (101, "test_b"), (102, "test_c"), (103, "test_d")):
+    for today, name in ((100, "test_a"), (101, "test_b"), (102, "test_c"), (103, "test_d"), (104, "test_e")):
         left_out = of_other_days(items, days, today)
         assert [item.name for item in items if item not in left_out] == [name, "test_short", "test_always"]
 
@@ -98,7 +101,7 @@ def test_consecutive_days_contain_each_test_of_a_sampled_and_rotated_function(py
     module = f"tests/{os.path.relpath(items[0].path, selection.TESTS)}"
     days = {f"{module}::test_even": 0, f"{module}::test_odd": 2}
     never = set(items)
-    for first in range(50, 66):
+    for first in range(50, 70):
         never &= beyond_sample(items, {}, first, days) | of_other_days(items, days, first)
     assert not never
 
@@ -200,8 +203,8 @@ def test_the_functions_of_a_file_run_on_one_day_and_each_day_takes_as_long(
     days = days_of_rotated()
     assert len(days) == 2 * len(files)
     assert all(days[f"tests/{file}.py::test_0"] == days[f"tests/{file}.py::test_1"] for file in files)
-    taken = [sum(time for file, time in files.items() if days[f"tests/{file}.py::test_0"] == day) for day in range(4)]
-    assert taken == [9, 7, 7, 4]
+    taken = [sum(time for file, time in files.items() if days[f"tests/{file}.py::test_0"] == day) for day in range(5)]
+    assert taken == [9, 4, 4, 4, 6]
 
 
 def test_the_lists_name_functions_that_there_are() -> None:
