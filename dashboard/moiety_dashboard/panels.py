@@ -223,8 +223,8 @@ def configured(frame: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, Any
 
 def _configured(given: Any, is_integer: bool, width: int | None) -> Any:
     if isinstance(given, str) and not is_integer:
-        return given if width is None else st.column_config.TextColumn(given, width=width)
-    column: Any = st.column_config.NumberColumn(given) if isinstance(given, str) else given
+        return given if width is None else {**st.column_config.TextColumn(width=width), "label": given}
+    column: Any = {**st.column_config.NumberColumn(), "label": given} if isinstance(given, str) else given
     kind = column["type_config"]
     if is_integer and kind["type"] == "number" and kind["format"] is None:
         column = {**column, "type_config": {**kind, "format": "localized"}}
@@ -322,16 +322,17 @@ def ask_deletion(client: AdminClient, path: str, what: str, done: str) -> None:
     ask_first(what, "Delete", lambda: client.change("DELETE", path), done)
 
 
-def choose_deletion(client: AdminClient, noun: str, labels: Mapping[str, str], warn: Callable[[str], str]) -> None:
-    """Draw the choice of an object to delete. `labels` are by path; `warn` returns the question for a label."""
+def choose_deletion(client: AdminClient, noun: str, labels: Mapping[str, str], effect: str) -> None:
+    """Draw the choice of an object to delete. `labels` are by path; `effect` is a sentence that the question has."""
     with st.container(border=True):
         st.markdown(f"**Delete a {noun}**")
         if not labels:
             st.caption(f"There is no {noun}.")
             return
-        path = st.selectbox(f"{noun.capitalize()} to delete", list(labels), format_func=lambda one: labels[one])
+        path = st.selectbox(f"The {noun} to delete", list(labels), format_func=lambda one: labels[one])
         if st.button(f"Delete {noun}", icon=":material/delete:"):
-            ask_deletion(client, path, warn(as_text(labels[path])), f"The {noun} is deleted.")
+            question = f"Delete the {noun} **{as_text(labels[path])}**? {effect}"
+            ask_deletion(client, path, question, f"The {noun} is deleted.")
 
 
 def may_change(action: str, objects: str, verbs: str = "change") -> bool:

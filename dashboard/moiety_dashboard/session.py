@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -161,9 +161,9 @@ def may(action: str) -> bool:
     return action in st.session_state[CALLER]["may"]
 
 
-def advice(text: str, *actions: str) -> str:
+def advice(text: str, actions: str | Sequence[str]) -> str:
     """Return a sentence about what to do next, for a role that may do one of the actions; otherwise nothing."""
-    return f" {text}" if any(map(may, actions)) else ""
+    return f" {text}" if any(map(may, [actions] if isinstance(actions, str) else actions)) else ""
 
 
 def is_of_one_tenant() -> bool:

@@ -27,7 +27,7 @@ def part(one: dict[str, Any]) -> tuple[str, str]:
 def told() -> dict[tuple[str, str], str]:
     """Return the table: kind and part → what was done with it."""
     page = (CHART / "README.head.md").read_text(encoding="utf-8").partition("## Test coverage")[2]
-    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| (\w+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \| ([\w, -]+) \| (\w+) \|", page, re.MULTILINE)
     return {(kind, one): was for kind, parts, was in rows for one in parts.split(", ") if was != "status"}
 
 

@@ -28,7 +28,7 @@ def test_rejected_drafts_leave_no_trace_in_states(make_checkpoint: Any) -> None:
     for engine in engines:
         for key in range(4):
             prompt = tokens(checkpoint.vocab_size, 20 + key, seed=key) + [17, 230, 41] * 4
-            engine.prompts[key], engine.answers[key] = prompt, []
+            engine.prompts[key], engine.answers[key], engine.logprobs[key] = prompt, [], []
             sampling = Sampling(temperature=1.0, seed=key, logit_bias=FEW_WORDS, num_logprobs=1)
             engine.loop.submit(CoreSubmit(key, "t", STANDARD, prompt, sampling, 40, 0, [], 40, b"s", 0))
         engine.run()

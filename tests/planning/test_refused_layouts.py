@@ -56,7 +56,7 @@ def test_each_layout_that_the_engine_refuses_has_the_same_reason_in_the_plan(tmp
             refused += 1
         elif found.problem is not None:
             assert not any(words in found.problem for words in ("begins a stage", "cannot be divided"))
-    assert refused > 0
+    assert (refused > 0) == (family != "granitemoehybrid"), "one group of its states is divided"
 
 
 def test_a_model_without_expert_ranks_is_planned_and_the_reason_is_printed(

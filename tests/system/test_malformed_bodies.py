@@ -125,7 +125,7 @@ KINDS: dict[str, tuple[str, Make]] = {
     "content of unknown parts": (CHAT, message(role="user", content=[{"type": "hologram"}])),
     "content of an image": (CHAT, message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}])),
     "negative max_tokens": (CHAT, chat(max_tokens=-1)),
-    "no max_tokens": (COMPLETIONS, completion(max_tokens=0)),
+    "max_tokens a list": (COMPLETIONS, completion(max_tokens=[])),
     "max_tokens a text": (CHAT, chat(max_tokens="two")),
     "max_tokens a fraction": (COMPLETIONS, completion(max_tokens=1.5)),
     "max_tokens true": (CHAT, chat(max_tokens=True)),

@@ -399,7 +399,7 @@ async def test_a_service_that_runs_does_its_chores_by_itself_and_stops(
     retention = RetentionService("one", database, jobs, RetentionMetrics(new_registry()), interval_s=0.04, pause_s=0)
     await retention.start()
     async with asyncio.timeout(60):
-        while await left(database, RetentionJobRecord.name) != {job.name for job in jobs}:  # noqa: ASYNC110 - no event
+        while await left(database, QuotaRate.quota_id) != {"open"}:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.02)
     await retention.stop()
     assert await left(database, Batch.id) == {"new", "kept", "open"}

@@ -26,9 +26,9 @@ NO_TENANT = "No tenant"
 ALL_MODELS = "All models"
 EACH = "Of each request. If empty, the lengths are drawn from those of recent requests."
 VERDICTS = {
-    "accepted": (st.success, "Accepted", ":material/check_circle:"),
-    "needs_more": (st.warning, "Something has to be added", ":material/add_circle:"),
-    "refused": (st.error, "Refused", ":material/cancel:"),
+    "accepted": ("Accepted", ":material/check_circle:"),
+    "needs_more": ("Something has to be added", ":material/add_circle:"),
+    "refused": ("Refused", ":material/cancel:"),
 }
 STATES = {
     "attained": colours.GOOD,
@@ -161,9 +161,14 @@ def draw_result(client: AdminClient, answer: Answer, body: Mapping[str, Any]) ->
         if not result["runs"]:
             return
     else:
-        show, title, icon = VERDICTS[result["verdict"]]
-        words = contracts.verdict_in_words(result, body["max_replicas"])
-        show(f"**{title}**: {as_text(words)}", icon=icon)
+        title, icon = VERDICTS[result["verdict"]]
+        words = f"**{title}**: {as_text(contracts.verdict_in_words(result, body['max_replicas']))}"
+        if result["verdict"] == "accepted":
+            st.success(words, icon=icon)
+        elif result["verdict"] == "refused":
+            st.error(words, icon=icon)
+        else:
+            st.warning(words, icon=icon)
     panels.tiles(tiles(result), [answer])
     frame, runs = contracts.attainment_frame(result), contracts.runs_frame(result)
     inks = colours.of_classes(terms["name"] for terms in client.get("/classes").data["data"])
@@ -215,7 +220,10 @@ def run_columns(runs: Any) -> dict[str, Any]:
         "run": "Class and replicas",
         "state": "Result",
         "tenant": column.NumberColumn("New tenant", format="percent"),
-        **{name: column.NumberColumn(show_unseen(name.removeprefix("of ")), format="percent") for name in names},
+        **{
+            name: column.NumberColumn(as_text(show_unseen(name.removeprefix("of "))), format="percent")
+            for name in names
+        },
         "missed": "Missed",
     }
 

@@ -19,6 +19,7 @@ ACTIONS = {"block": "block the text", "observe": "only note it"}
 FAILURES = {"closed": "the request fails (503)", "open": "the text passes"}
 KINDS = {"detectors": "built-in detectors", "url": "HTTP endpoint", "entry_point": "Python entry point"}
 ALL_TENANTS = "all tenants"
+EFFECT = "It checks no further requests."  # of a deletion
 
 
 def draw(page: Page) -> None:
@@ -37,7 +38,7 @@ def draw(page: Page) -> None:
             ask_guardrail(client, guardrails, names)
         with right:
             labels = {path_of("guardrails", one["name"]): one["name"] for one in guardrails}
-            panels.choose_deletion(client, "guardrail", labels, question)
+            panels.choose_deletion(client, "guardrail", labels, EFFECT)
 
 
 def ask_guardrail(client: AdminClient, guardrails: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
@@ -98,10 +99,6 @@ def ask_check(kind: str, known: Mapping[str, Any], key: str) -> dict[str, Any]:
         memory_mb = known.get("memory_mb", 512)
         found["memory_mb"] = right.number_input("Memory, MiB", 16, 65_536, memory_mb, key=f"{key} memory")
     return found
-
-
-def question(label: str) -> str:
-    return f"Delete the guardrail **{label}**? It checks no further requests."
 
 
 def columns() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from moiety_dashboard.views.catalogue import price_columns
 
 ALL_CLASSES = "all classes"
 NONE, HOW = "No price is set: all requests are free of charge.", "Set one below."
+EFFECT = "Requests without a price are free of charge."  # of a deletion
 
 
 def draw(page: Page) -> None:
@@ -33,7 +34,7 @@ def draw(page: Page) -> None:
         with left:
             ask_price(client)
         with right:
-            panels.choose_deletion(client, "price", {path_of_price(one): label_of(one) for one in prices}, question)
+            panels.choose_deletion(client, "price", {path_of_price(one): label_of(one) for one in prices}, EFFECT)
 
 
 def ask_price(client: AdminClient) -> None:
@@ -55,10 +56,6 @@ def ask_price(client: AdminClient) -> None:
             if service_class != ALL_CLASSES:
                 body["service_class"] = service_class
             panels.put(client, "/prices", body, f"The price of {body['model']}")
-
-
-def question(label: str) -> str:
-    return f"Delete the price of **{label}**? Requests without a price are free of charge."
 
 
 def path_of_price(price: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def draw_live(client: AdminClient) -> None:
     with panels.panel(
         "Quotas", "now; usage rate of the last one to two hours", [quotas, usage], key="limits", frame=frame
     ):
-        none = f"No quota is set.{session.advice('Set one on the Tenants page.', *QUOTA_WRITES)}"
+        none = f"No quota is set.{session.advice('Set one on the Tenants page.', QUOTA_WRITES)}"
         panels.table(frame, limit_columns(), none)
     held, quarantined = (limits.leases_frame(answer.data["data"], names) for answer in (live, lost))
     with panels.panel("Leases", "parts of quotas that gateways hold now", [live], key="leases", frame=held):

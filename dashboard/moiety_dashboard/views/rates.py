@@ -10,6 +10,7 @@ import pandas as pd
 
 from moiety_dashboard import charts, panels
 from moiety_dashboard.client import Answer
+from moiety_dashboard.escaping import as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,21 @@ def draw_rates(
 ) -> None:
     """Draw the output rate in the first place and the attainment in the second."""
     left, right = places
-    key, empty = texts.key, texts.empty
+    key = texts.key
     with left, panels.panel("Output tokens per second", texts.note, [answer], key=f"{key}tokens", frame=frame):
         figure = charts.Figure("tokens_per_s", "tokens/s")
-        panels.draw(lambda: charts.stacked(frame, figure, "class", inks, span), frame, empty, f"{key}tokens chart")
+        panels.draw(
+            lambda: charts.stacked(frame, figure, "class", inks, span),
+            frame,
+            as_text(texts.empty),
+            f"{key}tokens chart",
+        )
     with right, panels.panel("SLO attainment", texts.note, [answer], key=f"{key}attainment", frame=frame):
         with_slo = frame[frame["attainment"].notna()]
         share = charts.Figure("attainment", "SLO attainment", ".1%")
         panels.draw(
-            lambda: charts.lines(with_slo, share, "class", inks, span), with_slo, empty, f"{key}attainment chart"
+            lambda: charts.lines(with_slo, share, "class", inks, span),
+            with_slo,
+            as_text(texts.empty),
+            f"{key}attainment chart",
         )

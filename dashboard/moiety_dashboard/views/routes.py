@@ -16,6 +16,7 @@ from moiety_dashboard.page import Page
 NEW = "new route"
 NONE = "No route is set: requests are answered by the model that they name. Set one below."
 STICKY = {"none": "nothing", "tenant": "each tenant", "conversation": "each conversation"}
+EFFECT = "Requests for this name then go to the model of that name, if there is one."  # of a deletion
 
 
 def draw(page: Page) -> None:
@@ -33,7 +34,7 @@ def draw(page: Page) -> None:
             ask_route(client, routes)
         with right:
             labels = {path_with("/routes", route=one["name"]): one["name"] for one in routes}
-            panels.choose_deletion(client, "route", labels, question)
+            panels.choose_deletion(client, "route", labels, EFFECT)
 
 
 def ask_route(client: AdminClient, routes: Sequence[Mapping[str, Any]]) -> None:
@@ -94,11 +95,6 @@ def ask_terms(models: Sequence[str], known: Mapping[str, Any], key: str) -> dict
         )
         found |= {f"{field}_model": model, f"{field}_percent": percent if model else None}
     return found
-
-
-def question(label: str) -> str:
-    then = "Requests for this name then go to the model of that name, if there is one."
-    return f"Delete the route **{label}**? {then}"
 
 
 def columns() -> dict[str, Any]:

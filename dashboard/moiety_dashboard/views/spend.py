@@ -211,7 +211,7 @@ def draw_budgets(answer: Answer, names: Mapping[str, str]) -> None:
     frame = budgets_frame(budgets, names)
     with panels.panel("Budgets", "limits on money, in their present window", [answer], key="budgets", frame=frame):
         how = "Set one on the Tenants page, or with `moiety quota set --dollars-per-month`."
-        none = f"No limit on money is set.{session.advice(how, *QUOTA_WRITES)}"
+        none = f"No limit on money is set.{session.advice(how, QUOTA_WRITES)}"
         panels.table(frame, budget_columns(), none)
     if not budgets:
         return

@@ -30,7 +30,7 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     frame = limits.quotas_frame(quotas.data, names, by_scope, now)
     note = "every quota applies to a request; usage rate of the last one to two hours"
     with panels.panel("Quotas", note, [quotas, usage], key="own limits", frame=frame):
-        how = session.advice("Set a quota below.", *QUOTA_WRITES)
+        how = session.advice("Set a quota below.", QUOTA_WRITES)
         panels.table(frame, limit_columns(), f"No quota is set: usage is unlimited.{how}")
     allowed = {
         scope: name
