@@ -195,9 +195,7 @@ async def _open_services(
     images, documents = await open_files(stack, settings, live, batches, texts, metrics)
     guardrails = await stack.enter_async_context(GuardrailChecks(metrics, administration.reach))
     shadow = open_shadow_traffic(stack, recorder, engines, metrics)
-    for follower in (telemetry, oidc, administration):
-        follower.followed_by(live)
-    live.follow(["metrics_tenants"], lambda settings: metrics.tenants.use(settings.metrics_tenants))
+    _follow_settings(live, metrics, telemetry, oidc, administration)
     services = Services(
         authenticator=authenticator,
         usage=usage,
@@ -234,6 +232,16 @@ async def _open_services(
         waker=await start_waker(stack, settings, live, process_id, database, overrides, engines, metrics),
     )
     return _OpenParts(services, database, objects, stored_usage, retention, live, batches)
+
+
+def _follow_settings(
+    live: LiveSettings[GatewaySettings],
+    metrics: Metrics,
+    *followers: Telemetry | OidcAuthentication | Administration,
+) -> None:
+    for follower in followers:
+        follower.followed_by(live)
+    live.follow(["metrics_tenants"], lambda settings: metrics.tenants.use(settings.metrics_tenants))
 
 
 async def _connect_engines(
