@@ -26,5 +26,7 @@ class ContentSettings(ProcessSettings):
     @classmethod
     def _check_redaction_url(cls, value: str | None) -> str | None:
         if value is not None and not (urlsplit(value).hostname and urlsplit(value).scheme in ("http", "https")):
-            raise ValueError(f"{value!r} must be a URL such as https://redaction.example.com/redact")
+            raise ValueError(
+                "must be a URL such as https://redaction.example.com/redact"
+            )  # not the value: its password
         return value

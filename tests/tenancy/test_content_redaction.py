@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 from tests.webhook_receivers import Receiver
 
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
+from moiety_platform.reloading.shown import shown
 from moiety_platform.request_contents.redaction import MAX_ANSWER_BYTES, ContentRedactor, RedactionFailed
 from moiety_platform.request_contents.service import read_content
 from moiety_platform.request_contents.terms import MAX_CHARS, Content
@@ -61,6 +64,20 @@ async def test_the_endpoint_gets_what_the_detectors_leave_and_its_texts_are_stor
         "tenant_id": "ten_a",
         "texts": ["Ada pays with [redacted: card numbers]", "Hello Ada", "2nd"],
     }
+
+
+async def test_a_password_in_the_url_authenticates_and_is_shown_nowhere(
+    endpoint: Receiver, redactor: ContentRedactor
+) -> None:
+    endpoint.text = answer("a", "b", "c")
+    redactor.url = endpoint.url.replace("http://", "http://moiety:p4ss@")
+    await redactor.redact("ten_a", "r1", GIVEN)
+    ((headers, _),) = endpoint.got
+    assert headers["authorization"] == "Basic " + b64encode(b"moiety:p4ss").decode()
+    assert "p4ss" not in shown(redactor.url)
+    with pytest.raises(ValidationError, match="must be a URL") as refusal:
+        GatewaySettings(content_redaction_url="ftp://moiety:p4ss@redaction.example.com")
+    assert "p4ss" not in str(refusal.value)
 
 
 async def test_without_an_endpoint_the_detectors_redact() -> None:
