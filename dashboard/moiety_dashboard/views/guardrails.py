@@ -7,13 +7,13 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import panels
+from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.frames.rules import CHECKS, guardrails_frame
 from moiety_dashboard.page import Page
 
 NEW = "new guardrail"
-NONE = "No guardrail is set: texts are not checked. Set one below."
+NONE, HOW = "No guardrail is set: texts are not checked.", "Set one below."
 STAGES = {"input": "requests", "output": "answers"}
 ACTIONS = {"block": "block the text", "observe": "only note it"}
 FAILURES = {"closed": "the request fails (503)", "open": "the text passes"}
@@ -30,7 +30,8 @@ def draw(page: Page) -> None:
         names = {one["id"]: one["name"] for one in tenants}
         frame = guardrails_frame(guardrails, names)
         with panels.panel("Guardrails", "by name", [answer], key="guardrails", frame=frame):
-            panels.table(frame, columns(), NONE, max_rows=16)
+            none = f"{NONE}{session.advice(HOW, 'guardrails.write')}"
+            panels.table(frame, columns(), none, max_rows=16)
         if not panels.may_change("guardrails.write", "guardrails"):
             return
         left, right = st.columns([3, 2])

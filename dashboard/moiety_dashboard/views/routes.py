@@ -7,14 +7,14 @@ from typing import Any
 
 import streamlit as st
 
-from moiety_dashboard import panels
+from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_with
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.frames.rules import routes_frame
 from moiety_dashboard.page import Page
 
 NEW = "new route"
-NONE = "No route is set: requests are answered by the model that they name. Set one below."
+NONE, HOW = "No route is set: requests are answered by the model that they name.", "Set one below."
 STICKY = {"none": "nothing", "tenant": "each tenant", "conversation": "each conversation"}
 EFFECT = "Requests for this name then go to the model of that name, if there is one."  # of a deletion
 
@@ -26,7 +26,8 @@ def draw(page: Page) -> None:
         routes = answer.data["data"]
         frame = routes_frame(routes)
         with panels.panel("Routes", "shares of requests by weight", [answer], key="routes", frame=frame):
-            panels.table(frame, columns(), NONE, max_rows=16)
+            none = f"{NONE}{session.advice(HOW, 'routes.write')}"
+            panels.table(frame, columns(), none, max_rows=16)
         if not panels.may_change("routes.write", "routes"):
             return
         left, right = st.columns([3, 2])

@@ -38,7 +38,8 @@ def draw(page: Page) -> None:
         show_made()
         frame = users_frame(users.data, names, session.zone())
         with panels.panel("Users", "oldest first", [users], key="users", frame=frame):
-            panels.table(frame, columns(), "No user yet. Invite one below.", max_rows=12)
+            none = f"No user yet.{session.advice('Invite one below.', 'users.write')}"
+            panels.table(frame, columns(), none, max_rows=12)
         if not panels.may_change("users.write", "users", "invite or change"):
             return
         left, right = st.columns(2)

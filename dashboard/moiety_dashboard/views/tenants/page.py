@@ -77,7 +77,7 @@ def draw_live(client: AdminClient) -> None:
     note = f"last {window.label} in whole hours, including the current one"
     with panels.panel("Your tenant" if is_one else "All tenants", note, [usage, tenants], key="tenants", frame=frame):
         inks = colours.of_classes(terms["name"] for terms in classes)
-        none = "No tenant yet. Create one with the button below."
+        none = f"No tenant yet.{session.advice('Create one with the button below.', 'tenants.write')}"
         panels.table(with_cost(frame), columns(), none, classes=inks, max_rows=9)
 
 
