@@ -23,6 +23,7 @@ from moiety_platform.alerts.controller import AlertController
 from moiety_platform.contracts.controller import ContractCheckController
 from moiety_platform.controllers import with_services
 from moiety_platform.experts.controller import ExpertController
+from moiety_platform.guardrails.controller import GuardrailController
 from moiety_platform.model_catalog.controller import ModelCatalogController
 from moiety_platform.openapi.documents import DocumentPart, make_document
 from moiety_platform.request_contents.controller import RequestContentController
@@ -64,6 +65,7 @@ class HostileGateway:
             with_services(EngineController, replicas=nothing),
             with_services(ExpertController, experts=nothing),
             with_services(RunController),
+            with_services(GuardrailController, reach=nothing),
             with_services(AlertController),
             with_services(ModelCatalogController, replicas=nothing),
             with_services(WebhookController, reach=nothing, tester=nothing),
