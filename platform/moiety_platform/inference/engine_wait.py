@@ -36,7 +36,8 @@ async def start_when_awake(
         model = error.model if isinstance(error, EnginesAsleep) else record.base_model
         if error.code == DRAINING:
             await asyncio.sleep(SETTLE_S)
-        if not model or not waker.is_asleep(model):
+        woke_meanwhile = isinstance(error, EnginesAsleep) and waker.can_serve(error.model)
+        if not model or not (woke_meanwhile or waker.is_asleep(model)):
             raise error
         catalogue, principal, generation = await classes.current(), record.principal, record.generation
         assert generation is not None, "set before engines are looked for"

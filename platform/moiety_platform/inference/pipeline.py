@@ -265,11 +265,11 @@ class RequestPipeline:
         """
         services, principal, model = self.services, record.principal, generation.model
         record.generation, record.num_sequences = generation, len(generation.prompts) * generation.num_choices
-        states, adapter, allowed = services.replicas.states(), None, principal.allowed_models
+        adapter, allowed = None, principal.allowed_models
         if services.adapters is not None and ":" in model:
             adapter = await services.adapters.find(principal.tenant_id, model)
             allowed = allowed_of(allowed, adapter)
-        base = model if adapter is None else adapter.model
+        base, states = model if adapter is None else adapter.model, services.replicas.states()
         prompt = generation.prompts[0]
         has_images = isinstance(prompt, Conversation) and bool(prompt.images)
         try:

@@ -149,6 +149,12 @@ class EngineWaker:
         awake = {_role(state) for state in states if state.sleep is SleepState.AWAKE}
         return any(_role(state) not in awake for state in states)
 
+    def can_serve(self, model: str) -> bool:
+        """Return whether an engine of each role takes requests."""
+        states = self._states(model)
+        able = {_role(state) for state in states if state.can_take}
+        return bool(states) and all(_role(state) in able for state in states)
+
     def can_wake(self, model: str, allowed: frozenset[str] | None) -> bool:
         """Return whether a key that may use the models `allowed`, None meaning all, can wake an engine of the model."""
         return (allowed is None or model in allowed) and self.is_asleep(model)
@@ -172,7 +178,7 @@ class EngineWaker:
         """
         timeout_s = self.settings.wake_timeout_s
         expected_s = self.expected_s(model)
-        if expected_s > timeout_s:
+        if expected_s > timeout_s and not self.can_serve(model):
             self._count_rejected(model)
             self._note_demand(model)
             raise EnginesAsleep(
@@ -195,7 +201,7 @@ class EngineWaker:
         until_s = begin_s + timeout_s
         is_first_start = not self._states(model) and demand.num_waiting == 1
         try:
-            while not self._is_ready(model):
+            while not self.can_serve(model):
                 left_s = until_s - loop.time()
                 if left_s <= 0:
                     self._count_rejected(model)
@@ -399,12 +405,6 @@ class EngineWaker:
     def _can_take(self, model: str) -> bool:
         """Return whether any engine of the model takes requests."""
         return any(state.can_take for state in self._states(model))
-
-    def _is_ready(self, model: str) -> bool:
-        """Return whether an engine of each role takes requests."""
-        states = self._states(model)
-        able = {_role(state) for state in states if state.can_take}
-        return bool(states) and all(_role(state) in able for state in states)
 
     def _terms(self) -> WakeTerms:
         settings = self.settings
