@@ -75,7 +75,7 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `thorough`, most combinations of parameters, tests beyond the sample of functions marked
-    `one_in` or of long ones, two thirds of the longest functions, and most mutants unless all are wanted, and most
+    `one_in` or of long ones, the longest functions of other days, and most mutants unless all are wanted, and most
     tests where only the fast ones are. Where workers take a file at a time, those that take longest come first, so
     that none is left to the end."""
     if not THOROUGH:

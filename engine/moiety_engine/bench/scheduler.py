@@ -250,6 +250,8 @@ def measure_scheduler(load: BenchLoad, *, steps: int, seed: int, on_step: Callab
 def measure_memory(load: BenchLoad, *, seed: int) -> float:
     """Return the bytes that a waiting request takes besides the lists of its tokens."""
     state = SteadyState(replace(load, waiting=0), seed=seed)
+    state.add_some(1)  # what the first one imports and caches is not counted
+    gc.collect()
     tracemalloc.start()
     try:
         state.add_some(load.waiting)
