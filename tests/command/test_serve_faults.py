@@ -52,7 +52,7 @@ def test_a_full_disk_is_named_and_requests_are_served_and_a_killed_gateway_is_re
 
 
 def reopened_log(serve: Any) -> Path:
-    """Return the gateway's log, in a file on a disk with space; without the test before, it is still on the full one."""
+    """Return the gateway's log, in a file on a disk with space: before the first call, it is on the full one."""
     log: Path = serve.data_dir / "logs" / "gateway.log"
     if log.is_symlink():
         log.unlink()
