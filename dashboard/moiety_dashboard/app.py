@@ -110,9 +110,7 @@ def draw_caller(settings: DashboardSettings) -> None:
         names = {role["tenant_id"]: role["tenant_name"] for role in me["roles"]}  # a key has none
         whose = names.get(me["tenant_id"]) or ("one tenant" if me["tenant_id"] else "all tenants")
         st.caption(f"Signed in as **{as_text(me['role'])}** of {as_text(whose)}")
-        if st.button("Sign out", icon=":material/logout:", width="stretch"):
-            session.sign_out()
-            st.rerun()
+        st.button("Sign out", icon=":material/logout:", width="stretch", on_click=session.sign_out)
 
 
 main()

@@ -290,9 +290,12 @@ def show_once(key: str, note: str, code_of: Callable[[str], str] = str, *, wraps
     with st.container(border=True):
         st.markdown(note)
         st.code(code_of(secret), language=None, wrap_lines=wraps)
-        if st.button("Done", type="primary"):
-            del st.session_state[key]
-            st.rerun()
+        st.button("Done", type="primary", on_click=forget_secret, args=(key,))
+
+
+def forget_secret(key: str) -> None:
+    """Forget a secret that was shown. As a callback this happens also if the user opens another page at once."""
+    st.session_state.pop(key, None)
 
 
 def attempt(change: Callable[[], Any], done: str) -> Any:

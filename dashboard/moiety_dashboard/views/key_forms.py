@@ -67,9 +67,7 @@ def show_made() -> None:
         st.markdown(":material/key: **Copy this key now.** It is shown only once and cannot be retrieved later.")
         st.code(text, language=None)
         left, right, _ = st.columns([1, 1, 2])
-        if left.button("Done", type="primary", width="stretch"):
-            del st.session_state[MADE]
-            st.rerun()
+        left.button("Done", type="primary", width="stretch", on_click=panels.forget_secret, args=(MADE,))
         if right.button("Try it in the playground", width="stretch"):
             st.session_state[PLAYGROUND_KEY] = st.session_state.pop(MADE)
             session.notify("The key is set in the playground.")
