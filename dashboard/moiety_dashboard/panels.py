@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -68,21 +69,37 @@ STYLE = """
   /* the picture that redeems the ticket of a sign-in takes no place */
   [data-testid="stElementContainer"]:has(img[src*="moiety-session"]) { position: absolute; }
   [data-testid="stDataFrame"][data-hidden-columns="true"]::after {
-    content: "Some columns are hidden: scroll sideways"; position: absolute; right: 0; bottom: -1.3rem;
+    content: "Some columns are hidden, scroll sideways" attr(data-hidden-names); position: absolute; right: 0;
+    bottom: -1.3rem; max-width: 100%; overflow: hidden; white-space: nowrap; text-overflow: ellipsis;
     font-size: 0.75rem; opacity: 0.8;
   }
+  /* the names of a table's columns take no place */
+  [data-testid="stElementContainer"]:has([data-column-names]) { position: absolute; }
 </style>
 """
-# a table scrolls inside, and only the browser knows its width
+# a table scrolls inside, and only the browser knows its width; the first or last column may be visible in part
 MARK_HIDDEN_COLUMNS = """
 <script>
   if (!window.marksHiddenColumns) {
     window.marksHiddenColumns = true;
+    const hiddenNames = (table, inside) => {
+      const given = table.closest('[data-testid="stElementContainer"]')?.previousElementSibling;
+      const names = JSON.parse(given?.querySelector("[data-column-names]")?.dataset.columnNames ?? "[]");
+      const seen = [...table.querySelectorAll("canvas th")].map((one) => one.textContent);
+      const first = names.indexOf(seen[0]), last = names.indexOf(seen[seen.length - 1]);
+      if (first < 0 || last < 0) return "";
+      const before = inside.scrollLeft > 1 ? names.slice(0, Math.max(first, 1)) : [];
+      const isAtEnd = inside.scrollLeft + inside.clientWidth >= inside.scrollWidth - 1;
+      const after = isAtEnd ? [] : names.slice(Math.min(last + 1, names.length - 1));
+      return ": " + [...before, ...after].join(" · ");
+    };
     setInterval(() => {
       for (const table of document.querySelectorAll('[data-testid="stDataFrame"]')) {
         const inside = table.querySelector(".dvn-scroller");
-        const hides = String(inside !== null && inside.scrollWidth > inside.clientWidth + 1);
-        if (table.dataset.hiddenColumns !== hides) table.dataset.hiddenColumns = hides;
+        const hides = inside !== null && inside.scrollWidth > inside.clientWidth + 1;
+        const marks = { hiddenColumns: String(hides), hiddenNames: hides ? hiddenNames(table, inside) : "" };
+        for (const [name, mark] of Object.entries(marks))
+          if (table.dataset[name] !== mark) table.dataset[name] = mark;
       }
     }, 400);
   }
@@ -209,7 +226,14 @@ def table(
     more: dict[str, Any] = {"hide_index": True, "width": "stretch", "height": height, "placeholder": "–"}
     if on_pick is not None:
         more |= {"on_select": lambda: _picked(on_pick), "selection_mode": "single-cell", "key": PICKING}
+    write_column_names(columns[name] for name in shown.columns)
     st.dataframe(styled, column_config=configured(shown, columns), **more)
+
+
+def write_column_names(columns: Iterable[Any]) -> None:
+    """Write the columns' labels where no person sees them, for the note below the next table if it hides some."""
+    labels = [column if isinstance(column, str) else column["label"] for column in columns]
+    st.html(f"<span data-column-names='{html.escape(json.dumps(labels))}'></span>")
 
 
 def configured(frame: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, Any]:

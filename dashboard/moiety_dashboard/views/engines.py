@@ -82,7 +82,7 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     share: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
     return {
-        "engine": column.TextColumn("Address", width=185),
+        "engine": column.TextColumn("Address", width=205),
         "state": "State",
         "model": "Model",
         "device": "Device",

@@ -66,9 +66,11 @@ def ask(client: AdminClient, known: Mapping[str, Any]) -> None:
         first, second, third = st.columns(3)
         body = ask_traffic(client, first, second) | ask_device(engines, known, third) | ask_replicas(engines, known)
         st.caption("Current class settings. Edit the values to simulate; nothing is applied. Times are in seconds.")
+        columns = term_columns(classes)
+        panels.write_column_names(columns.values())
         edited = st.data_editor(
             simulations.terms_frame(classes),
-            column_config=term_columns(classes),
+            column_config=columns,
             hide_index=True,
             width="stretch",
             placeholder="–",

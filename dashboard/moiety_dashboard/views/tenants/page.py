@@ -103,7 +103,7 @@ def with_cost(frame: pd.DataFrame) -> pd.DataFrame:
 def columns() -> dict[str, Any]:
     column = st.column_config
     fair_share = "The tenant's weight, divided by the weights of all tenants with usage in this time range"
-    shares: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent"}
+    shares: dict[str, Any] = {"min_value": 0.0, "max_value": 1.0, "format": "percent", "width": 115}
     shown = {
         "tenant": "Tenant",
         "status": "Status",
