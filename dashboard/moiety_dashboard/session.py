@@ -28,6 +28,7 @@ INVITATION = "invitation"  # parameter of the page's address
 INVITATION_COOKIE = "moiety_invitation"
 ANSWERED_INVITATION = "answered invitation"
 KEY_PREFIX = "mty_"
+DEPLOYS = "engines.sleep"  # an action of the roles that set up gateways and engines
 
 _INVITATION = re.compile(r"inv_[A-Za-z0-9_.]{10,190}", re.ASCII)
 # The sign-in at the identity provider leads back to the page's address without its parameters.

@@ -12,8 +12,9 @@ def empty_parts(may: list[str]) -> None:
 
     from moiety_dashboard import session
     from moiety_dashboard.client import Answer
-    from moiety_dashboard.views import adapters, prices, quotas, spend
+    from moiety_dashboard.views import adapters, catalogue, experts, prices, quotas, spend, webhooks
     from moiety_dashboard.views.tenants import keys, limits
+    from moiety_dashboard.views.traces.kept import kept
 
     class Client:
         def get(self, path: str, **_: object) -> Answer:
@@ -40,17 +41,24 @@ def empty_parts(may: list[str]) -> None:
     limits.draw(client, {"id": "ten_a", "name": "a"})
     keys.draw(client, {"id": "ten_a", "name": "a"})
     quotas.draw_live(client)
+    webhooks.draw_list(client)
+    catalogue.draw_models(client)
+    experts.choose_model([], st)
+    experts.choose_model([{"model": "dense", "layers": []}], st)
+    st.caption(kept())
 
 
 ADVICE = ("Set prices with", "Set one on the Tenants page", "Upload one with", "Set one below", "Set a quota below",
-          "Create one below")  # fmt: skip
-ACTIONS = ("prices.write", "quotas.write", "tenant_quotas.write", "adapters.write", "keys.write")
+          "Create one below and send", "alerts. Create one below", "Start an engine", "Start one with", "Serve an MoE",
+          "Set `MOIETY_TRACE_SAMPLE_RATE=1`")  # fmt: skip
+ACTIONS = ("prices.write", "quotas.write", "tenant_quotas.write", "adapters.write", "keys.write", "webhooks.write",
+           "engines.sleep")  # fmt: skip
 
 
 @pytest.mark.parametrize("may", [(), ACTIONS])
 def test_advice_is_for_roles_that_can_follow_it(may: tuple[str, ...]) -> None:
     app = AppTest.from_function(empty_parts, default_timeout=120, args=(list(may),)).run()
     assert not app.exception
-    said = [one.value for one in app.caption]
+    said = [one.value for one in (*app.caption, *app.info)]
     assert any("No price is set" in text for text in said)
     assert [advice for advice in ADVICE if any(advice in text for text in said)] == (list(ADVICE) if may else [])

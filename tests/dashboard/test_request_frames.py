@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import pytest
 from streamlit.testing.v1 import AppTest
 
 from moiety_dashboard.frames.requests import fields_frame
+from moiety_dashboard.views.traces.one import ending_of
 
 REQUEST: dict[str, Any] = {
     "request_id": "chatcmpl-1", "started_at": "2026-03-09T12:00:05.123456Z", "tenant_id": "ten_a", "key_id": "k1",
@@ -69,3 +71,16 @@ def test_results_stay_while_a_row_is_picked_and_the_filters_are_the_same() -> No
     assert [shown(), shown()] == ["3", "3"]
     del app.session_state["log picked"]
     assert shown() == "4"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "more", "said"),
+    [
+        ("length", {"gen_ai.response.finish_reasons": ["length"]}, "at its token limit"),
+        ("stop", {"gen_ai.response.finish_reasons": ["tool_calls", "stop"]}, "tool_calls"),
+        ("rejected", {"error.type": "quota_exceeded"}, "quota_exceeded"),
+        ("disconnected", {}, "no response"),
+    ],
+)
+def test_the_end_of_a_traced_request_says_more_than_its_outcome(outcome: str, more: dict[str, Any], said: str) -> None:
+    assert ending_of({"moiety.outcome": outcome, **more}) == said

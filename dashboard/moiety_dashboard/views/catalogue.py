@@ -18,7 +18,7 @@ from moiety_dashboard.panels import Tile
 
 TOTALS = "output tokens by model"  # of the last two different reports, with their times
 CHOSEN = "catalogue model"
-NONE = "No engine has reported a model yet. Start one, or name it with --engine."
+NONE, HOW = "No engine has reported a model yet.", "Start an engine, and name it to the gateway with `--engine`."
 STATUSES = {"ready": colours.GOOD, "asleep": colours.NEUTRAL, "unavailable": colours.BAD}
 
 
@@ -43,7 +43,7 @@ def draw_models(client: AdminClient) -> None:
         if is_of_one:
             for name in ("running", "waiting", "replicas", "output_per_s", "tenants"):
                 del shown[name]
-        panels.table(frame, shown, NONE, states=STATUSES, max_rows=12)
+        panels.table(frame, shown, f"{NONE}{session.advice(HOW, session.DEPLOYS)}", states=STATUSES, max_rows=12)
 
 
 def tiles(models: Sequence[Mapping[str, Any]]) -> list[Tile]:

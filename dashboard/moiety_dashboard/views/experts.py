@@ -20,10 +20,14 @@ from moiety_dashboard.panels import Tile
 WINDOWS = {"5 min": 5, "15 min": 15, "1 h": 60, "since start": 0}
 BYTES_REFRESH_S = 60.0
 ALL_TENANTS = "all tenants"
-DENSE = "is a dense model without experts. Serve an MoE model to see its expert load here."
+DENSE, HOW_DENSE = "is a dense model without experts.", "Serve an MoE model to see its expert load here."
+NO_ENGINE, HOW_ENGINE = (
+    "No connected engine reports expert load. External engines do not.",
+    "Start one with `moiety engine`, or see the state of each engine on the Engines page.",
+)
 NO_LOAD = (
-    "No token was routed to an expert in this time range. Send a request on the Playground page, or with the `curl` "
-    "command that `moiety serve` prints; counts appear within a few seconds."
+    "No token was routed to an expert in this time range. Send a request on the Playground page; counts appear within "
+    "a few seconds."
 )
 
 
@@ -98,13 +102,10 @@ def choose_model(models: list[dict[str, Any]], row: Any) -> Mapping[str, Any] | 
             return next(iter(mixtures.values()))
         return mixtures[row.selectbox("Model", list(mixtures), key="experts model", label_visibility="collapsed")]
     for one in models:
-        st.info(f"{as_text(one['model'])} {DENSE}", icon=":material/grid_off:")
+        how = session.advice(HOW_DENSE, session.DEPLOYS)
+        st.info(f"{as_text(one['model'])} {DENSE}{how}", icon=":material/grid_off:")
     if not models:
-        st.info(
-            "No connected engine reports expert load. Start one with `moiety engine`, or see the state of each engine "
-            "on the Engines page. External engines do not report expert load.",
-            icon=":material/grid_off:",
-        )
+        st.info(f"{NO_ENGINE}{session.advice(HOW_ENGINE, session.DEPLOYS)}", icon=":material/grid_off:")
     return None
 
 

@@ -22,10 +22,8 @@ from moiety_dashboard.views.windows import HOUR, LIVE, MINUTE, Window
 from moiety_dashboard.views.windows import series as read_series
 
 NOW = 5 * MINUTE
-EMPTY = (
-    "No request ended in this time range. Send one on the Playground page, or with the `curl` command that "
-    "`moiety serve` prints."
-)
+EMPTY = "No request ended in this time range. Send one on the Playground page."
+HOW = "`moiety serve` prints a `curl` command that sends one, too."
 
 
 def draw(page: Page) -> None:
@@ -135,21 +133,20 @@ def draw_charts(client: AdminClient, window: Window, inks: Mapping[str, str]) ->
     span = window.span()
     answer, frame = read_series(client, window, span, ["service_class"])
     over = f"by class, last {window.label}, {window.slot} resolution"
+    none = f"{EMPTY}{session.advice(HOW, session.DEPLOYS)}"
     left, right = st.columns(2)
-    draw_rates((left, right), answer, frame, span, inks, RateTexts(over, EMPTY))
+    draw_rates((left, right), answer, frame, span, inks, RateTexts(over, none))
     ended = series.outcomes(frame)
     with (
         left,
         panels.panel("Requests per minute", over.replace("class", "outcome"), [answer], key="ends", frame=ended),
     ):
         figure = charts.Figure("per_minute", "requests/min")
-        panels.draw(
-            lambda: charts.stacked(ended, figure, "outcome", colours.OUTCOMES, span), ended, EMPTY, "ends chart"
-        )
+        panels.draw(lambda: charts.stacked(ended, figure, "outcome", colours.OUTCOMES, span), ended, none, "ends chart")
     with right, panels.panel("Mean time to first token (TTFT)", over, [answer], key="ttft", frame=frame):
         begun = frame[frame["ttft_ms"].notna()]
         figure = charts.Figure("ttft_ms", "ms, log scale", is_log=True)
-        panels.draw(lambda: charts.lines(begun, figure, "class", inks, span), begun, EMPTY, "ttft chart")
+        panels.draw(lambda: charts.lines(begun, figure, "class", inks, span), begun, none, "ttft chart")
 
 
 def draw_classes(client: AdminClient, classes: Answer, engines: Answer | None, inks: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ EXAMPLES = {
     "pagerduty": "https://events.pagerduty.com/v2/enqueue",
 }
 GROUPS = {"quota": "quotas and budgets", "engine": "engine down and up", "slo": "SLO burn rate", "disk": "disk space"}
-NONE = "No webhook receives alerts. Create one below."
+NONE, HOW = "No webhook receives alerts.", "Create one below."
 
 
 def draw(page: Page) -> None:
@@ -44,7 +44,7 @@ def draw_list(client: AdminClient) -> None:
     answer = client.get("/webhooks")
     frame = webhooks_frame(answer.data["data"])
     with panels.panel("Webhooks", "oldest first", [answer], key="webhooks", frame=frame):
-        panels.table(frame, columns(), NONE)
+        panels.table(frame, columns(), f"{NONE}{session.advice(HOW, 'webhooks.write')}")
 
 
 def show_secret() -> None:

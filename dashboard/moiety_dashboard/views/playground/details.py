@@ -13,7 +13,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.playground.conversation import TIERS
 from moiety_dashboard.views.playground.stream import StreamedAnswer
-from moiety_dashboard.views.traces.kept import KEPT, TRACE
+from moiety_dashboard.views.traces.kept import TRACE, kept
 
 TRACES = "traces"  # path of the traces page, which not every user may see
 STORED_WITHIN_S = 6.0  # time until a kept trace and a usage row are stored
@@ -75,7 +75,7 @@ def draw_trace(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s
     """Draw the spans of the request with a link to its trace, or the reason why it is missing."""
     stored = find(client, path_of("traces", answer.trace_id))
     if stored is None:
-        missing = "Waiting for the trace …" if waited_s < STORED_WITHIN_S else f"The trace was not sampled. {KEPT}"
+        missing = "Waiting for the trace …" if waited_s < STORED_WITHIN_S else f"The trace was not sampled. {kept()}"
         st.caption(missing)
         return
     spans = stored.data["spans"]

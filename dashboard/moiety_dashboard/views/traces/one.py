@@ -15,9 +15,11 @@ from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import dollars, milliseconds, short
 from moiety_dashboard.frames import traces as frames
 from moiety_dashboard.panels import Tile
-from moiety_dashboard.views.traces.kept import KEPT
+from moiety_dashboard.views.traces.kept import kept
 
 MAX_BARS = 160
+ENDED = {"stop": "at its end or a stop sequence", "length": "at its token limit",
+         "content_filter": "by a content filter"}  # fmt: skip
 TRACE_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -26,7 +28,7 @@ def draw(client: AdminClient, trace_id: str, names: Mapping[str, str]) -> None:
     if answer is None:
         panels.head("Traces", "One trace")
         leave()
-        st.info(f"No trace with this id is stored. A trace is stored about two seconds after the answer. {KEPT}")
+        st.info(f"No trace with this id is stored. A trace is stored about two seconds after the answer. {kept()}")
         return
     spans, linked = answer.data["spans"], answer.data["linked"]
     requests = frames.requests_of(spans)
@@ -64,12 +66,11 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
     of = request["attributes"]
     cached = of.get("gen_ai.usage.cache_read.input_tokens")
     attained, service_class = of.get("moiety.slo_attained"), of.get("moiety.service_class", "")
-    ended = of.get("error.type") or ", ".join(of.get("gen_ai.response.finish_reasons", ())) or "no response"
     panels.tiles(
         [
             Tile("Duration", milliseconds((request["end_ns"] - request["start_ns"]) / 1e6), "at the gateway"),
             Tile("TTFT", milliseconds(of.get("moiety.ttft_ms")), "from arrival at the gateway"),
-            Tile("Outcome", str(of["moiety.outcome"]), ended),
+            Tile("Outcome", str(of["moiety.outcome"]), ending_of(of)),
             Tile("Tokens", f"{short(of.get('gen_ai.usage.output_tokens'))} out",
                  f"{short(of.get('gen_ai.usage.input_tokens'))} in, {short(cached)} cached"),
             Tile("SLO", "none" if attained is None else "attained" if attained else "missed",
@@ -87,6 +88,13 @@ def draw_request(request: Mapping[str, Any], names: Mapping[str, str], answer: A
     )
     with row.container(width="content"):
         panels.chips(colours.of_classes([service_class]) if service_class else {})
+
+
+def ending_of(of: Mapping[str, Any]) -> str:
+    """Return what a request's attributes say of its end beside its outcome."""
+    outcome = str(of["moiety.outcome"])
+    reasons = [one for one in of.get("gen_ai.response.finish_reasons", ()) if one != outcome]
+    return str(of.get("error.type") or ", ".join(reasons) or ENDED.get(outcome, "no response"))
 
 
 def draw_spans(answer: Answer, bars: pd.DataFrame, events: pd.DataFrame) -> None:
@@ -166,7 +174,7 @@ def step_columns(frame: pd.DataFrame) -> dict[str, Any]:
             "Balancedness", format="percent", help="Mean expert load divided by the largest, in the same time"
         ),
         "classes": column.TextColumn("Classes"),
-        "engine": column.TextColumn("Engine", width=185),
+        "engine": column.TextColumn("Engine", width=205),
     }
     return {name: one for name, one in shown.items() if frame[name].notna().any() or name not in OPTIONAL}
 

@@ -17,7 +17,7 @@ from moiety_dashboard.views import searches
 from moiety_dashboard.views.searches import OUTCOMES, StoredSearch
 from moiety_dashboard.views.tenants.names import names_of
 from moiety_dashboard.views.traces import one
-from moiety_dashboard.views.traces.kept import KEPT, TRACE
+from moiety_dashboard.views.traces.kept import TRACE, kept
 from moiety_dashboard.views.windows import DAY, HOUR, MINUTE
 
 WINDOWS = {"15 min": 15 * MINUTE, "1 h": HOUR, "24 h": DAY, "7 d": 7 * DAY}
@@ -28,7 +28,7 @@ REASONS = (
 )
 REASON_HELP = "A scheduler's reason, an error code, or the reason why the trace was kept"
 SEARCH = StoredSearch("trace", "/traces", "trace_id", limit=100)
-EMPTY = f"No stored trace matches. Send a request, choose a longer window, or remove a filter. {KEPT}"
+EMPTY = "No stored trace matches. Send a request, choose a longer window, or remove a filter."
 KEYS = ("trace window", "trace tenant", "trace class", "trace outcome", "trace reason", "trace min", "trace request")
 
 
@@ -69,7 +69,7 @@ def draw_found(client: AdminClient, filters: Mapping[str, Any], names: Mapping[s
     answer = SEARCH.ask(client, filters)
     frame = found_frame(answer.data["data"], names)
     with panels.panel("Requests", "with a stored trace", [answer], key="traces", frame=frame):
-        searches.draw_table(SEARCH, frame, columns(frame), EMPTY)
+        searches.draw_table(SEARCH, frame, columns(frame), f"{EMPTY} {kept()}")
     searches.draw_buttons(SEARCH, answer.data["next_cursor"], filters)
 
 
