@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moiety_dashboard.frames import catalogue as frames
+from moiety_dashboard.views.adapters import total_bytes
 
 MODEL: dict[str, Any] = {
     "model": "tiny", "family": "f", "status": "ready", "max_context_tokens": 4096, "max_output_tokens": None,
@@ -77,6 +78,9 @@ def test_the_size_of_an_adapter_that_engines_have_is_unknown() -> None:
     uploaded, granted = ({"num_bytes": 0, "engine_adapter": name} for name in (None, "a-v2"))
     sizes = frames.adapters_frame([adapter | uploaded, adapter | granted], {})["bytes"]
     assert (sizes[0], sizes.isna().tolist()) == (0, [False, True])
+    assert total_bytes(frames.adapters_frame([adapter | uploaded, adapter | granted], {})) == 0
+    assert total_bytes(frames.adapters_frame([adapter | granted], {})) is None
+    assert total_bytes(frames.adapters_frame([], {})) == 0
 
 
 def test_alerts_of_quotas_have_the_name_of_their_tenant() -> None:

@@ -163,7 +163,7 @@ def test_a_class_shows_its_slo_its_attainment_and_the_burn_rate_of_its_error_bud
     sums = [minute_sum("", num_slo_attained=98, num_slo_requests=100)]
     row = fleet.classes_frame([TERMS], sums, [engine()], NOON).iloc[0]
     assert row["slo"] == "TTFT ≤ 2 s + 0.2 s/1k, TPOT ≤ 100 ms"
-    assert (row["attainment"], round(row["burn"], 6), row["waiting"]) == (0.98, 2.0, 2)
+    assert (row["attainment"], round(row["burn"], 6), row["waiting"], row["predicted_ms"]) == (0.98, 2.0, 2, 500)
 
 
 def test_tenants_have_their_share_of_the_tokens_beside_what_their_weight_entitles_them_to() -> None:

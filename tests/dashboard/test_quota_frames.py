@@ -32,6 +32,7 @@ def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
     slow = limits.quotas_frame([quota()], {}, {"t": limits.UsageRate(3600, tokens=10)}, NOON)
     assert slow["lasts"][0] == "after its reset"
     assert limits.quotas_frame([quota(used=1000)], {}, {"t": pace}, NOON)["lasts"][0] == "exhausted"
+    assert limits.quotas_frame([quota(used=1200)], {}, {"t": pace}, NOON)["share"][0] == 1.2, "as on the page of spend"
     endless = quota(cap=10**18)  # it lasts for more years than a date has
     assert (
         limits.quotas_frame([endless], {}, {"t": limits.UsageRate(3600, tokens=1)}, NOON)["lasts"][0]

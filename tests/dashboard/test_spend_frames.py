@@ -61,10 +61,11 @@ def test_budgets_burn_down_to_their_window_end_at_their_rate() -> None:
             {"at": "2026-03-20T00:00:00Z", "remaining_nanodollars": 6 * 10**9},
         ],
     }  # fmt: skip
-    full = budget | {"quota_id": "quo_b", "used_nanodollars": 10 * 10**9, "exhausted_at": None}
-    frame = budgets_frame([budget, full], {"ten_a": "acme"})
-    assert list(frame["quota_id"]) == ["quo_b", "quo_a"] and list(frame["share"]) == [1.0, 0.4]
+    full = budget | {"quota_id": "quo_b", "used_nanodollars": 12 * 10**9, "exhausted_at": "2026-03-20T06:00:00Z"}
+    frame = budgets_frame([budget, full], {"ten_a": "acme"}, UTC)
+    assert list(frame["quota_id"]) == ["quo_b", "quo_a"] and list(frame["share"]) == [1.2, 0.4]
     assert set(frame["scope"]) == {"tenant acme"} and set(frame["limit"]) == {"dollars per month"}
+    assert list(frame["exhausted_at"]) == ["already", "2026-03-26 06:00"], "not the time of the answer"
     burn = burn_frame(budget)
     assert list(burn["name"]) == [REMAINING, REMAINING, PREDICTED, PREDICTED]
     assert list(burn["remaining"]) == [10.0, 6.0, 6.0, -6.0]

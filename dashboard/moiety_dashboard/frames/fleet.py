@@ -103,7 +103,7 @@ def classes_frame(classes: Rows, sums: Rows, engines: Rows, now: datetime) -> pd
                 "waiting": load.get("num_waiting"),
                 "running": load.get("num_running"),
                 "oldest_s": max(0.0, now.timestamp() - oldest) if oldest else None,
-                "predicted_s": predicted,
+                "predicted_ms": None if predicted is None else predicted * 1000,
                 "weight": terms["weight"],
                 "rank": terms["rank"],
                 "price_factor": terms["price_factor"],

@@ -147,7 +147,7 @@ def quotas_frame(
                 "cap": amount(kind, quota["cap"]),
                 "used": amount(kind, quota["used"]),
                 "reserved": amount(kind, quota["reserved"]) if quota["reserved"] else "",
-                "share": min(1.0, ratio(quota["used"], quota["cap"]) or (0.0 if quota["cap"] else 1.0)),
+                "share": ratio(quota["used"], quota["cap"]) or (0.0 if quota["cap"] else 1.0),
                 "lasts": _lasts(kind, seconds, resets, now),
                 "resets": "" if resets is None or resets <= now else f"in {time_left((resets - now).total_seconds())}",
                 "quota_id": quota["id"],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, tzinfo
 from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.formatting import moment, ratio
+from moiety_dashboard.formatting import moment, ratio, show_time
 from moiety_dashboard.frames.limits import KINDS
 
 Rows = Sequence[Mapping[str, Any]]
@@ -66,7 +66,7 @@ def days_frame(groups: Mapping[str, Rows]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(DAY_COLUMNS))
 
 
-def budgets_frame(budgets: Rows, names: Mapping[str, str]) -> pd.DataFrame:
+def budgets_frame(budgets: Rows, names: Mapping[str, str], zone: tzinfo) -> pd.DataFrame:
     """Return one row per limit on money, the most used first."""
     rows = [
         {
@@ -77,7 +77,7 @@ def budgets_frame(budgets: Rows, names: Mapping[str, str]) -> pd.DataFrame:
             "cap": in_dollars(one["cap_nanodollars"]),
             "forecast": in_dollars(one["forecast_nanodollars"]),
             "per_day": in_dollars(one["rate_nanodollars_per_day"]),
-            "exhausted_at": moment(one["exhausted_at"]),
+            "exhausted_at": _exhausted(one, zone),
             "ends": moment(one["window_end"]),
             "quota_id": one["quota_id"],
         }
@@ -85,6 +85,12 @@ def budgets_frame(budgets: Rows, names: Mapping[str, str]) -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows, columns=list(BUDGET_COLUMNS))
     return frame.sort_values(["share", "scope"], ascending=[False, True], ignore_index=True)
+
+
+def _exhausted(budget: Mapping[str, Any], zone: tzinfo) -> str | None:
+    """Return when the cap is reached at the present rate; of a used-up budget the API says the time of its answer."""
+    is_over = budget["used_nanodollars"] >= budget["cap_nanodollars"]
+    return "already" if is_over else show_time(budget["exhausted_at"], zone)
 
 
 def burn_frame(budget: Mapping[str, Any]) -> pd.DataFrame:

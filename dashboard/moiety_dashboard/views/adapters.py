@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from moiety_dashboard import colours, panels, session
@@ -30,16 +31,21 @@ def draw(page: Page) -> None:
 def draw_list(client: AdminClient) -> None:
     answer = client.get("/adapters")
     frame = adapters_frame(answer.data["data"], names_of(client))
-    total = float(frame["bytes"].sum()) if len(frame) else 0.0
     figures = [
         Tile("Adapters", f"{len(frame)}", f"{int((frame['state'] == 'ready').sum())} ready"),
-        Tile("Size", in_bytes(total), "of all uploaded tensors"),
+        Tile("Size", in_bytes(total_bytes(frame)), "of all uploaded tensors"),
     ]
     if not session.is_of_one_tenant():
         figures.append(Tile("Tenants", f"{frame['tenant'].nunique()}", "with an adapter"))
     panels.tiles(figures, [answer], key="adapter figures")
     with panels.panel("Adapters", "by tenant, model and name", [answer], key="adapters", frame=frame):
         panels.table(frame, columns(), f"{NONE}{session.advice(HOW, 'adapters.write')}", states=STATES, max_rows=16)
+
+
+def total_bytes(frame: pd.DataFrame) -> float | None:
+    """Return the bytes of all adapters; None if the sizes of all are unknown, as of those that engines have."""
+    sizes = frame["bytes"].dropna()
+    return float(sizes.sum()) if len(sizes) or frame.empty else None
 
 
 def ask_deletion(client: AdminClient) -> None:

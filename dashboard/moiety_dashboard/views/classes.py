@@ -103,14 +103,14 @@ def columns(*, with_load: bool) -> dict[str, Any]:
     column = st.column_config
     since_start = "Total of all engines since they started"
     more: dict[str, Any] = {
-        "predicted_s": column.NumberColumn(
-            "Predicted TTFT, s", format="%.2f", help="Predicted TTFT of an empty prompt that arrives now"
+        "predicted_ms": column.NumberColumn(
+            "Predicted TTFT, ms", format="%,.0f", help="Predicted TTFT of an empty prompt that arrives now"
         ),
         "rejections": panels.count_column("Rejected, 1 h"),
         "downgraded": panels.count_column("Downgraded", tooltip=since_start),
     }
     if not with_load:
-        del more["predicted_s"], more["downgraded"]
+        del more["predicted_ms"], more["downgraded"]
     shown = class_columns(with_load=with_load) | more
     del shown["requests"]  # they are on the overview
     if session.may("classes.write"):

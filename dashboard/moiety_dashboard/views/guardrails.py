@@ -95,7 +95,7 @@ def ask_check(kind: str, known: Mapping[str, Any], key: str) -> dict[str, Any]:
     left, right = st.columns(2)
     found: dict[str, Any] = {kind: text.strip()}
     timeout_ms = known.get("timeout_ms", 1000)
-    found["timeout_ms"] = left.number_input("Time of a check, ms", 10, 30_000, timeout_ms, key=f"{key} timeout")
+    found["timeout_ms"] = left.number_input("Timeout of a check, ms", 10, 30_000, timeout_ms, key=f"{key} timeout")
     if kind == "entry_point":
         memory_mb = known.get("memory_mb", 512)
         found["memory_mb"] = right.number_input("Memory, MiB", 16, 65_536, memory_mb, key=f"{key} memory")
@@ -109,7 +109,7 @@ def columns() -> dict[str, Any]:
         "stage": column.TextColumn("Checks", help="input: requests; output: answers"),
         "action": "Action",
         "check": column.TextColumn("Check", width="large"),
-        "timeout_ms": panels.count_column("Time, ms"),
+        "timeout_ms": panels.count_column("Timeout, ms"),
         "on_failure": column.TextColumn("Fails", help="closed: the request fails with 503; open: the text passes"),
         "tenant": "Tenant",
     }

@@ -107,7 +107,7 @@ def draw_reconciliation(client: AdminClient) -> None:
             st.success(f"Requests, ledger, hours and quotas agree: {compared}.", icon=":material/check_circle:")
         else:
             st.error(f"{len(frame)} records do not agree; the table lists them.", icon=":material/error:")
-            st.dataframe(frame, hide_index=True, width="stretch")
+            panels.table(frame, {"record": "Record", "found": "Found", "expected": "Expected"}, "")
 
 
 def quarantined_usage(found: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -208,7 +208,7 @@ def columns(grouping: str) -> dict[str, Any]:
 
 def draw_budgets(answer: Answer, names: Mapping[str, str]) -> None:
     budgets = answer.data["data"]
-    frame = budgets_frame(budgets, names)
+    frame = budgets_frame(budgets, names, session.zone())
     with panels.panel("Budgets", "limits on money, in their present window", [answer], key="budgets", frame=frame):
         how = "Set one on the Tenants page, or with `moiety quota set --dollars-per-month`."
         none = f"No limit on money is set.{session.advice(how, QUOTA_WRITES)}"
@@ -244,6 +244,6 @@ def budget_columns() -> dict[str, Any]:
         "cap": column.NumberColumn("Cap", format="dollar"),
         "forecast": column.NumberColumn("Forecast", format="dollar", help="Used by the window's end at this rate"),
         "per_day": column.NumberColumn("Per day", format="dollar", help="Mean of the last seven days"),
-        "exhausted_at": panels.time_column("Cap reached", "YYYY-MM-DD HH:mm", width=140),
+        "exhausted_at": column.TextColumn("Cap reached", help="At the rate per day, if in this window", width=140),
         "ends": panels.time_column("Window ends", "YYYY-MM-DD HH:mm"),
     }
