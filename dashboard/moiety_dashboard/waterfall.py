@@ -12,6 +12,7 @@ ROW_HEIGHT = 24  # pixels
 AROUND = 110  # pixels of axis and legend, which a chart's height includes
 STEPS_HEIGHT = 240
 LABEL_WIDTH = 190
+NARROW_LABEL_WIDTH = 130
 WHO = {GATEWAY: "#14a098", ENGINE: "#4c78a8", OTHER: colours.NEUTRAL, FAILED: colours.BAD}
 EVENTS = {"preempted": "#d64545", "resumed": "#4f9d69", "demoted": "#e0a526", "failed over": "#b279a2"}
 MORE_EVENTS = "other events"
@@ -19,8 +20,14 @@ PARTS = {"decodes": colours.DECODE, "prompt tokens": colours.PREFILL}
 MIN_WIDTH_SHARE = 0.003  # of the whole width, so that short spans are visible
 
 
-def waterfall(bars: pd.DataFrame, events: pd.DataFrame, of: str = "request") -> alt.LayerChart:
-    """Return the spans of a request, or a run, as bars with their durations, and their events as points."""
+def waterfall(
+    bars: pd.DataFrame, events: pd.DataFrame, of: str = "request", *, is_narrow: bool = False
+) -> alt.LayerChart:
+    """Return the spans of a request, or a run, as bars with their durations, and their events as points.
+
+    A narrow chart has half the width of a page.
+    """
+    label_width, text_share = (NARROW_LABEL_WIDTH, 0.28) if is_narrow else (LABEL_WIDTH, 0.1)
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],
@@ -29,13 +36,15 @@ def waterfall(bars: pd.DataFrame, events: pd.DataFrame, of: str = "request") -> 
     )
     lines = list(shown["line"])
     axis = alt.Axis(
-        title=None, labelExpr="slice(datum.label, 5)", labelAlign="left", labelPadding=LABEL_WIDTH, ticks=False,
-        labelLimit=LABEL_WIDTH, minExtent=LABEL_WIDTH, maxExtent=LABEL_WIDTH, domain=False, labelOverlap=False,
+        title=None, labelExpr="slice(datum.label, 5)", labelAlign="left", labelPadding=label_width, ticks=False,
+        labelLimit=label_width, minExtent=label_width, maxExtent=label_width, domain=False, labelOverlap=False,
         labelFontSize=12,
     )  # fmt: skip
     y = alt.Y("line:N", sort=lines, scale=alt.Scale(domain=lines), axis=axis)
-    at = alt.Axis(title=f"ms since the start of the {of}", orient="top", tickCount=8, grid=True, domain=False)
-    scale = alt.Scale(domain=[0, until * 1.09], nice=False)  # space for the text of the last span
+    at = alt.Axis(
+        title=f"ms since the start of the {of}", orient="top", tickCount=4 if is_narrow else 8, grid=True, domain=False
+    )
+    scale = alt.Scale(domain=[0, until * (1 + text_share)], nice=False)  # space for the text of the last span
     inks = {who: ink for who, ink in WHO.items() if who in set(bars["who"])}
     who = alt.Color(
         "who:N", scale=alt.Scale(domain=list(inks), range=list(inks.values())),

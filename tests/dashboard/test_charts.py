@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pandas as pd
 import pytest
 
-from moiety_dashboard import charts
+from moiety_dashboard import charts, waterfall
+from moiety_dashboard.frames.traces import GATEWAY
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CLASSES = ["priority", "standard", "flex", "batch"]
@@ -43,3 +44,11 @@ def test_the_zero_of_an_axis_with_prefixes_has_none() -> None:
     assert ranked["layer"][0]["encoding"]["x"]["axis"]["labelExpr"] == "datum.value == 0 ? '0' : datum.label"
     assert "labelExpr" not in axis_of(charts.Figure("tokens", "dollars", axis="$,.3~r"))
     assert "labelExpr" not in axis_of(charts.Figure("tokens", "share", ".1%"))
+
+
+@pytest.mark.parametrize(("is_narrow", "share"), [(False, 0.09), (True, 0.2)])
+def test_the_durations_of_the_last_spans_have_space_beside_them(is_narrow: bool, share: float) -> None:
+    span = {"row": 0, "label": "chat", "who": GATEWAY, "start_ms": 0.0, "end_ms": 100.0, "duration_ms": 100.0}
+    drawn = waterfall.waterfall(pd.DataFrame([span | {"attributes": ""}]), pd.DataFrame(), is_narrow=is_narrow)
+    begin, end = drawn.to_dict()["layer"][0]["encoding"]["x"]["scale"]["domain"]
+    assert begin == 0 and end >= 100 * (1 + share)

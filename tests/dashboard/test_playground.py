@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from streamlit.testing.v1 import AppTest
 from tests.server_thread import serving_in_thread
 
 from moiety_dashboard.views.playground.conversation import PlaygroundConversation, PlaygroundSettings, Turn
@@ -159,3 +160,44 @@ def test_a_gateway_that_is_gone_is_an_error_of_the_answer() -> None:
         for _ in steps:
             pass
     assert "The connection to the gateway failed (ConnectError)" in answers[0].error
+
+
+def playground(url: str) -> None:
+    """Script that draws the playground for a user who may see nothing else."""
+    import streamlit as st
+
+    from moiety_dashboard import session
+    from moiety_dashboard.page import Page
+    from moiety_dashboard.settings import DashboardSettings
+    from moiety_dashboard.views.playground import page
+
+    st.session_state[session.CALLER] = {"tenant_id": "ten_a", "may": [], "role": "developer"}
+    st.session_state.setdefault(page.FIELDS, {"model": "a", "other": "b"})
+    page.draw(Page(DashboardSettings(url), "mty_admin"))
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_prompts_follow_each_other_without_leaving_the_page_and_one_without_an_answer_stays() -> None:
+    with scripted() as gateway:
+        app = AppTest.from_function(playground, default_timeout=DEADLINE_S, args=(gateway.url,)).run()
+        app.text_input[0].set_value("mty_key")
+        sent = []
+        for text, refused, left in (("first", (), ""), ("lost", ("a", "b"), "lost"), ("third", (), "")):
+            gateway.refused = set(refused)
+            field = next(one for one in app.text_area if one.label == "Prompt")
+            assert field.value == ("What is 17 + 25?" if not sent else sent[-1])
+            field.set_value(text)
+            next(one for one in app.button if one.label == "Send").click()
+            app.run()
+            assert not app.exception and not app.warning, text
+            sent.append(left)
+        prompts = [[one["content"] for one in body["messages"] if one["role"] == "user"] for _, body in gateway.asked]
+    assert prompts == [["first"], ["first"], ["first", "lost"], ["first", "lost"], *[["first", "third"]] * 2]
+
+
+def test_a_conversation_forgets_its_oldest_turns_but_counts_them() -> None:
+    conversation = PlaygroundConversation()
+    for number in range(5):
+        conversation.add_turn(Turn(str(number), [answered("a", "yes")]), max_turns=3)
+    conversation.add_turn(Turn("lost", [answered("a", "")]), max_turns=3)
+    assert [turn.prompt for turn in conversation.turns] == ["3", "4", "lost"] and conversation.num_answered == 5

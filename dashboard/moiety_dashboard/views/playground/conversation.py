@@ -35,6 +35,13 @@ class PlaygroundConversation:
     """Turns so far, oldest first. Kept in the browser session only."""
 
     turns: list[Turn] = field(default_factory=list)
+    num_answered: int = 0  # turns with an answer, also those that are no longer kept
+
+    def add_turn(self, turn: Turn, max_turns: int) -> None:
+        """Add the newest turn, and remove the oldest beyond `max_turns`."""
+        self.turns.append(turn)
+        del self.turns[:-max_turns]
+        self.num_answered += any(answer.text or answer.reasoning for answer in turn.answers)
 
     def bodies(self, settings: PlaygroundSettings, prompt: str) -> list[dict[str, Any]]:
         """Return the request of each model for the next turn."""

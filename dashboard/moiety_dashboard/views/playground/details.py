@@ -42,12 +42,12 @@ def draw_figures(answer: StreamedAnswer) -> None:
     )  # fmt: skip
 
 
-def draw_details(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float) -> None:
+def draw_details(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float, *, is_narrow: bool) -> None:
     """Draw the cost as the request log has it, and the trace, once both are stored."""
     if answer.completion_id and session.may("usage.read"):
         draw_cost(client, answer, waited_s)
     if TRACES in page.others:
-        draw_trace(client, page, answer, waited_s)
+        draw_trace(client, page, answer, waited_s, is_narrow=is_narrow)
     if answer.limits:
         with st.expander("Rate limit headers"):
             lines = [f"{name}: {show_unseen(value)}" for name, value in sorted(answer.limits.items())]
@@ -71,7 +71,7 @@ def draw_known_cost(answer: StreamedAnswer) -> None:
     st.caption(f"Cost **{as_text(cost)}** · request {as_text(answer.completion_id)}")
 
 
-def draw_trace(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float) -> None:
+def draw_trace(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s: float, *, is_narrow: bool) -> None:
     """Draw the spans of the request with a link to its trace, or the reason why it is missing."""
     stored = find(client, path_of("traces", answer.trace_id))
     if stored is None:
@@ -83,7 +83,7 @@ def draw_trace(client: AdminClient, page: Page, answer: StreamedAnswer, waited_s
     there = events[events["row"].isin(bars["row"])]
     if not bars.empty:
         key = f"waterfall {answer.trace_id}"
-        st.altair_chart(waterfall.waterfall(bars, there), width="stretch", key=key)
+        st.altair_chart(waterfall.waterfall(bars, there, is_narrow=is_narrow), width="stretch", key=key)
     icon = ":material/account_tree:"
     st.page_link(page.others[TRACES], label="Open trace", icon=icon, query_params={TRACE: answer.trace_id})
 

@@ -34,9 +34,10 @@ def draw(page: Page) -> None:
     models: list[str] = []
     with page.asking("playground models") as client:
         models = usable_models(client)
-    key, settings, prompt = ask(models, is_first=not conversation.turns)
+    key, settings, prompt = ask(models, conversation.num_answered)
     if prompt is not None and key and settings.models:
         send(page, key, conversation, settings, prompt)
+        st.rerun()  # the form is above: an answered prompt is removed from it
     elif prompt is not None:
         missing = "an API key" if not key else "a model"
         st.warning(f"Enter {missing} first.", icon=":material/key:")
@@ -50,8 +51,11 @@ def usable_models(client: AdminClient) -> list[str]:
     return names_for_requests(client.get("/models").data["data"])
 
 
-def ask(models: list[str], *, is_first: bool) -> tuple[str, PlaygroundSettings, str | None]:
-    """Draw the form; return the key, the settings and the prompt, None unless it was sent."""
+def ask(models: list[str], num_answered: int) -> tuple[str, PlaygroundSettings, str | None]:
+    """Draw the form; return the key, the settings and the prompt, None unless it was sent.
+
+    The prompt stays in its field until it is answered, so `num_answered` names the field.
+    """
     last: dict[str, Any] = st.session_state.get(FIELDS, {})
     with st.form("request", border=True):
         first, second, third = st.columns([2, 2, 2])
@@ -68,7 +72,10 @@ def ask(models: list[str], *, is_first: bool) -> tuple[str, PlaygroundSettings, 
         temperature = second.number_input("Temperature", 0.0, 2.0, last.get("temperature"), 0.1, placeholder="default")
         max_tokens = third.number_input("Max tokens", 1, value=last.get("max_tokens", 256))
         system = st.text_area("System prompt", last.get("system", ""), height=68, placeholder="none")
-        prompt = st.text_area("Prompt", FIRST_PROMPT if is_first else "", height=90, placeholder="The next message")
+        prompt = st.text_area(
+            "Prompt", "" if num_answered else FIRST_PROMPT, height=90, placeholder="The next message",
+            key=f"playground prompt {num_answered}",
+        )  # fmt: skip
         sent = st.form_submit_button("Send", type="primary", icon=":material/send:")
     names = tuple(name for name in (model, other) if name and name != NO_MODEL)
     settings = PlaygroundSettings(names, tier, int(max_tokens), temperature, system.strip())
@@ -103,8 +110,7 @@ def send(page: Page, key: str, conversation: PlaygroundConversation, settings: P
             for draw_answer in draws:
                 draw_answer()
     place.empty()
-    conversation.turns.append(Turn(prompt, answers))
-    del conversation.turns[:-MAX_TURNS]
+    conversation.add_turn(Turn(prompt, answers), MAX_TURNS)
 
 
 def draw_arriving(prompt: str, answers: list[StreamedAnswer]) -> list[Callable[[], None]]:
@@ -133,7 +139,8 @@ def draw_conversation(page: Page, conversation: PlaygroundConversation) -> None:
             draw_prompt(turn.prompt)
             for column, answer in zip(st.columns(len(turn.answers)), turn.answers, strict=True):
                 with column:
-                    draw_answer(page, answer, is_newest=number == len(conversation.turns) - 1)
+                    is_newest = number == len(conversation.turns) - 1
+                    draw_answer(page, answer, is_newest=is_newest, is_narrow=len(turn.answers) > 1)
     if st.button("New conversation", icon=":material/restart_alt:"):
         del st.session_state[CONVERSATION]
         st.rerun()
@@ -153,7 +160,7 @@ def draw_prompt(prompt: str) -> None:
     st.text(show_unseen(prompt))
 
 
-def draw_answer(page: Page, answer: StreamedAnswer, *, is_newest: bool) -> None:
+def draw_answer(page: Page, answer: StreamedAnswer, *, is_newest: bool, is_narrow: bool) -> None:
     st.caption(as_text(answer.model))
     if answer.reasoning:
         with st.expander("Reasoning"):
@@ -170,4 +177,4 @@ def draw_answer(page: Page, answer: StreamedAnswer, *, is_newest: bool) -> None:
             draw_known_cost(answer)
         return
     since_s = time.monotonic()
-    page.live(lambda client: draw_details(client, page, answer, time.monotonic() - since_s))
+    page.live(lambda client: draw_details(client, page, answer, time.monotonic() - since_s, is_narrow=is_narrow))
