@@ -39,7 +39,7 @@ def empty_parts(may: list[str]) -> None:
     adapters.draw_list(client)
     prices.draw(Page())
     limits.draw(client, {"id": "ten_a", "name": "a"})
-    keys.draw(client, {"id": "ten_a", "name": "a"})
+    keys.draw(Page(), client, {"id": "ten_a", "name": "a"})
     quotas.draw_live(client)
     webhooks.draw_list(client)
     catalogue.draw_models(client)

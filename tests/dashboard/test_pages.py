@@ -284,11 +284,13 @@ def test_an_owner_makes_a_tenant_sends_requests_limits_it_and_finds_all_of_it_ag
     page.get_by_label("Key name").fill("website")
     browser.press("Create key")
     browser.see("Copy this key now.")
+    browser.see_in_table("website")
+    keys, key, form = (page.get_by_text(text).last for text in ("identified by", "Copy this key now.", "New key"))
+    tops = [one.evaluate("one => one.getBoundingClientRect().top") for one in (keys, key, form)]
+    assert tops == sorted(tops), "a new key is beside the form, not above the list of keys"
     browser.press("Try it in the playground")
     browser.see("The key is set in the playground.")
-    browser.see_in_table("website")
-
-    browser.go("Playground")
+    page.get_by_role("heading", name="Playground", exact=True).wait_for()
     page.get_by_label("Prompt", exact=True).fill(f"what is a {MARK}?")
     browser.press("Send")
     browser.see("Decode speed")

@@ -16,9 +16,11 @@ from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import short
+from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import forget_names
 
 MADE = "made key"
+PLAYGROUND = "playground"  # path of the page, which all users may see
 PLAYGROUND_KEY = "playground key"
 GRACES = {"none": 0, "1 hour": 3600, "1 day": 86_400, "7 days": 7 * 86_400}
 EXPIRIES = {"never": None, "1 day": 1, "7 days": 7, "30 days": 30, "90 days": 90, "1 year": 365}
@@ -58,8 +60,8 @@ def key_columns(*, with_user: bool) -> dict[str, Any]:
     return shown
 
 
-def show_made() -> None:
-    """Show the text of a new key until it is dismissed."""
+def show_made(page: Page) -> None:
+    """Show the text of a new key until it is dismissed or tried on the playground page."""
     text = st.session_state.get(MADE)
     if text is None:
         return
@@ -71,7 +73,7 @@ def show_made() -> None:
         if right.button("Try it in the playground", width="stretch"):
             st.session_state[PLAYGROUND_KEY] = st.session_state.pop(MADE)
             session.notify("The key is set in the playground.")
-            st.rerun()
+            st.switch_page(page.others[PLAYGROUND])
 
 
 def keep(made: Mapping[str, Any]) -> None:

@@ -29,8 +29,7 @@ def draw(page: Page) -> None:
     with page.asking() as client:
         me = client.get("/me")
         projects = client.get("/me/projects")
-        show_made()
-        draw_keys(client, client.list("/me/keys"), projects.data["data"], me.data)
+        draw_keys(page, client, client.list("/me/keys"), projects.data["data"], me.data)
         draw_projects(client, projects, projects.data["data"])
 
 
@@ -58,10 +57,13 @@ def makes_keys(policy: Mapping[str, Any] | None) -> bool:
     return policy is not None and bool(policy["makes_keys"])
 
 
-def draw_keys(client: AdminClient, keys: Any, projects: list[dict[str, Any]], me: Mapping[str, Any]) -> None:
+def draw_keys(
+    page: Page, client: AdminClient, keys: Any, projects: list[dict[str, Any]], me: Mapping[str, Any]
+) -> None:
     frame = keys_frame(keys.data, projects, session.zone())
     with panels.panel("Your keys", "identified by their last four characters", [keys], key="own-keys", frame=frame):
         panels.table(frame, key_columns(with_user=False), "You have no key yet.")
+    show_made(page)
     policy = me["key_policy"]
     left, right = st.columns([3, 2])
     with left:

@@ -35,11 +35,11 @@ def draw(page: Page) -> None:
         tenants = {tenant["id"]: tenant["name"] for tenant in client.list("/tenants").data}
         projects = client.list("/projects").data
         names = tenants | {project["id"]: project["name"] for project in projects}
-        show_made()
         frame = users_frame(users.data, names, session.zone())
         with panels.panel("Users", "oldest first", [users], key="users", frame=frame):
             none = f"No user yet.{session.advice('Invite one below.', 'users.write')}"
             panels.table(frame, columns(), none, max_rows=12)
+        show_made()  # beside the form, which is below the edge of most windows
         if not panels.may_change("users.write", "users", "invite or change"):
             return
         left, right = st.columns(2)

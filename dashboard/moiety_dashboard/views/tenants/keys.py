@@ -10,20 +10,21 @@ import streamlit as st
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.frames.tenants import keys_frame
+from moiety_dashboard.page import Page
 from moiety_dashboard.views.key_forms import ask_change, ask_terms, keep, key_columns, show_made
 
 
-def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
+def draw(page: Page, client: AdminClient, tenant: Mapping[str, Any]) -> None:
     projects = client.list("/projects", tenant_id=tenant["id"])
     keys = client.list("/keys", tenant_id=tenant["id"], details="true")
     users = client.list("/users", tenant_id=tenant["id"]).data if session.may("users.read") else []
-    show_made()
     frame = keys_frame(keys.data, projects.data, session.zone(), users)
     note = "identified by their last four characters; spend of this month"
     with panels.panel("Keys", note, [keys, projects], key="keys", frame=frame):
         columns = key_columns(with_user=bool(frame["user"].notna().any()))
         how = session.advice("Create one below and send it with every request.", "keys.write")
         panels.table(frame, columns, f"No key yet.{how}")
+    show_made(page)
     if not panels.may_change("keys.write", "keys", "create, rotate or revoke"):
         return
     left, right = st.columns([3, 2])

@@ -134,7 +134,7 @@ def draw_one(page: Page, client: AdminClient, tenant: dict[str, Any]) -> None:
     elif shown == "Quotas":
         limits.draw(client, tenant)
     elif shown == "Keys":
-        keys.draw(client, tenant)
+        keys.draw(page, client, tenant)
     elif shown == "Settings":
         settings.draw(client, tenant)
     else:
