@@ -11,7 +11,6 @@ from moiety_dashboard import charts, colours, formatting, waterfall
 from moiety_dashboard.cli import server_options
 from moiety_dashboard.frames import attribution, changes, fleet, series, simulations, traces
 from moiety_dashboard.frames.quotes import quotes_frame
-from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
 from moiety_dashboard.frames.tenants import keys_frame, tenants_frame
 from moiety_dashboard.settings import read_settings
 from moiety_dashboard.views.quotas import quarantined_usage
@@ -54,26 +53,6 @@ def test_quotes_have_the_share_of_met_guarantees_and_ratios_that_may_be_missing(
     assert (row["met"], row["missed"], row["reasons"], row["credit"]) == (0.75, 1, "ttft 1", 2.5)
     assert (row["ttft_median"], row["ttft_p90"], row["duration_p90"]) == (1.0, 2.0, None)
     assert quotes_frame([]).empty
-
-
-def test_runs_have_the_used_share_of_their_budgets_and_their_requests_are_bars() -> None:
-    run = {
-        "name": "task", "tenant_id": "t", "status": "active", "num_requests": 2, "used_tokens": 30,
-        "budget_tokens": 120, "used_usd": "0.5", "budget_usd": None, "deadline_at": None,
-        "created_at": "2026-01-01T12:00:00Z", "id": "run_a",
-    }  # fmt: skip
-    row = runs_frame([run], {"t": "acme"}).iloc[0]
-    assert (row["tenant"], row["token_share"], row["cost"], row["cost_share"]) == ("acme", 0.25, 0.5, None)
-    assert runs_frame([], {}).empty
-    usual = {
-        "endpoint": "/v1/messages", "model": "m", "error_code": None, "prompt_tokens": 1, "output_tokens": 2,
-        "cost_usd": "0", "request_id": "r", "trace_id": "t",
-    }  # fmt: skip
-    ended = {**usual, "start_ms": 5.0, "duration_ms": 10.0, "outcome": "failed", "error_code": "run_stopped"}
-    bars = run_bars_frame([{**usual, "start_ms": 0.0, "duration_ms": None, "outcome": "open"}, ended])
-    assert list(bars["end_ms"]) == [0.0, 15.0] and list(bars["label"]) == ["messages m"] * 2
-    assert list(bars["who"]) == [traces.GATEWAY, traces.FAILED] and "run_stopped" in bars["attributes"][1]
-    assert waterfall.waterfall(bars, pd.DataFrame()).to_dict()
 
 
 def engine(**changed: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import pandas as pd
 
-from moiety_dashboard.formatting import ratio
+from moiety_dashboard.formatting import moment, ratio
 from moiety_dashboard.frames.catalogue import dollars_of
 from moiety_dashboard.frames.traces import FAILED, GATEWAY
 
@@ -15,19 +16,25 @@ RUN_COLUMNS = (
     *("name", "tenant", "status", "requests", "tokens", "token_share", "cost", "cost_share"),
     *("deadline", "created", "id"),
 )
+EXPIRED = "expired"
 BAR_COLUMNS = ("row", "label", "start_ms", "end_ms", "duration_ms", "who", "attributes")
 GOOD = ("stop", "length", "content_filter", "open")
 
 
-def runs_frame(runs: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> pd.DataFrame:
-    """Return one row per run of `/runs`. Shares are of the budgets, None without one; money is in dollars."""
+def runs_frame(runs: Sequence[Mapping[str, Any]], names: Mapping[str, str], now: datetime) -> pd.DataFrame:
+    """Return one row per run of `/runs`. Shares are of the budgets, None without one; money is in dollars.
+
+    A run whose deadline has passed takes no requests, whatever its stored status.
+    """
     rows = []
     for run in runs:
+        deadline = moment(run["deadline_at"])
+        is_late = run["status"] == "active" and deadline is not None and deadline <= now
         tokens, used, cost = run["budget_tokens"], dollars_of(run["used_usd"]), dollars_of(run["budget_usd"])
         row = {
             "name": run["name"],
             "tenant": names.get(run["tenant_id"], run["tenant_id"]),
-            "status": run["status"],
+            "status": EXPIRED if is_late else run["status"],
             "requests": run["num_requests"],
             "tokens": run["used_tokens"],
             "token_share": None if tokens is None else ratio(run["used_tokens"], tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,7 @@ import streamlit as st
 
 from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, path_of
-from moiety_dashboard.escaping import show_unseen
+from moiety_dashboard.escaping import as_text, show_unseen
 from moiety_dashboard.frames.runs import run_bars_frame, runs_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import names_of
@@ -25,7 +26,7 @@ def draw(page: Page) -> None:
     panels.head("Agent runs", "Requests that share a budget, a deadline and a stop switch")
     with page.asking() as client:
         answer = client.get("/runs")
-        frame = runs_frame(answer.data["data"], names_of(client))
+        frame = runs_frame(answer.data["data"], names_of(client), datetime.now(UTC))
         with panels.panel("Runs", "newest first", [answer], key="runs", frame=frame):
             panels.table(frame, columns(), NONE, max_rows=12)
         if frame.empty:
@@ -51,7 +52,7 @@ def draw_trace(client: AdminClient, run_id: str) -> None:
             st.altair_chart(waterfall(bars.head(MAX_BARS), pd.DataFrame(), "run"), width="stretch", key="run-waterfall")
     if run["status"] == "active" and session.may("runs.write") and st.button("Stop", icon=":material/stop_circle:"):
         panels.ask_first(
-            "Stop this run? Its open requests end, and later ones are refused.",
+            f"Stop the run **{as_text(run['name'])}**? Its open requests end, and later ones are refused.",
             "Stop the run",
             lambda: client.change("POST", f"{path}/stop"),
             "The run is stopped.",
@@ -63,7 +64,7 @@ def columns() -> dict[str, Any]:
     return {
         "name": "Run",
         "tenant": "Tenant",
-        "status": "Status",
+        "status": column.TextColumn("Status", help="expired: its deadline has passed"),
         "requests": panels.count_column("Requests"),
         "tokens": panels.count_column("Tokens"),
         "token_share": column.NumberColumn("Token budget used", format="percent"),
