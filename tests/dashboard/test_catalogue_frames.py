@@ -6,6 +6,7 @@ from typing import Any
 
 from moiety_dashboard.frames import catalogue as frames
 from moiety_dashboard.views.adapters import total_bytes
+from moiety_dashboard.views.webhooks import reason_of
 
 MODEL: dict[str, Any] = {
     "model": "tiny", "family": "f", "status": "ready", "max_context_tokens": 4096, "max_output_tokens": None,
@@ -91,3 +92,10 @@ def test_alerts_of_quotas_have_the_name_of_their_tenant() -> None:
     other = alert | {"type": "engine.down", "tenant_id": None}
     tenants = frames.alerts_frame([alert, other], {"ten_1": "acme"})["tenant"]
     assert (tenants[0], tenants.isna().tolist()) == ("acme", [False, True])
+
+
+def test_a_test_of_a_webhook_says_in_words_why_it_was_not_delivered() -> None:
+    reports = [("name_not_resolved", None), ("status_500", 500), ("of_a_later_release", None)]
+    assert [reason_of({"error": error, "status": status}) for error, status in reports] == [
+        "the name of the host is not resolved", "the receiver answered with status 500", "of a later release",
+    ]  # fmt: skip

@@ -102,8 +102,8 @@ def columns() -> dict[str, Any]:
     column = st.column_config
     return {
         "name": column.TextColumn("Name", help="The model that clients ask for"),
-        "targets": column.TextColumn("Targets", width="medium"),
-        "fallbacks": column.TextColumn("Fallbacks", width="medium"),
+        "targets": "Targets",
+        "fallbacks": "Fallbacks",
         "sticky": column.TextColumn("Sticky", help="What keeps its target while the weights stay the same"),
         "downgrade": column.TextColumn("Downgrade", help="Model from this share of a quota on"),
         "shadow": column.TextColumn("Shadow", help="Model that gets copies of requests, not billed"),

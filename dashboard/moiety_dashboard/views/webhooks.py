@@ -23,6 +23,12 @@ EXAMPLES = {
     "pagerduty": "https://events.pagerduty.com/v2/enqueue",
 }
 GROUPS = {"quota": "quotas and budgets", "engine": "engine down and up", "slo": "SLO burn rate", "disk": "disk space"}
+REASONS = {
+    "name_not_resolved": "the name of the host is not resolved",
+    "address_not_allowed": "the address is not allowed; the setting webhook_networks names internal networks",
+    "timeout": "no response in time",
+    "connection_failed": "the connection failed",
+}
 NONE, HOW = "No webhook receives alerts.", "Create one below."
 
 
@@ -110,18 +116,24 @@ def send_test(client: AdminClient, webhook_id: str) -> Mapping[str, Any] | None:
 
 def draw_report(report: Mapping[str, Any]) -> None:
     """Show the receiver's status and the beginning of its response, which is text of another server."""
-    took, status = milliseconds(report["duration_ms"]), report["status"] or "no response"
+    took, status = milliseconds(report["duration_ms"]), report["status"]
     if report["delivered"]:
         st.success(f"Delivered: status {as_text(status)} after {as_text(took)}.", icon=":material/check_circle:")
     else:
         st.error(
-            f"Not delivered: {as_text(report['error'])}, status {as_text(status)}, after {as_text(took)}. Check the "
-            "address and the receiver.",
+            f"Not delivered after {as_text(took)}: {as_text(reason_of(report))}. Check the address and the receiver.",
             icon=":material/error:",
         )
     if report["excerpt"]:
         st.caption("Beginning of the response")
         st.code(report["excerpt"], language=None, wrap_lines=True)
+
+
+def reason_of(report: Mapping[str, Any]) -> str:
+    """Return in words why a test was not delivered."""
+    if report["status"] is not None:
+        return f"the receiver answered with status {report['status']}"
+    return REASONS.get(report["error"]) or str(report["error"]).replace("_", " ")
 
 
 def columns() -> dict[str, Any]:
