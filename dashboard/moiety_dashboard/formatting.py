@@ -14,7 +14,9 @@ def short(number: float | None) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 10 * size or (unit != "k" and number >= size):
             return f"{number / size:,.1f} {unit}"
-    return f"{number:,.0f}" if number == round(number) or number >= 100 else f"{number:.1f}"
+    if number == round(number) or number >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 0.1 else f"{number:.1g}"
 
 
 def in_bytes(count: float | None) -> str:

@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from moiety_dashboard import panels
 from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
-from moiety_dashboard.views import batches, requests, routes, runs
+from moiety_dashboard.views import batches, guardrails, requests, routes, runs
 from moiety_dashboard.views.traces import page as traces
 
 SHORT = ["acme", "hooli", "globex", "initech", "demo", "research"]
@@ -35,6 +35,7 @@ COLUMNS_OF_NAMES = [
     (runs.columns(), "name"),
     (batches.columns(), "project"),
     (routes.columns(), "targets"),
+    (guardrails.columns(), "check"),
 ]
 
 

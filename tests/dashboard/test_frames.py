@@ -281,8 +281,8 @@ def test_windows_are_whole_slots_up_to_now() -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    short = [formatting.short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9, 0.25, None)]
-    assert short == ["0", "9,999", "12.3 k", "1.2 M", "3.2 G", "0.2", "–"]
+    short = [formatting.short(number) for number in (0, 9_999, 12_345, 1_200_000, 3.2e9, 0.25, 0.033, None)]
+    assert short == ["0", "9,999", "12.3 k", "1.2 M", "3.2 G", "0.2", "0.03", "–"]
     shares = [formatting.percent(share) for share in (0.25, 1.0, 0.99996, 0, None)]
     assert shares == ["25.0 %", "100 %", "99.99 %", "0 %", "–"], "all but nothing is not all"
     assert [formatting.time_left(seconds) for seconds in (30, 5400, 3 * 86_400)] == [

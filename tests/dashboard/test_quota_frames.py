@@ -42,6 +42,11 @@ def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
     assert told[-1].endswith("lasts until its reset.")
 
 
+def test_a_quota_has_its_currency_once() -> None:
+    assert limits.in_words(quota("money_per_month", cap=20 * 10**9)) == "$20.00 per month"
+    assert limits.in_words(quota("tokens_per_day", cap=8_000_000)) == "8.0 M tokens per day"
+
+
 def test_a_quota_is_exhausted_where_a_usual_request_does_not_fit_and_not_only_at_its_last_token() -> None:
     pace = limits.UsageRate(seconds=3600, requests=10, tokens=1000)
     left = {901: True, 900: False, 1000: True, 999: True, 0: False}  # used, of 1000; a request has 100 tokens

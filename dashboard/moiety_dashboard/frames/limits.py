@@ -110,6 +110,11 @@ def amount(kind: str, number: float | None) -> str:
     return dollars(number) if is_money(kind) else short(number)
 
 
+def in_words(quota: Mapping[str, Any]) -> str:
+    """Return the cap of a quota with its unit and period."""
+    return f"{amount(quota['kind'], quota['cap'])} {KINDS[quota['kind']].removeprefix('dollars ')}"
+
+
 def is_exhausted(quota: Mapping[str, Any], pace: UsageRate | None, cap: float | None = None) -> bool:
     """Return whether less is left than a mean request needs, so that such requests are rejected.
 

@@ -108,7 +108,7 @@ def columns() -> dict[str, Any]:
         "name": "Name",
         "stage": column.TextColumn("Checks", help="input: requests; output: answers"),
         "action": "Action",
-        "check": column.TextColumn("Check", width="large"),
+        "check": "Check",
         "timeout_ms": panels.count_column("Timeout, ms"),
         "on_failure": column.TextColumn("Fails", help="closed: the request fails with 503; open: the text passes"),
         "tenant": "Tenant",

@@ -69,6 +69,9 @@ def draw_keys(
     with left:
         if policy is None or not makes_keys(policy):
             st.info("Your tenant does not let its users make keys. Ask its administrator for a key.")
+        elif me["num_active_keys"] >= policy["max_keys"]:
+            most = f"You have {me['num_active_keys']:,d} active keys, and your tenant allows {policy['max_keys']:,d}."
+            st.info(f"{most} Revoke one to make another.")
         elif not projects:
             st.info("Your tenant has no project yet. Ask its administrator for one.")
         else:

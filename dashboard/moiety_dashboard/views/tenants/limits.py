@@ -110,11 +110,10 @@ def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[d
 
     def label(quota_id: str) -> str:
         quota = mine[quota_id]
-        name = scopes[quota["level"], quota["scope_id"]]
-        return f"{limits.amount(quota['kind'], quota['cap'])} {limits.KINDS[quota['kind']]} on {quota['level']} {name}"
+        return f"{limits.in_words(quota)} on {quota['level']} {scopes[quota['level'], quota['scope_id']]}"
 
     chosen = st.selectbox("Quota", list(mine), format_func=label)
-    st.caption(f"Created {show_time(mine[chosen]['created_at'], session.zone())}.")
+    st.caption(f"{as_text(label(chosen))}, created {show_time(mine[chosen]['created_at'], session.zone())}")
     if st.button("Delete quota", icon=":material/delete:"):
         panels.ask_deletion(
             client,
