@@ -107,8 +107,7 @@ def draw_caller(settings: DashboardSettings) -> None:
     with st.sidebar:
         st.fragment(draw_connection, run_every=settings.refresh_s)(settings)
         session.draw_tenants()
-        names = {role["tenant_id"]: role["tenant_name"] for role in me["roles"]}  # a key has none
-        whose = names.get(me["tenant_id"]) or ("one tenant" if me["tenant_id"] else "all tenants")
+        whose = me[session.TENANT_NAME] or ("one tenant" if me["tenant_id"] else "all tenants")
         st.caption(f"Signed in as **{as_text(me['role'])}** of {as_text(whose)}")
         st.button("Sign out", icon=":material/logout:", width="stretch", on_click=session.sign_out)
 

@@ -19,6 +19,7 @@ from moiety_dashboard.settings import DashboardSettings, without_password
 
 CREDENTIAL = "credential"
 CALLER = "caller"
+TENANT_NAME = "tenant_name"  # in the caller
 NOTICE = "notice"
 PENDING_TICKET = "ticket"
 SESSION_ID = "session id"
@@ -89,9 +90,18 @@ def has_provider() -> bool:
 def caller(client: AdminClient) -> Mapping[str, Any]:
     """Return the gateway's view of this user, requested once per session. Raises ApiError."""
     if CALLER not in st.session_state:
-        st.session_state[CALLER] = client.get("/caller").data
+        st.session_state[CALLER] = read_caller(client)
     found: Mapping[str, Any] = st.session_state[CALLER]
     return found
+
+
+def read_caller(client: AdminClient) -> Mapping[str, Any]:
+    """Return the gateway's view of a user, with the name of the tenant. Raises ApiError."""
+    me = client.get("/caller").data
+    names = {role["tenant_id"]: role["tenant_name"] for role in me["roles"]}  # a key has none
+    if me["tenant_id"] is not None and me["tenant_id"] not in names and "tenants.read" in me["may"]:
+        names |= {tenant["id"]: tenant["name"] for tenant in client.list("/tenants").data}
+    return {**me, TENANT_NAME: names.get(me["tenant_id"])}
 
 
 def pending_invitation() -> str | None:
@@ -211,7 +221,7 @@ def _try(settings: DashboardSettings, entered: str) -> None:
     known: dict[str, Any] = {}
     try:
         if not has_open_invitation(entered):  # otherwise it may be no user yet
-            known[CALLER] = client_of(settings, entered).get("/caller").data
+            known[CALLER] = read_caller(client_of(settings, entered))
     except GatewayUnreachable as exc:
         st.error(f"{as_text(exc)}. Check that it is running.", icon=":material/cloud_off:")
     except ApiError as exc:

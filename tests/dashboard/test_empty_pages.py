@@ -15,6 +15,7 @@ def empty_parts(may: list[str]) -> None:
     from moiety_dashboard.views import adapters, catalogue, experts, prices, quotas, spend, webhooks
     from moiety_dashboard.views.tenants import keys, limits
     from moiety_dashboard.views.traces.kept import kept
+    from moiety_dashboard.views.traces.one import why_no_steps
 
     class Client:
         def get(self, path: str, **_: object) -> Answer:
@@ -46,11 +47,12 @@ def empty_parts(may: list[str]) -> None:
     experts.choose_model([], st)
     experts.choose_model([{"model": "dense", "layers": []}], st)
     st.caption(kept())
+    st.caption(why_no_steps())
 
 
 ADVICE = ("Set prices with", "Set one on the Tenants page", "Upload one with", "Set one below", "Set a quota below",
           "Create one below and send", "alerts. Create one below", "Start an engine", "Start one with", "Serve an MoE",
-          "Set `MOIETY_TRACE_SAMPLE_RATE=1`")  # fmt: skip
+          "Set `MOIETY_TRACE_SAMPLE_RATE=1`", "Raise the number with")  # fmt: skip
 ACTIONS = ("prices.write", "quotas.write", "tenant_quotas.write", "adapters.write", "keys.write", "webhooks.write",
            "engines.sleep")  # fmt: skip
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from moiety_dashboard import session
 from moiety_dashboard.browser_sessions import (
     COOKIE,
     MAX_AGE_S,
@@ -131,3 +133,21 @@ def test_the_last_answers_are_shown_while_the_gateway_is_away() -> None:
             draw("another page", "2")
         is_up = True
         assert draw("overview", "3") != before
+
+
+@pytest.mark.parametrize(
+    ("roles", "may", "name"),
+    [
+        ([{"tenant_id": "ten_a", "tenant_name": "acme"}], [], "acme"),
+        ([], ["tenants.read"], "of a key"),  # a key has no role
+        ([], [], None),
+    ],
+)
+def test_a_signed_in_user_sees_the_name_of_its_tenant(roles: list[Any], may: list[str], name: str | None) -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/tenants"):
+            return httpx.Response(200, json={"data": [{"id": "ten_a", "name": "of a key"}], "next_cursor": None})
+        return httpx.Response(200, json={"role": "viewer", "tenant_id": "ten_a", "roles": roles, "may": may})
+
+    with httpx.Client(transport=httpx.MockTransport(respond)) as http:
+        assert session.read_caller(AdminClient("http://gateway", KEY, http))[session.TENANT_NAME] == name

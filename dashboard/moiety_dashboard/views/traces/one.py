@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from moiety_dashboard import colours, panels, waterfall
+from moiety_dashboard import colours, panels, session, waterfall
 from moiety_dashboard.client import AdminClient, Answer, ApiRefused, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import dollars, milliseconds, short
@@ -117,15 +117,19 @@ def draw_steps(answer: Answer, spans: frames.Spans, linked: frames.Spans) -> Non
     note = "sampled engine steps of this request, a few per second"
     with panels.panel("Batch", note, [answer], key="steps", frame=steps):
         until_ms = (max(span["end_ns"] for span in spans) - frames.origin_ns(spans)) / 1e6
-        panels.draw(lambda: waterfall.steps(steps, until_ms), steps, NO_STEPS, "steps chart")
+        panels.draw(lambda: waterfall.steps(steps, until_ms), steps, why_no_steps(), "steps chart")
         if not steps.empty:
             panels.table(steps, step_columns(steps), "")
 
 
-NO_STEPS = (
-    "No engine step was sampled for this request. An engine samples a few steps per second; raise the number with "
-    "`moiety engine --traced-steps-per-s`. Administrators of one tenant do not see steps, which are shared by tenants."
-)
+NO_STEPS = "No engine step was sampled for this request. An engine samples a few steps per second."
+HOW = "Raise the number with `moiety engine --traced-steps-per-s`."
+SHARED = "Tenants share the steps of an engine, so users of one tenant do not see them."
+
+
+def why_no_steps() -> str:
+    """Return why a trace has no engine steps, and to whom that may change it, how."""
+    return SHARED if session.is_of_one_tenant() else f"{NO_STEPS}{session.advice(HOW, session.DEPLOYS)}"
 
 
 def event_columns() -> dict[str, Any]:
