@@ -27,7 +27,7 @@ def waterfall(
 
     A narrow chart has half the width of a page.
     """
-    label_width, text_share = (NARROW_LABEL_WIDTH, 0.28) if is_narrow else (LABEL_WIDTH, 0.1)
+    label_width, text_share = (NARROW_LABEL_WIDTH, 0.28) if is_narrow else (LABEL_WIDTH, 0.16)
     until = max(bars["end_ms"].max(), 0.001)
     shown = bars.assign(
         line=[f"{row:04d} {label}" for row, label in zip(bars["row"], bars["label"], strict=True)],

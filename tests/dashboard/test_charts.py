@@ -46,7 +46,7 @@ def test_the_zero_of_an_axis_with_prefixes_has_none() -> None:
     assert "labelExpr" not in axis_of(charts.Figure("tokens", "share", ".1%"))
 
 
-@pytest.mark.parametrize(("is_narrow", "share"), [(False, 0.09), (True, 0.2)])
+@pytest.mark.parametrize(("is_narrow", "share"), [(False, 0.15), (True, 0.2)])
 def test_the_durations_of_the_last_spans_have_space_beside_them(is_narrow: bool, share: float) -> None:
     span = {"row": 0, "label": "chat", "who": GATEWAY, "start_ms": 0.0, "end_ms": 100.0, "duration_ms": 100.0}
     drawn = waterfall.waterfall(pd.DataFrame([span | {"attributes": ""}]), pd.DataFrame(), is_narrow=is_narrow)

@@ -241,17 +241,22 @@ def test_changes_are_told_field_by_field() -> None:
              "before": {"cap": 5, "kind": "x"}, "after": {"cap": 7000, "kind": "x"}}  # fmt: skip
     row = changes.audit_frame([entry], {"k1": "ops …abcd"}).iloc[0]
     assert (row["change"], row["actor"]) == ("cap: 5 → 7,000", "ops …abcd")
-    made = entry | {"before": None, "after": {"level": "tenant", "kind": "tokens_per_day", "cap": 5}}
-    assert changes.in_words(made) == "tenant tokens_per_day 5"
+    quota = {"level": "tenant", "scope_id": "ten_a", "kind": "tokens_per_day", "cap": 5}
+    made, names = entry | {"before": None, "after": quota}, {"ten_a": "acme"}
+    assert [changes.in_words(made, known) for known in (names, {})] == [
+        "tenant acme tokens_per_day 5", "tenant tokens_per_day 5",
+    ]  # fmt: skip
+    more = entry | {"before": quota, "after": quota | {"cap": 6}}
+    assert changes.in_words(more, names) == "tenant acme tokens_per_day, cap: 5 → 6"
     assert row["kind"] == "quotas"
     kind = {"kind": "money_per_month", "ends_at": None}
     budget = {
         "before": kind | {"cap": 2 * 10**9},
         "after": {"cap": 15 * 10**8, **kind, "ends_at": "2026-01-01T10:00:00.5Z"},
     }
-    assert changes.in_words(entry | budget) == "cap: $2.00 → $1.50, ends_at: none → 2026-01-01 10:00:00 UTC"
+    assert changes.in_words(entry | budget, {}) == "cap: $2.00 → $1.50, ends_at: none → 2026-01-01 10:00:00 UTC"
     user = {"before": None, "after": {"name": "", "email": "ada@example.com", "role": "viewer"}}
-    assert changes.in_words(entry | user) == "ada@example.com viewer"
+    assert changes.in_words(entry | user, {}) == "ada@example.com viewer"
 
 
 def test_a_class_keeps_its_colour_wherever_it_is_shown() -> None:

@@ -255,7 +255,7 @@ def drain_and_wake_the_engine(browser: Browser) -> None:
 def verify_the_audit_log(browser: Browser, serve: Any) -> None:
     """Look at the new limit in the audit log, verify the chain, and check that times are those of the browser."""
     browser.go("Audit")
-    browser.see_in_table("tenant tokens_per_day 5")
+    browser.see_in_table("tenant globex tokens_per_day 5")
     browser.press("Verify the chain")
     browser.see(re.compile("All .* entries are intact"))
     with httpx.Client(headers={"Authorization": f"Bearer {serve.admin_key}"}) as http:

@@ -31,7 +31,7 @@ def audit_frame(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str]) 
             "role": entry["actor_role"] or "",
             "action": entry["action"],
             "kind": KINDS.get(entry["object_kind"], entry["object_kind"]),
-            "change": in_words(entry),
+            "change": in_words(entry, names),
             "object": entry["object_id"],
         }
         for entry in entries
@@ -39,16 +39,25 @@ def audit_frame(entries: Sequence[Mapping[str, Any]], names: Mapping[str, str]) 
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def in_words(entry: Mapping[str, Any]) -> str:
-    """Return a change field by field; for a created or deleted object, its fields."""
+def in_words(entry: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Return a change field by field; for a created or deleted object, its fields. Quotas have their scope's name."""
     before, after = entry["before"], entry["after"]
     if entry["erased_at"] is not None:
         return "(erased)"
     if before is None or after is None:
         row = after or before or {}
-        return " ".join(_show(name, row) for name in IDENTIFYING if row.get(name) not in (None, ""))
+        shown = {name: _show(name, row) for name in IDENTIFYING if row.get(name) not in (None, "")}
+        return " ".join((shown | _scope_of(row, names)).values())
     changed = [name for name in after if before.get(name) != after[name]]
-    return ", ".join(f"{name}: {_show(name, before)} → {_show(name, after)}" for name in changed)
+    told = ", ".join(f"{name}: {_show(name, before)} → {_show(name, after)}" for name in changed)
+    scope = _scope_of(after, names).get("level")
+    return told if scope is None else f"{scope} {after.get('kind')}, {told}"
+
+
+def _scope_of(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the level and the name of a quota's scope; nothing for other objects, and for an unknown scope."""
+    name = names.get(row.get("scope_id", ""))
+    return {} if name is None else {"level": f"{row['level']} {name}"}
 
 
 def _show(name: str, row: Mapping[str, Any]) -> str:

@@ -134,7 +134,7 @@ def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
     column = st.column_config
 
     def seconds_column(label: str, description: str) -> Any:
-        return column.NumberColumn(label, min_value=0.0, format="%.4g", help=description, width=86)
+        return column.NumberColumn(label, min_value=0.0, format="%,.4g", help=description, width=86)
 
     none = "Empty: no SLO"
 

@@ -148,7 +148,7 @@ def span_columns() -> dict[str, Any]:
     return {
         "label": column.TextColumn("Span", width=190),
         "start_ms": column.NumberColumn("Start, ms", format="%.3f", width="small"),
-        "duration_ms": column.NumberColumn("Duration, ms", format="%.3f", width="small"),
+        "duration_ms": column.NumberColumn("Duration, ms", format="%.3f", width=105),
         "service": column.TextColumn("Service"),
         "attributes": column.TextColumn("Attributes", width="large"),
     }
