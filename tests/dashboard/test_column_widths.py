@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from moiety_dashboard import panels
 from moiety_dashboard.column_widths import MOST_PX, too_narrow, width_of
-from moiety_dashboard.views import batches, guardrails, requests, routes, runs
+from moiety_dashboard.views import batches, guardrails, requests, routes, runs, simulator
 from moiety_dashboard.views.traces import page as traces
 
 SHORT = ["acme", "hooli", "globex", "initech", "demo", "research"]
@@ -88,3 +88,9 @@ def test_users_of_one_tenant_see_no_column_of_tenants(tenant_id: str | None, col
     app.run()
     assert not app.exception
     assert list(app.dataframe[0].value.columns) == columns
+
+
+def test_headings_of_editable_columns_have_space_for_their_icon() -> None:
+    for column in simulator.term_columns([]).values():
+        if column["type_config"]["type"] == "number" and column["label"] != "Rank":
+            assert column["width"] >= width_of([column["label"]]) + 20, column["label"]

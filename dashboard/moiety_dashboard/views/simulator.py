@@ -11,6 +11,7 @@ import streamlit as st
 
 from moiety_dashboard import charts, colours, panels, session
 from moiety_dashboard.client import AdminClient, Answer, path_of
+from moiety_dashboard.column_widths import width_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import percent, short
 from moiety_dashboard.frames import fleet, series, simulations
@@ -19,6 +20,7 @@ from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.classes import OVERLOAD
 from moiety_dashboard.views.windows import HOUR
 
+EDIT_ICON_PX = 28  # before the heading of a column
 CLASSES = "classes"  # the page where settings are applied
 MINUTES = {60: "last 1 h", 30: "last 30 min", 15: "last 15 min", 5: "last 5 min"}
 
@@ -93,11 +95,7 @@ def ask_traffic(client: AdminClient, first: Any, second: Any) -> dict[str, Any]:
             "requests on the Playground page or with `moiety bench serve`.",
             icon=":material/casino:",
         )
-    own = (
-        {f"recorded requests, {label}": {"minutes": minutes} for minutes, label in MINUTES.items()}
-        if served >= 2
-        else {}
-    )
+    own = {f"recorded, {label}": {"minutes": minutes} for minutes, label in MINUTES.items()} if served >= 2 else {}
     sources = own | {label: {"generate": spec} for spec, label in simulations.GENERATED.items()}
     description = (
         f"{short(served)} requests were served in the last hour. A longer time range takes longer to simulate."
@@ -134,14 +132,15 @@ def term_columns(classes: list[dict[str, Any]]) -> dict[str, Any]:
     column = st.column_config
 
     def seconds_column(label: str, description: str) -> Any:
-        return column.NumberColumn(label, min_value=0.0, format="%,.4g", help=description, width=86)
+        width = max(86, width_of([label]) + EDIT_ICON_PX)
+        return column.NumberColumn(label, min_value=0.0, format="%,.4g", help=description, width=width)
 
     none = "Empty: no SLO"
 
     return {
         "class": column.TextColumn("Class", disabled=True, width=86),
         "rank": column.NumberColumn("Rank", min_value=0, max_value=1000, step=1, width=64, help="0 is highest"),
-        "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=72),
+        "weight": column.NumberColumn("Weight", min_value=0.001, max_value=1000.0, format="%.3g", width=84),
         "ttft_s": seconds_column("TTFT", f"Time to first token, seconds. {none}"),
         "ttft_per_1k_s": seconds_column("+ per 1k", "Additional TTFT per 1,000 uncached prompt tokens, seconds"),
         "tpot_s": seconds_column("TPOT", f"Time per output token, seconds. {none}"),
