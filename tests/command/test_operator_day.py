@@ -128,8 +128,11 @@ def test_a_day_of_commands_fits_the_terminal(day: Day, moiety: Callable[..., Any
 def test_a_key_is_rotated_and_revoked_by_its_name(day: Day, moiety: Callable[..., Any]) -> None:
     moiety("tenant", "create", "rotating")
     moiety("key", "create", "nightly", "--tenant", "rotating")
+    for command in ("rotate", "revoke"):
+        refused = " ".join(day("key", command, "nightly", ends_with=1).split())
+        assert "'nightly' is a name of rotating/default now, and can be one of another tenant" in refused
     (old,) = rows(moiety, "key", "list", "--tenant", "rotating")
-    told = day("key", "rotate", "nightly", "--grace-s", "3600").splitlines()
+    told = day("key", "rotate", "nightly", "--tenant", "rotating", "--grace-s", "3600").splitlines()
     new = next(one for one in rows(moiety, "key", "list", "--tenant", "rotating") if one["id"] != old["id"])
     assert told[0].startswith(f"mty_{new['id']}.")
     assert f"id {new['id']}, does not expire" in told
@@ -142,6 +145,11 @@ def test_a_key_is_rotated_and_revoked_by_its_name(day: Day, moiety: Callable[...
     assert "revoked" in day("key", "revoke", "nightly", "--tenant", "rotating")
     assert "no active key is named 'nightly'" in day("key", "revoke", "nightly", ends_with=1)
     assert "no key with the id or name 'weekly'" in day("key", "rotate", "weekly", ends_with=1)
+
+
+def test_administrators_keys_of_all_tenants_are_revoked_by_their_names(day: Day, moiety: Callable[..., Any]) -> None:
+    moiety("key", "create", "pager", "--role", "viewer")
+    assert "revoked" in day("key", "revoke", "pager")
 
 
 def test_projects_webhooks_and_quotas_are_found_by_names(day: Day, moiety: Callable[..., Any]) -> None:
@@ -171,7 +179,15 @@ def test_runs_are_found_by_names_and_routes_warn_of_unknown_models(
     listed = day("run", "list")
     assert "demo" in listed and run["tenant_id"] not in listed
     assert run["id"] in day("run", "show", "night-shift")
-    assert "stopped" in day("run", "stop", "night-shift")
+    for tenant in (), ("--tenant", "elsewhere"):
+        moiety("tenant", "create", "elsewhere")
+        assert "night-shift" in day("run", "stop", "night-shift", *tenant, ends_with=1)
+        (open_run,) = rows(moiety, "run", "list")
+        assert open_run["status"] == "active"
+    admin = moiety("key", "create", "demo-boss", "--role", "tenant-admin", "--tenant", "demo").stdout.strip()
+    assert "stopped" in day("run", "stop", "night-shift", "--admin-key", admin), "it sees one tenant only"
+    for name in "night-shift", run["id"]:
+        assert "stopped" in day("run", "stop", name, *(("--tenant", "demo") if name != run["id"] else ()))
     assert "no run with the id or name 'day-shift'" in day("run", "show", "day-shift", ends_with=1)
     told = day("route", "set", "best", "--to", "moiety-demo=95,canary=5", "--fallback", "last", "--shadow-to", "next",
                "--shadow-percent", "5")  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
-from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Parameter
+from moiety_platform.resources.commands import OWNER_TENANT, TENANT_FILTER, Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
 GRANT_ADAPTERS = AdminAction("adapters.grant", OPERATORS)  # adapters on the engines' hosts
@@ -30,7 +30,10 @@ ADAPTERS = Resource(
             "remove",
             "Remove an adapter, so that no request can use it any more.",
             method="DELETE",
-            parameters=(Parameter.path_argument("adapter", "Id of the adapter, or MODEL:NAME.", finds="adapter"),),
+            parameters=(
+                OWNER_TENANT,
+                Parameter.path_argument("adapter", "Id of the adapter, or MODEL:NAME.", finds="adapter"),
+            ),
         ),
     ),
     more=(GRANT_ADAPTERS,),

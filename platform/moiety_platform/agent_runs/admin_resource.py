@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moiety_platform.access.actions import MANAGED_BY_TENANTS
-from moiety_platform.resources.commands import TENANT_FILTER, Command, CustomCommand, Parameter
+from moiety_platform.resources.commands import OWNER_TENANT, TENANT_FILTER, Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
 _RUN = Parameter.path_argument("run", "Name or id of the run.", finds="run")
@@ -33,7 +33,7 @@ RUNS = Resource(
             "Stop a run: its open requests end within seconds, and later ones are refused.",
             method="POST",
             suffix="stop",
-            parameters=(_RUN,),
+            parameters=(OWNER_TENANT, _RUN),
         ),
     ),
 )

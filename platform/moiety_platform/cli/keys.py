@@ -12,7 +12,13 @@ from moiety_platform.access.roles import Role, tenant_complaint
 from moiety_platform.auth.admin_resource import KEEP_KEY_NOTICE, KEYS
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
-from moiety_platform.cli.object_names import ObjectNames, find_key, find_project, warn_of_unknown_models
+from moiety_platform.cli.object_names import (
+    ObjectNames,
+    find_key,
+    find_project,
+    require_tenant_of_name,
+    warn_of_unknown_models,
+)
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.resource_commands import show_secret
 from moiety_platform.cli.tables import show_time
@@ -33,7 +39,11 @@ KeyLimits = Annotated[
     ),
 ]
 KeyTenant = Annotated[
-    str | None, typer.Option("--tenant", help="Name or id of the tenant whose key the name means. If not given, any.")
+    str | None,
+    typer.Option(
+        "--tenant",
+        help="Name or id of the tenant whose key the name means. Needed with a name if you see several tenants.",
+    ),
 ]
 
 
@@ -140,8 +150,7 @@ def rotate_key(
 
     Standard output has the new key alone; both ids, the expiry and the end of the grace are on standard error.
     """
-    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
-    old = find_key(admin.client, key, tenant_id=tenant_id, rotatable=True)
+    old = _find(admin.client, key, tenant, rotatable=True)
     path = path_of("keys", old["id"])
     body = None if grace_s is None else {"grace_s": grace_s}
     made = admin.client.call("POST", f"{path}/rotate", body)
@@ -155,9 +164,17 @@ def rotate_key(
 @admin_command
 def revoke_key(admin: Admin, key: KeyArgument, tenant: KeyTenant = None) -> None:
     """Revoke a key permanently."""
-    tenant_id = None if tenant is None else admin.client.find_tenant(tenant)["id"]
-    found = find_key(admin.client, key, tenant_id=tenant_id)
+    found = _find(admin.client, key, tenant)
     admin.show_row(admin.client.call("POST", path_of("keys", found["id"], "revoke")))
+
+
+def _find(client: AdminClient, text: str, tenant: str | None, *, rotatable: bool = False) -> dict[str, Any]:
+    """Return the key that a command changes. Raises CommandError, also for a name of any of several tenants."""
+    tenant_id = None if tenant is None else client.find_tenant(tenant)["id"]
+    found = find_key(client, text, tenant_id=tenant_id, rotatable=rotatable)
+    if tenant_id is None:
+        require_tenant_of_name(client, text, found)
+    return found
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, int]:

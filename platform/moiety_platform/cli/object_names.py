@@ -69,19 +69,22 @@ def find_webhook(client: AdminClient, text: str) -> Row:
     return _only(client, "webhooks", "url", text, owner="webhook has", owners="webhooks have", noun="the address")
 
 
-def find_adapter(client: AdminClient, text: str) -> Row:
+def find_adapter(client: AdminClient, text: str, *, tenant_id: str | None = None) -> Row:
     """Return the adapter that clients request as MODEL:NAME; any other text is returned as its id.
 
-    Raises CommandError.
+    `tenant_id` restricts names to one tenant. Raises CommandError.
     """
     if ADAPTER_SEPARATOR not in text:
         return {"id": text}
-    return _only(client, "adapters", "served_as", text, owner="tenant has", owners="tenants have", noun="an adapter")
+    words = {"owner": "tenant has", "owners": "tenants have", "noun": "an adapter"}
+    return _only(client, "adapters", "served_as", text, **words, tenant_id=tenant_id)
 
 
-def _only(client: AdminClient, collection: str, field: str, text: str, *, owner: str, owners: str, noun: str) -> Row:
+def _only(
+    client: AdminClient, collection: str, field: str, text: str, *, owner: str, owners: str, noun: str, **wanted: Any
+) -> Row:
     """Return the only object whose field has this text. Raises CommandError, whose text has the other words."""
-    found: list[Row] = [one for one in client.get(f"/{collection}")["data"] if one[field] == text]
+    found: list[Row] = [one for one in client.get(f"/{collection}", **wanted)["data"] if one[field] == text]
     if len(found) != 1:
         told = f"no {owner}" if not found else f"{len(found)} {owners}"
         raise CommandError(f"{told} {noun} {text!r}; give an id of: moiety {collection.removesuffix('s')} list")
@@ -103,11 +106,14 @@ def find_user(client: AdminClient, text: str, *, tenant_id: str | None = None) -
     return _only_named(client, named, f"{text!r} has {len(named)} roles", "{role} of {tenant}")
 
 
-def find_run(client: AdminClient, text: str) -> Row:
-    """Return the agent run with this id, or else the only one with this name. Raises CommandError."""
+def find_run(client: AdminClient, text: str, *, tenant_id: str | None = None) -> Row:
+    """Return the agent run with this id, or else the only one with this name. Raises CommandError.
+
+    `tenant_id` restricts names to one tenant.
+    """
     if (found := _by_id(client, "run", text)) is not None:
         return found
-    named: list[Row] = client.get("/runs", name=text)["data"]
+    named: list[Row] = client.get("/runs", name=text, tenant_id=tenant_id)["data"]
     if not named:
         raise CommandError(f"there is no run with the id or name {text!r}; see: moiety run list")
     return _only_named(client, named, f"{len(named)} tenants have a run {text!r}", "of {tenant}")
@@ -122,6 +128,24 @@ def _only_named(client: AdminClient, named: Sequence[Row], several: str, form: s
     raise CommandError(f"{several}; give the id of one:\n{_lines(shown)}")
 
 
+def require_tenant_of_name(client: AdminClient, text: str, found: Row) -> None:
+    """Raise CommandError for an object that was found by a name which another tenant may use too.
+
+    An administrator of all tenants who means the object of one tenant may find that of another, if only that one
+    exists. An id, an object of no tenant, and an administrator who sees one tenant need no more than the name.
+    """
+    project_id = found.get("project_id")  # of a client's key
+    if found["id"] == text.removeprefix(_KEY_PREFIX) or (found.get("tenant_id") is None and project_id is None):
+        return
+    if len(client.get("/tenants", limit=2)["data"]) < 2:
+        return
+    names = ObjectNames(client)
+    owner = names.tenant_of_row(found) if project_id is None else names.project(project_id)
+    raise CommandError(
+        f"{text!r} is a name of {owner} now, and can be one of another tenant; give --tenant, or the id {found['id']}"
+    )
+
+
 FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
     {
         "tenant": lambda client, text: client.find_tenant(text),
@@ -133,6 +157,9 @@ FINDERS: Mapping[str, Callable[[AdminClient, str], Row]] = MappingProxyType(
     }
 )
 """Functions that return an object for its name or id, by the name of its resource."""
+
+TENANT_FINDERS: Mapping[str, Callable[..., Row]] = MappingProxyType({"adapter": find_adapter, "run": find_run})
+"""Those for names that belong to a tenant; they take its id as `tenant_id`."""
 
 
 @dataclass

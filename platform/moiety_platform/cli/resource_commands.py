@@ -11,10 +11,16 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.lazy import load_target
-from moiety_platform.cli.object_names import FINDERS, ObjectNames, warn_of_unknown_models
+from moiety_platform.cli.object_names import (
+    FINDERS,
+    TENANT_FINDERS,
+    ObjectNames,
+    require_tenant_of_name,
+    warn_of_unknown_models,
+)
 from moiety_platform.cli.printing import print_line
 from moiety_platform.cli.tables import show_json
-from moiety_platform.resources.commands import Command, Output, Parameter, ParameterLocation
+from moiety_platform.resources.commands import OWNER_TENANT, Command, Output, Parameter, ParameterLocation
 from moiety_platform.resources.declaration import Resource
 from moiety_platform.resources.paths import path_of
 
@@ -118,8 +124,25 @@ def _find_objects(command: Command, client: AdminClient, values: Values) -> dict
     for one in command.parameters:
         field = one.field or one.name
         if one.finds and field in values[one.place]:
-            found = FINDERS[one.finds](client, values[one.place][field])
+            find = _find_of_tenant if OWNER_TENANT in command.parameters else _find
+            found = find(one, client, values)
             values[one.place][field] = found["id"]
+    return found
+
+
+def _find(parameter: Parameter, client: AdminClient, values: Values) -> dict[str, Any]:
+    return FINDERS[parameter.finds](client, values[parameter.place][parameter.field or parameter.name])
+
+
+def _find_of_tenant(parameter: Parameter, client: AdminClient, values: Values) -> dict[str, Any]:
+    """Return the object of the tenant that the command names. Raises CommandError where it has to name one."""
+    if parameter.finds not in TENANT_FINDERS:
+        return _find(parameter, client, values)
+    text = values[parameter.place][parameter.field or parameter.name]
+    tenant_id = values[OWNER_TENANT.place].get(OWNER_TENANT.name)
+    found = TENANT_FINDERS[parameter.finds](client, text, tenant_id=tenant_id)
+    if tenant_id is None:
+        require_tenant_of_name(client, text, found)
     return found
 
 

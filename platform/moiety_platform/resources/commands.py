@@ -14,6 +14,7 @@ class ParameterLocation(StrEnum):
     PATH = "path"
     QUERY = "query"
     BODY = "body"
+    NONE = "none"  # it is not sent
 
 
 class Output(StrEnum):
@@ -85,6 +86,14 @@ TENANT_FILTER = Parameter(
     finds="tenant",
 )
 """Option that restricts a list to the objects of one tenant."""
+
+OWNER_TENANT = Parameter(
+    name="tenant",
+    place=ParameterLocation.NONE,
+    help="Name or id of the tenant whose name it is. Needed with a name if you see several tenants.",
+    finds="tenant",
+)
+"""Option of a command that changes an object by a name of its tenant. It precedes the argument that has the name."""
 
 
 @dataclass(frozen=True, slots=True)
