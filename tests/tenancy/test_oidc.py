@@ -205,10 +205,10 @@ async def test_groups_give_roles_of_the_deployment_or_of_a_tenant(
         verifier = authentication.find()
         assert verifier is not None
 
-        async def held(*groups: str, **claims: Any) -> tuple[str, str | None]:
+        async def held(*groups: str, tenant: str | None = None, **claims: Any) -> tuple[str, str | None]:
             assert verifier is not None
             named: dict[str, Any] = {"moiety_roles": None, "realm_access": {"groups": list(groups)}, **claims}
-            caller = await verifier.authenticate(issuer.token(**named))
+            caller = await verifier.authenticate(issuer.token(**named), tenant)
             assert caller.actor == "oidc:ada"
             return caller.role.value, caller.tenant_id
 
@@ -221,7 +221,16 @@ async def test_groups_give_roles_of_the_deployment_or_of_a_tenant(
         assert await held("readers", moiety_tenant=b.id) == ("viewer", b.id), "a token may restrict itself"
         assert await held("acme-all", moiety_roles=["operator"]) == ("operator", None), "a role in the token counts too"
         assert await held("acme-leads", moiety_roles=["tenant-admin"]) == ("tenant-admin", a.id)
+        for tenant, role in ((a.id, "tenant-admin"), (b.id, "viewer")):  # the request names one of its tenants
+            assert await held("acme-leads", "acme-all", "globex-all", tenant=tenant) == (role, tenant)
+            assert await held("acme-all", "globex-all", tenant=tenant) == ("viewer", tenant)
+            assert await held("acme-all", "readers", tenant=tenant) == ("viewer", None)
+            assert await held("acme-all", "globex-all", tenant=tenant, moiety_tenant=tenant) == ("viewer", tenant)
         refused: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+            (("acme-all", "globex-all"), {"tenant": "ten_other"}, "tenant_unknown"),
+            (("acme-all", "globex-all"), {"tenant": a.id, "moiety_tenant": b.id}, "missing_role"),
+            ((), {"tenant": a.id}, "missing_role"),
+            ((), {"tenant": a.id, "moiety_roles": ["tenant-admin"]}, "missing_role"),
             ((), {}, "missing_role"),
             (("gone",), {}, "missing_role"),
             (("acme-all",), {"moiety_tenant": b.id}, "missing_role"),

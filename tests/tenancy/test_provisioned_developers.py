@@ -14,6 +14,7 @@ from moiety_platform.access.group_roles import parse_group_roles
 from moiety_platform.auth.oidc import OidcTerms, OidcVerifier
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
+from moiety_platform.errors import Forbidden
 from moiety_platform.tenants.schemas import NewTenant
 from moiety_platform.tenants.service import create_tenant
 
@@ -163,7 +164,13 @@ async def test_groups_give_developers_of_several_tenants_one_user_in_each(
     async with httpx.AsyncClient() as http:
         verifier = OidcVerifier(terms, database, http, clock)
         found = [await verifier.authenticate(people.token("ada", groups=[group])) for group in ("web", "lab", "web")]
+        of_both = people.token("ada", groups=["web", "lab"])
+        chosen = [await verifier.authenticate(of_both, tenant_id) for tenant_id in (demo.tenant_id, other.id)]
+        with pytest.raises(Forbidden) as refusal:
+            await verifier.authenticate(of_both)
         await verifier.close()
     assert [one.tenant_id for one in found] == [demo.tenant_id, other.id, demo.tenant_id]
     assert found[0].user_id == found[2].user_id != found[1].user_id
     assert all(one.user_id is not None for one in found)
+    assert chosen == found[:2], "the header names one of the tenants"
+    assert refusal.value.code == "several_tenants"

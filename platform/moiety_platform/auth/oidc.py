@@ -28,6 +28,7 @@ from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.auth.users.models import UserState
 from moiety_platform.auth.users.provisioning import provision_developer
 from moiety_platform.auth.users.sign_in import (
+    TENANT_HEADER,
     TENANT_UNKNOWN,
     TokenSubject,
     choose_caller,
@@ -96,7 +97,7 @@ class OidcVerifier:
         given = [one for one in memberships if not one.user.has_role_of_token]
         if tenant_id not in of_token and (caller := choose_caller(subject, given, tenant_id)) is not None:
             return caller
-        caller = await self._caller_of_claims(claims)
+        caller = await self._caller_of_claims(claims, tenant_id)
         is_of_deployment = caller.tenant_id is None and not given  # an accepted role replaces one of the token's
         if tenant_id is not None and caller.tenant_id != tenant_id and not is_of_deployment:
             raise no_role_in_tenant()
@@ -120,20 +121,27 @@ class OidcVerifier:
         is_verified = isinstance(email, str) and (verified is True or verified == "true")
         return TokenSubject(self._terms.issuer, claims["sub"], email if is_verified else None, _actor(claims["sub"]))
 
-    async def _caller_of_claims(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller whose role and tenant are in the token's claims or groups. Raises Forbidden."""
+    async def _caller_of_claims(self, claims: Mapping[str, Any], wanted_tenant_id: str | None) -> Caller:
+        """Return the caller whose role and tenant are in the token's claims or groups.
+
+        With `wanted_tenant_id`, which the request names, roles of other tenants do not count. Raises Forbidden.
+        """
         terms = self._terms
         tenant_id = find_claim(claims, terms.tenant_claim)
         if tenant_id is not None and not (isinstance(tenant_id, str) and is_id(tenant_id)):
             raise Forbidden(f"The token's claim '{terms.tenant_claim}' is not the id of a tenant.", code=TENANT_UNKNOWN)
-        found = best_roles([*self._roles_of_claim(claims), *await self._roles_of_groups(claims)], tenant_id)
+        held = [*self._roles_of_claim(claims), *await self._roles_of_groups(claims)]
+        reached = [one for one in held if wanted_tenant_id is None or one.tenant_id in (None, wanted_tenant_id)]
+        if held and not reached:
+            raise no_role_in_tenant()
+        found = best_roles(reached, tenant_id)
         if not found:
             raise self._missing_role()
         if len(found) > 1:
             raise Forbidden(
                 f"The token's groups give the role '{found[0].role}' of several tenants "
-                f"({', '.join(str(one.tenant_id) for one in found)}). Get a token whose claim '{terms.tenant_claim}' "
-                "names one of them, or leave all but one of the groups.",
+                f"({', '.join(str(one.tenant_id) for one in found)}). Name one of them in the header {TENANT_HEADER}, "
+                f"or get a token whose claim '{terms.tenant_claim}' names one of them.",
                 code=SEVERAL_TENANTS,
             )
         role, tenant_id = found[0].role, found[0].tenant_id
