@@ -69,6 +69,42 @@ def test_a_keys_quotas_last_use_and_spend_are_listed(moiety: Callable[..., Any])
         assert word in listed
 
 
+def test_developers_of_a_file_are_restricted_to_projects(moiety: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "declared.yaml"
+
+    def apply(projects: str, listed: str = "{name: web}, {name: lab}") -> Any:
+        file.write_text(
+            f"tenants:\n  - {{name: narrow, projects: [{listed}]}}\n"
+            f"users:\n  - {{email: ada@example.com, role: developer, tenant: narrow{projects}}}\n"
+        )
+        return moiety("apply", "-f", str(file), "--source", "narrow", "--json")
+
+    def reached() -> set[str] | None:
+        ids = json.loads(moiety("user", "show", "ada@example.com", "--json").stdout)["project_ids"]
+        rows = json.loads(moiety("project", "list", "--tenant", "narrow", "--json").stdout)["data"]
+        return None if ids is None else {one["name"] for one in rows if one["id"] in ids}
+
+    refused = apply(", projects: [shop]")
+    assert refused.returncode == 1
+    assert "there is no project 'narrow/shop'" in refused.stdout + refused.stderr
+    made = apply(", projects: [web, lab]")
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert reached() == {"web", "lab"}
+    assert json.loads(apply(", projects: [lab, web]").stdout)["to_do"] == 0
+    assert apply(", projects: [shop]", "{name: web}, {name: lab}, {name: shop}").returncode == 0
+    assert reached() == {"shop"}, "a project of the same plan"
+    assert json.loads(apply("").stdout)["to_do"] == 0, "the file does not say"
+    assert apply(", projects: null").returncode == 0
+    assert reached() is None
+    for wrong in (", projects: []", ", projects: [none]"):
+        assert apply(wrong).returncode != 0
+        assert reached() is None
+    file.write_text("users:\n  - {email: eve@example.com, role: viewer, tenant: narrow, projects: [web]}\n")
+    told = moiety("apply", "-f", str(file), "--source", "narrow")
+    assert told.returncode == 1
+    assert "users[0].projects: must be left out for roles other than developer" in told.stderr
+
+
 def test_users_and_key_policies_of_a_file_are_applied_and_removed(moiety: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "declared.yaml"
     file.write_text(

@@ -6,7 +6,7 @@ Pure: requests are data, which `cli/apply/` sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -118,6 +118,20 @@ def row_name_in_tenant(field: str) -> Callable[[Row, Mapping[ObjectPlace, str]],
     return name_of_row
 
 
+def with_ids(
+    declared: DeclaredObject, references: Mapping[str, str], find_id: Callable[[ObjectPlace], str | None]
+) -> DeclaredObject:
+    """Return the object with ids in place of the names of other objects, sorted as the gateway shows them.
+
+    Names for which `find_id` returns None stay.
+    """
+    fields = dict(declared.fields)
+    for name, kind in references.items():
+        if fields.get(name) is not None:
+            fields[name] = sorted(find_id((kind, one)) or one for one in fields[name])
+    return replace(declared, fields=fields)
+
+
 def fields_with_owner(declared: DeclaredObject, tenant_id: str) -> dict[str, Any]:
     """Return the body that creates an object. `tenant_id` is empty for an object of the deployment."""
     owner = {"tenant_id": tenant_id} if tenant_id else {}
@@ -138,6 +152,9 @@ class ApplyKind:
     an object in the ledger keeps its name there, even if it was renamed since. Without `has_id` the ledger identifies
     objects by their kind and name.
 
+    `references` are the fields that list objects of another kind, with this kind: by their names in a file, and by
+    their ids at the gateway.
+
     `plural` is the plural of the kind where that is not the kind with an s; `resource` is the collection where that is
     not the plural.
 
@@ -155,6 +172,7 @@ class ApplyKind:
     name_of: Callable[[Row, Mapping[ObjectPlace, str]], str | None] = _no_name
     plural: str = ""
     resource: str = ""
+    references: Mapping[str, str] = field(default_factory=dict)
     is_listed: bool = True
     within: tuple[str, ...] = ()
     is_list: bool = True

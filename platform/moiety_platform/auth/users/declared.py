@@ -22,12 +22,16 @@ from moiety_platform.resources.paths import path_of
 
 
 class UserForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A user. `tenant` is the name of the tenant of the role, left out for a role in all tenants."""
+    """A user. `tenant` is the name of the tenant of the role, left out for a role in all tenants.
+
+    `projects` are the names of the projects that a developer reaches, null for all of the tenant.
+    """
 
     email: str
     role: Role
     tenant: str | None = None
     name: str = ""
+    projects: list[str] | None = None
 
 
 def _objects(entry: Entry) -> Iterator[DeclaredObject]:
@@ -37,6 +41,12 @@ def _objects(entry: Entry) -> Iterator[DeclaredObject]:
     fields: dict[str, Any] = {"role": form.role.value}
     if "name" in entry.raw:
         fields["name"] = form.name
+    if "projects" in entry.raw:
+        if form.projects is not None and (form.role is not Role.DEVELOPER or not form.projects):
+            message = "must be left out for roles other than developer" if form.projects else "must name a project"
+            raise InvalidEntry(f"{entry.path}.projects", message)
+        listed = None if form.projects is None else sorted({name_in_tenant(one, form.tenant) for one in form.projects})
+        fields["project_ids"] = listed
     parent = None if form.tenant is None else ("tenant", form.tenant)
     email = form.email.lower()  # as the gateway stores it
     name = name_in_tenant(email, form.tenant)
@@ -47,6 +57,7 @@ USER = ApplyKind(
     kind="user",
     form=UserForm,
     is_paged=True,
+    references={"project_ids": "project"},
     objects=_objects,
     name_of=row_name_in_tenant("email"),
     create_request=lambda declared, tenant_id: AdminRequest("POST", "/users", fields_with_owner(declared, tenant_id)),

@@ -27,6 +27,10 @@ class Current:
     rows: dict[ObjectPlace, Row]
     claims: dict[ObjectPlace, DeclaredEntry]
 
+    def id_of(self, place: ObjectPlace) -> str | None:
+        """Return the id of an object, None if it does not exist."""
+        return apply_kinds()[place[0]].identity(self.rows.get(place))
+
 
 def read_current(client: AdminClient) -> Current:
     """Read the current state. Raises CommandError."""

@@ -19,7 +19,7 @@ from moiety_platform.cli.apply.kinds import apply_kinds
 from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.errors import CommandError, NotAllowed, NotReachable, Refused
 from moiety_platform.cluster.errors import ClusterError
-from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, ObjectPlace, Row
+from moiety_platform.resources.apply_kind import AdminRequest, ApplyKind, DeclaredObject, ObjectPlace, Row, with_ids
 
 ONLY_NEW = {"If-None-Match": "*"}
 
@@ -68,7 +68,7 @@ class PlanExecutor:
         return self.outcome
 
     def _create(self, step: PlanStep) -> None:
-        declared = _declared_object(step)
+        declared = self._referring(_declared_object(step))
         self._claim(declared, None)
         try:
             self._ids[declared.place] = self._make(declared)
@@ -76,6 +76,10 @@ class PlanExecutor:
             self._release(step)  # else a later object created by other means under this name would count as the file's
             raise
         self._claim(declared, self._ids[declared.place])
+
+    def _referring(self, declared: DeclaredObject) -> DeclaredObject:
+        """Return the object with the ids of those that it names, also of the ones that this run has created."""
+        return with_ids(declared, self._kinds[declared.kind].references, self._ids.get)
 
     def _make(self, declared: DeclaredObject) -> str:
         """Create the object, and keep its text if it has one; return its identity."""
@@ -103,11 +107,11 @@ class PlanExecutor:
             raise
 
     def _change(self, step: PlanStep) -> None:
-        declared, row = _declared_object(step), step.row or {}
+        declared, row = self._referring(_declared_object(step)), step.row or {}
         kind = self._kinds[declared.kind]
         assert kind.change_request is not None, "only objects that can be changed have changes"
         self._claim(declared, self._ids[declared.place])
-        change = {name: value for name, (_, value) in step.changes.items()}
+        change = {name: declared.fields[name] for name in step.changes}
         self._send(kind.change_request(declared, row, change), self._tag(kind, row, step))
 
     def _replace(self, step: PlanStep) -> None:

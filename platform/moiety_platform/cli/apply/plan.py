@@ -9,7 +9,7 @@ from typing import Any
 
 from moiety_platform.cli.apply.current import Current
 from moiety_platform.cli.apply.kinds import apply_kinds
-from moiety_platform.resources.apply_kind import ApplyKind, DeclaredObject, ObjectPlace, Removal, Row
+from moiety_platform.resources.apply_kind import ApplyKind, DeclaredObject, ObjectPlace, Removal, Row, with_ids
 
 
 class PlanAction(StrEnum):
@@ -63,7 +63,8 @@ def make_plan(declared_objects: Sequence[DeclaredObject], current: Current, term
     ordered = sorted(
         declared_objects, key=lambda declared: (order.index(declared.kind), *kinds[declared.kind].rank(declared))
     )
-    steps = [_step(declared, current, terms) for declared in ordered]
+    known = [with_ids(one, kinds[one.kind].references, current.id_of) for one in ordered]
+    steps = [_step(declared, current, terms) for declared in known]
     steps += _removal_steps({declared.place for declared in declared_objects}, current, terms)
     return steps
 

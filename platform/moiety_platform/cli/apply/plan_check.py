@@ -10,7 +10,7 @@ from __future__ import annotations
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.apply.current import Current
 from moiety_platform.cli.apply.kinds import apply_kinds
-from moiety_platform.cli.apply.plan import PlanAction, PlanStep
+from moiety_platform.cli.apply.plan import IDLE, PlanAction, PlanStep
 from moiety_platform.cli.errors import CommandError, Refused
 from moiety_platform.resources.apply_kind import AdminRequest, DeclaredObject, ObjectPlace
 
@@ -26,6 +26,9 @@ def check_plan(client: AdminClient, steps: list[PlanStep], current: Current) -> 
     new_classes, new_projects = ({step.name for step in created if step.kind == kind} for kind in ("class", "project"))
     is_known = False
     for step in steps:
+        if missing := _missing_references(step, created, current):
+            refused[step.kind, step.name] = f"there is no {missing[0]} {missing[1]!r}; declare it, or create it first"
+            continue
         request = _request_of(step, current)
         if request is not None and not is_known:
             is_known = client.knows_dry_runs(DRY_RUN)
@@ -69,6 +72,19 @@ def _parent_id(declared: DeclaredObject, current: Current) -> str | None:
     return next((kind.identity(row) for row in others), None)
 
 
+def _missing_references(step: PlanStep, created: list[PlanStep], current: Current) -> ObjectPlace | None:
+    """Return an object that the step's object names and that neither exists nor is created by the plan."""
+    if step.declared is None or step.action in IDLE:
+        return None
+    for field, kind in apply_kinds()[step.kind].references.items():
+        known = {current.id_of(place) for place in current.rows if place[0] == kind}
+        known |= {one.name for one in created if one.kind == kind}
+        for name in step.declared.fields.get(field) or []:
+            if name not in known:
+                return kind, name
+    return None
+
+
 def _named_classes(step: PlanStep) -> set[str]:
     declared = step.declared
     if declared is None:
@@ -78,5 +94,6 @@ def _named_classes(step: PlanStep) -> set[str]:
 
 
 def _named_projects(step: PlanStep) -> set[str]:
-    grants = [] if step.declared is None else step.declared.fields.get("grants", [])
-    return {grant["project"] for grant in grants}
+    """Return the projects that an object names; those of users that exist are ids already."""
+    fields = {} if step.declared is None else step.declared.fields
+    return {grant["project"] for grant in fields.get("grants", [])} | set(fields.get("project_ids") or [])
