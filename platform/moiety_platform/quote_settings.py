@@ -12,7 +12,7 @@ class QuoteSettings(ProcessSettings):
     quote_ttl_s: float = live(30, "Time for which a quote binds, in seconds.", gt=0, le=3600)
     quote_margin: float = live(
         0.5,
-        "Margin of a quote's guaranteed times over its predicted times, such as 0.5 for half as much again.",
+        "Least margin of a quote's guaranteed times over its predicted times, such as 0.5 for half as much again.",
         ge=0,
         le=100,
     )

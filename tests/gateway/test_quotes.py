@@ -12,7 +12,7 @@ import pytest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import Conflict
-from moiety_platform.quotes.calibration import QuoteCalibration
+from moiety_platform.quotes.calibration import MIN_MARGINS, QuoteCalibration
 from moiety_platform.quotes.quoted_request import refuse_route
 from moiety_platform.quotes.timing import Timing
 from moiety_wire.engine_load import ClassLoad, StepCosts
@@ -296,11 +296,28 @@ async def test_quotes_of_one_idle_moment_give_one_guarantee_when_they_are_used_a
     assert sum(row["credit_nanodollars"] > 0 for row in rows) == 1
 
 
+async def test_guarantees_get_wider_after_many_were_missed(
+    gateway: RunningGateway, engine: FakeEngineClient, until: Until
+) -> None:
+    engine.step_costs = StepCosts(0.0001, 0.0, (), 0.0, 0.0, 0.0)
+    engine.token_s = 0.3
+    narrow = standard(await quote_of(gateway))
+    assert narrow["guarantee"]["first_token_s"] == pytest.approx(0.0001 * 1.5 + 0.25)
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(MIN_MARGINS):  # each is quoted while those before it are in flight
+            tasks.create_task(send(gateway, standard(await quote_of(gateway))["quote"]))
+            await until(lambda so_many=number + 1: len(engine.submits) == so_many)
+    wide = standard(await quote_of(gateway))
+    assert wide["guarantee"]["first_token_s"] > wide["prediction"]["first_token_s"] * 1.5 + 0.25 + 0.01
+    rows = await stored(gateway)
+    assert [row["guarantee_met"] for row in rows] == [False] * MIN_MARGINS
+
+
 def test_cached_prompts_do_not_teach_the_time_of_uncached_ones() -> None:
     calibration, computed = QuoteCalibration(), Timing(10.0, 0.02)
     for _ in range(30):
-        calibration.observe("tiny", computed, None, 0.02)
-    assert calibration.corrected("tiny", computed).first_token_s == computed.first_token_s
+        calibration.observe("tiny", "standard", computed, None, 0.02)
+    assert calibration.corrected("tiny", "standard", computed).first_token_s == computed.first_token_s
 
 
 async def test_a_route_is_not_quoted_and_a_quote_of_a_name_that_became_a_route_is_refused(

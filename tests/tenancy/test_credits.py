@@ -15,8 +15,14 @@ from tests.usage_rows import NOON, make_row
 
 from moiety_platform.db.session import Database
 from moiety_platform.prices.token_cost import Price
-from moiety_platform.quotes.calibration import QuoteCalibration
-from moiety_platform.quotes.guarantee import CreditReason, GuaranteeOutcome, SequenceTimes, judge_guarantee
+from moiety_platform.quotes.calibration import MAX_MARGINS, MET_FRACTION, MIN_MARGINS, QuoteCalibration
+from moiety_platform.quotes.guarantee import (
+    CreditReason,
+    GuaranteeOutcome,
+    SequenceTimes,
+    judge_guarantee,
+    needed_margin,
+)
 from moiety_platform.quotes.prediction import expected_output_tokens, guarantee_of, predict_timing
 from moiety_platform.quotes.quote import Quote
 from moiety_platform.quotes.timing import Timing
@@ -214,17 +220,52 @@ def test_the_expected_output_is_the_mean_so_far_and_at_most_the_maximum() -> Non
 @given(st.floats(0.2, 15), st.floats(0.2, 15))
 def test_predictions_follow_the_times_that_requests_take(first: float, token: float) -> None:
     calibration, computed = QuoteCalibration(), Timing(0.5, 0.01)
-    assert calibration.corrected("m", computed) == computed
+    assert calibration.corrected("m", "flex", computed) == computed
     for _ in range(100):
-        calibration.observe("m", computed, 0.5 * first, 0.01 * token)
-    found = calibration.corrected("m", computed)
+        calibration.observe("m", "flex", computed, 0.5 * first, 0.01 * token)
+    found = calibration.corrected("m", "flex", computed)
     assert found.first_token_s == pytest.approx(0.5 * first, rel=0.01)
     assert found.token_s == pytest.approx(0.01 * token, rel=0.01)
-    assert calibration.corrected("other", computed) == computed
+    for other in ("other", "flex"), ("m", "standard"):
+        assert calibration.corrected(*other, computed) == computed
 
 
 def test_one_outlier_moves_a_factor_little_and_a_single_token_says_nothing_of_the_pace() -> None:
     calibration, computed = QuoteCalibration(), Timing(0.5, 0.01)
-    calibration.observe("m", computed, 1e9, None)
-    found = calibration.corrected("m", computed)
+    calibration.observe("m", "flex", computed, 1e9, None)
+    found = calibration.corrected("m", "flex", computed)
     assert 0.5 < found.first_token_s < 0.7 and found.token_s == 0.01
+
+
+@given(st.lists(st.floats(-1, 1000), max_size=300), st.floats(0, 2))
+def test_the_learned_margin_meets_nearly_all_recent_guarantees_and_is_never_below_the_least(
+    needed: list[float], least: float
+) -> None:
+    calibration = QuoteCalibration()
+    for one in needed:
+        calibration.observe_margin("m", "flex", one)
+    margin, recent = calibration.margin("m", "flex", least), needed[-MAX_MARGINS:]
+    assert margin >= least
+    if len(recent) < MIN_MARGINS:
+        assert margin == least
+    else:
+        assert sum(one <= margin for one in recent) >= MET_FRACTION * len(recent)
+        assert margin in (least, *recent), "no larger than needed"
+    assert calibration.margin("m", "standard", least) == least
+
+
+@given(
+    st.builds(Timing, st.floats(0.01, 5), st.floats(0.001, 0.5)),
+    st.lists(st.builds(SequenceTimes, st.integers(1, 50), st.floats(0, 20), st.floats(0, 40)), min_size=1, max_size=3),
+)
+def test_the_needed_margin_is_the_least_with_which_the_guarantee_is_met(
+    prediction: Timing, sequences: list[SequenceTimes]
+) -> None:
+    def meets(margin: float) -> bool:
+        terms = msgspec.structs.replace(quote(), guarantee=guarantee_of(prediction, margin))
+        ended: dict[str, Any] = {"has_completed": True, "has_failed": False, "was_paused": False}
+        return bool(judge_guarantee(terms, sequences, 100, **ended).is_met)
+
+    needed = needed_margin(prediction, sequences)
+    assert meets(needed + 1e-6)
+    assert not meets(needed - 1e-6)

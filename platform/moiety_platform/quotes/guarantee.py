@@ -7,7 +7,9 @@ from enum import StrEnum
 
 import msgspec
 
+from moiety_platform.quotes.prediction import GRACE_S
 from moiety_platform.quotes.quote import Quote
+from moiety_platform.quotes.timing import Timing
 
 
 class CreditReason(StrEnum):
@@ -70,6 +72,14 @@ def judge_guarantee(
         None if predicted is None else predicted.first_token_s * 1000,
         None if predicted is None else predicted.finish_s(longest) * 1000,
     )
+
+
+def needed_margin(prediction: Timing, sequences: Sequence[SequenceTimes]) -> float:
+    """Return the least margin of a guarantee over the prediction that the sequences meet."""
+    pairs = [(one.first_s, prediction.first_token_s) for one in sequences]
+    pairs += [(one.last_s, prediction.finish_s(one.num_tokens)) for one in sequences]
+    needed = [(actual_s - GRACE_S) / predicted_s - 1 for actual_s, predicted_s in pairs if predicted_s > 0]
+    return max(needed, default=0.0)
 
 
 def _missed(quote: Quote, sequences: Sequence[SequenceTimes], *, was_paused: bool) -> CreditReason | None:

@@ -14,7 +14,13 @@ from moiety_platform.classes.terms import Catalogue, ChosenClass
 from moiety_platform.clock import Clock
 from moiety_platform.errors import Conflict
 from moiety_platform.quotes.body_digest import RecordedBody
-from moiety_platform.quotes.guarantee import NO_OUTCOME, GuaranteeOutcome, SequenceTimes, judge_guarantee
+from moiety_platform.quotes.guarantee import (
+    NO_OUTCOME,
+    GuaranteeOutcome,
+    SequenceTimes,
+    judge_guarantee,
+    needed_margin,
+)
 from moiety_platform.quotes.quote import QUOTE_FIELD, Quote, QuoteSigner
 from moiety_platform.request_head import fields_of
 
@@ -62,9 +68,10 @@ class AcceptedQuote:
         )
         if has_completed and not was_paused and self.terms.computed is not None and sequences:
             first_s, token_s = _measured(sequences)
-            self.signer.calibration.observe(
-                self.terms.model, self.terms.computed, None if was_cached else first_s, token_s
-            )
+            calibration, of = self.signer.calibration, (self.terms.model, self.terms.service_class)
+            calibration.observe(*of, self.terms.computed, None if was_cached else first_s, token_s)
+            if self.terms.prediction is not None:
+                calibration.observe_margin(*of, needed_margin(self.terms.prediction, sequences))
         if outcome.is_met is None or self.signer.take_guarantee(self.terms, now_unix_ms):
             return outcome
         return NO_OUTCOME

@@ -50,7 +50,7 @@ class QuoteTerms:
     """Settings of quotes, which can change for later quotes."""
 
     ttl_s: float  # for which a quote binds
-    margin: float  # of a guarantee over the prediction
+    margin: float  # the least one of a guarantee over the prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +201,11 @@ class QuoteService:
             tariff, spot_percent = price.tariff(tariff, service.name), price.percent
         names = [one.name for one in (chosen.service, chosen.fallback) if one is not None]
         computed, is_overloaded = _predict(counted, chosen)
-        prediction = None if computed is None else services.quotes.calibration.corrected(card.model, computed)
+        calibration = services.quotes.calibration
+        prediction = None if computed is None else calibration.corrected(card.model, service.name, computed)
         has_guarantee = prediction is not None and not is_overloaded and not service.spot
-        guarantee = guarantee_of(prediction, self.terms.margin) if prediction is not None and has_guarantee else None
+        margin = calibration.margin(card.model, service.name, self.terms.margin)
+        guarantee = guarantee_of(prediction, margin) if prediction is not None and has_guarantee else None
         quote = Quote(
             quote_id=secrets.token_bytes(12),
             tenant_id=record.principal.tenant_id,
