@@ -39,6 +39,14 @@ class OidcSettings(ProcessSettings):
         "platform-admins=owner,acme-leads=tenant-admin:acme, or the same as a JSON object.",
     )
 
+    oidc_key_days: float = live(
+        30,
+        "Days for which the keys of a developer by groups stay valid after its last token with the role. 0 for no "
+        "limit.",
+        ge=0,
+        le=3650,
+    )
+
     @field_validator("oidc_issuer")
     @classmethod
     def _check_issuer(cls, value: str | None) -> str | None:

@@ -405,6 +405,7 @@ LOOKED_AT_ELSEWHERE = {
     "engines",  # test_reload.py
     "oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim",  # tenancy/test_oidc.py
     "oidc_groups_claim", "oidc_group_roles",  # tenancy/test_oidc.py
+    "oidc_key_days",  # tenancy/test_provisioned_developers.py: what the authenticator is told
     "clamp_max_tokens",  # test_message_fields.py
     "sse_keep_alive_s", "cors_allowed_origins",  # test_http_clients.py
     "max_image_links", "image_link_networks", "max_image_link_requests_per_tenant",  # test_image_links.py

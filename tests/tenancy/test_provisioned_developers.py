@@ -11,15 +11,21 @@ import pytest
 from tests.token_issuer import AUDIENCE
 
 from moiety_platform.access.group_roles import parse_group_roles
+from moiety_platform.auth.authenticator import TTL_S
 from moiety_platform.auth.oidc import OidcTerms, OidcVerifier
+from moiety_platform.bootstrap.oidc_authentication import limit_keys_by_roles
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.errors import Forbidden
+from moiety_platform.live_settings import LiveSettings
+from moiety_platform.settings import GatewaySettings
 from moiety_platform.tenants.schemas import NewTenant
 from moiety_platform.tenants.service import create_tenant
 
 from .conftest import Demo
 from .people import People, people  # noqa: F401  a fixture
+
+DAY_S = 86_400.0
 
 
 @pytest.fixture
@@ -87,6 +93,66 @@ async def test_a_role_that_an_administrator_gives_stays_without_the_groups(ada: 
     assert (await ada.call("ada", "GET", "caller"))["role"] == "viewer"
     del ada.tokens["ada"]
     assert (await ada.call("ada", "GET", "caller"))["role"] == "viewer"
+
+
+async def refused_key(ada: People, text: str) -> str | None:
+    """Return why a key is refused, None if it is not. The gateway reads keys again after TTL_S."""
+    ada.clock.advance(TTL_S + 1)
+    try:
+        await ada.authenticator.authenticate(f"Bearer {text}")
+    except Forbidden as error:
+        return error.code
+    return None
+
+
+async def test_keys_stop_at_the_first_token_without_the_role_and_work_again_with_it(ada: People, demo: Demo) -> None:
+    tenant: dict[str, Any] = {"moiety_tenant": demo.tenant_id}
+    made = await ada.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
+    with_role = ada.tokens["ada"]
+    assert await refused_key(ada, made["secret"]) is None
+    ada.tokens["ada"] = ada.token("ada")  # has no claim with roles, which some tokens lack
+    assert await ada.refuse("ada", "GET", "caller") == (403, "missing_role")
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=["tenant-admin"], **tenant)
+    assert (await ada.call("ada", "GET", "caller"))["role"] == "tenant-admin"
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=[], moiety_tenant="ten_other")
+    assert await ada.refuse("ada", "GET", "caller") == (403, "missing_role")
+    assert await refused_key(ada, made["secret"]) is None
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=["viewer"], **tenant)
+    assert (await ada.call("ada", "GET", "caller"))["role"] == "viewer"
+    assert await refused_key(ada, made["secret"]) == "user_role_ended"
+    (user,) = await users(ada, demo)
+    assert user["role_ended_at"] is not None
+    ada.tokens["ada"] = with_role
+    await ada.call("ada", "GET", "caller")
+    assert await refused_key(ada, made["secret"]) is None
+
+
+async def test_keys_stop_when_the_role_was_not_seen_for_long(ada: People, demo: Demo) -> None:
+    made = await ada.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
+    ada.authenticator.role_days = 30
+    ada.clock.advance(29 * DAY_S)
+    assert await refused_key(ada, made["secret"]) is None
+    ada.clock.advance(DAY_S)
+    assert await refused_key(ada, made["secret"]) == "user_role_ended"
+    ada.authenticator.role_days = 0
+    assert await refused_key(ada, made["secret"]) is None
+    ada.authenticator.role_days = 30
+    ada.tokens["ada"] = ada.token("ada", moiety_roles=["developer"], moiety_tenant=demo.tenant_id)
+    await ada.call("ada", "GET", "caller")
+    assert await refused_key(ada, made["secret"]) is None
+    ada.clock.advance(31 * DAY_S)
+    (user,) = await users(ada, demo)
+    await ada.call("owner", "PATCH", f"users/{user['id']}", {"role": "developer"})
+    assert await refused_key(ada, made["secret"]) is None, "an administrator has given the role"
+
+
+async def test_the_days_of_keys_follow_the_setting(ada: People) -> None:
+    settings = GatewaySettings()
+    live = LiveSettings(settings)
+    limit_keys_by_roles(settings, live, ada.authenticator)
+    assert ada.authenticator.role_days == 30
+    await live.change(settings.model_copy(update={"oidc_key_days": 7.0}))
+    assert ada.authenticator.role_days == 7
 
 
 async def test_a_deleted_developer_comes_back_without_its_keys(ada: People, demo: Demo) -> None:

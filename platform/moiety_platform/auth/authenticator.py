@@ -13,6 +13,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol, Self
 
 import structlog
@@ -35,6 +36,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.auth.rehashing import Rehashing
 from moiety_platform.auth.store import StoredKey, find_keys
 from moiety_platform.auth.users.sign_in import USER_DISABLED
+from moiety_platform.auth.users.token_roles import ROLE_ENDED, role_expiry
 from moiety_platform.clock import Clock
 from moiety_platform.db.failures import is_unmigrated
 from moiety_platform.db.session import Database
@@ -113,6 +115,7 @@ class Authenticator:
         self._mark = mark_of(pepper)
         self._turn = turn
         self.rehashing = Rehashing(database, pepper, self.forget)
+        self.role_days = 0.0  # after a role's last token, until which keys of developers by groups are valid; 0: no end
         self.jwts: AuthenticatesJwts | None = None  # set by the entry point; None: only keys are accepted
         self._clock = clock
         self._ttl_s = ttl_s
@@ -212,10 +215,22 @@ class Authenticator:
                 "for another key.",
                 code=USER_DISABLED,
             )
+        if stored.role_seen_at is not None:
+            self._check_role(stored.role_seen_at, stored.role_ended_at)
         if stored.tenant_id and stored.tenant_status != TenantStatus.ACTIVE:
             raise Forbidden(
                 f"The tenant {stored.tenant_name!r} is suspended. Ask your administrator to activate it.",
                 code="tenant_suspended",
+            )
+
+    def _check_role(self, seen_at: datetime, ended_at: datetime | None) -> None:
+        """Check that a user by tokens still has its role. Raises Forbidden."""
+        expiry = role_expiry(seen_at, ended_at, self.role_days)
+        if expiry is not None and expiry <= self._clock.now():
+            raise Forbidden(
+                "The identity provider no longer gives the user of this API key its role, or has not given it for "
+                f"{self.role_days:g} days. Sign in to the dashboard again, or ask an administrator for another key.",
+                code=ROLE_ENDED,
             )
 
     def forget(self, key_id: str) -> None:

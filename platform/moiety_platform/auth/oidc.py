@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from sqlalchemy import select
 
+from moiety_platform.access.actions import SELF_SERVICE
 from moiety_platform.access.caller import MISSING_ROLE, Caller
 from moiety_platform.access.group_roles import GroupRole, HeldRole, best_roles
 from moiety_platform.access.roles import Role, tenant_complaint
@@ -25,7 +26,7 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.issuer_documents import HEADERS, read_published_keys, receive_document
 from moiety_platform.auth.jwt_verification import FETCH_TIMEOUT_S, IssuerKeys, PublicKeys
 from moiety_platform.auth.row_scope import tenant_of
-from moiety_platform.auth.users.models import UserState
+from moiety_platform.auth.users.models import User, UserState
 from moiety_platform.auth.users.provisioning import provision_developer
 from moiety_platform.auth.users.sign_in import (
     TENANT_HEADER,
@@ -36,6 +37,7 @@ from moiety_platform.auth.users.sign_in import (
     no_role_in_tenant,
     user_disabled,
 )
+from moiety_platform.auth.users.token_roles import record_roles
 from moiety_platform.auth.verified_tokens import VerifiedTokens
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
@@ -93,11 +95,15 @@ class OidcVerifier:
         claims = await self._verify(token)
         subject = self._subject(claims)
         memberships = await memberships_of(self._database, subject)
-        of_token = [one.user.tenant_id for one in memberships if one.user.has_role_of_token]
+        of_token = [one.user for one in memberships if one.user.has_role_of_token]
         given = [one for one in memberships if not one.user.has_role_of_token]
-        if tenant_id not in of_token and (caller := choose_caller(subject, given, tenant_id)) is not None:
+        held = await self._held_roles(claims) if of_token or not given else []
+        if of_token:
+            await self._record_roles(claims, held, of_token)
+        is_of_token = any(user.tenant_id == tenant_id for user in of_token)
+        if not is_of_token and (caller := choose_caller(subject, given, tenant_id)) is not None:
             return caller
-        caller = await self._caller_of_claims(claims, tenant_id)
+        caller = await self._caller_of_claims(claims, held, tenant_id)
         is_of_deployment = caller.tenant_id is None and not given  # an accepted role replaces one of the token's
         if tenant_id is not None and caller.tenant_id != tenant_id and not is_of_deployment:
             raise no_role_in_tenant()
@@ -121,8 +127,28 @@ class OidcVerifier:
         is_verified = isinstance(email, str) and (verified is True or verified == "true")
         return TokenSubject(self._terms.issuer, claims["sub"], email if is_verified else None, _actor(claims["sub"]))
 
-    async def _caller_of_claims(self, claims: Mapping[str, Any], wanted_tenant_id: str | None) -> Caller:
-        """Return the caller whose role and tenant are in the token's claims or groups.
+    async def _held_roles(self, claims: Mapping[str, Any]) -> list[HeldRole]:
+        """Return all roles that the token's claims and groups give."""
+        return [*self._roles_of_claim(claims), *await self._roles_of_groups(claims)]
+
+    async def _record_roles(self, claims: Mapping[str, Any], held: Sequence[HeldRole], users: Sequence[User]) -> None:
+        """Record which users by tokens still have a role with keys.
+
+        A role ends by a token with the claim that names roles or groups, since some tokens lack it whatever the person
+        may do, and that is not for another tenant.
+        """
+        terms = self._terms
+        own = find_claim(claims, terms.tenant_claim)
+        given = {str(one.tenant_id or own) for one in held if one.role in SELF_SERVICE}
+        ended: set[str] = set()
+        if find_claim(claims, terms.groups_claim if terms.group_roles else terms.roles_claim) is not None:
+            ended = {str(user.tenant_id) for user in users if own in (None, user.tenant_id)} - given
+        await record_roles(self._database, users, given, ended, self._clock.now())
+
+    async def _caller_of_claims(
+        self, claims: Mapping[str, Any], held: Sequence[HeldRole], wanted_tenant_id: str | None
+    ) -> Caller:
+        """Return the caller whose role and tenant are in the token's claims or groups, which give the roles `held`.
 
         With `wanted_tenant_id`, which the request names, roles of other tenants do not count. Raises Forbidden.
         """
@@ -130,7 +156,6 @@ class OidcVerifier:
         tenant_id = find_claim(claims, terms.tenant_claim)
         if tenant_id is not None and not (isinstance(tenant_id, str) and is_id(tenant_id)):
             raise Forbidden(f"The token's claim '{terms.tenant_claim}' is not the id of a tenant.", code=TENANT_UNKNOWN)
-        held = [*self._roles_of_claim(claims), *await self._roles_of_groups(claims)]
         reached = [one for one in held if wanted_tenant_id is None or one.tenant_id in (None, wanted_tenant_id)]
         if held and not reached:
             raise no_role_in_tenant()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, case, func, select
 
 from moiety_platform.access.roles import Role
 from moiety_platform.auth.users.models import User, UserState
@@ -40,8 +40,11 @@ class StoredKey:
     weight: float
     speculative_prefill: SpeculativePrefillMode
     is_user_disabled: bool  # or deleted
+    role_seen_at: datetime | None  # at which a token gave the key's user its role; None: an administrator has given it
+    role_ended_at: datetime | None  # at which a token had it no longer
 
 
+_HAS_ROLE_OF_TOKEN = and_(User.subject.is_not(None), User.accepted_at.is_(None))
 _COLUMNS = (
     ApiKey.id,
     ApiKey.root_id,
@@ -61,6 +64,8 @@ _COLUMNS = (
     Tenant.speculative_prefill,
     ApiKey.user_id,
     User.state,
+    case((_HAS_ROLE_OF_TOKEN, func.coalesce(User.role_seen_at, User.created_at))),
+    case((_HAS_ROLE_OF_TOKEN, User.role_ended_at)),
 )
 
 _find = BulkStatement(
@@ -102,6 +107,8 @@ def _stored(
     speculative_prefill: str | None,
     user_id: str | None,
     user_state: str | None,
+    role_seen_at: datetime | None,
+    role_ended_at: datetime | None,
 ) -> StoredKey:
     return StoredKey(
         key_id=key_id,
@@ -121,4 +128,6 @@ def _stored(
         weight=1.0 if weight is None else weight,
         speculative_prefill=SpeculativePrefillMode(speculative_prefill or SpeculativePrefillMode.OFF),
         is_user_disabled=user_id is not None and user_state in (None, UserState.DISABLED),
+        role_seen_at=role_seen_at,
+        role_ended_at=role_ended_at,
     )

@@ -24,7 +24,7 @@ from moiety_platform.batches.assembly import Batches
 from moiety_platform.bootstrap.administration import Administration
 from moiety_platform.bootstrap.encoding_cache import open_encoding_cache
 from moiety_platform.bootstrap.engines import Engines
-from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication
+from moiety_platform.bootstrap.oidc_authentication import OidcAuthentication, limit_keys_by_roles
 from moiety_platform.bootstrap.overrides import Overrides
 from moiety_platform.bootstrap.request_services import (
     background_runs_of,
@@ -172,6 +172,7 @@ async def _open_services(
     classes, rules = ClassCache(database, clock), RequestRulesCache(database, clock)
     adapters = AdapterCache(database, clock)
     oidc = await stack.enter_async_context(OidcAuthentication(settings, database, clock))
+    limit_keys_by_roles(settings, live, authenticator)
     retention = await start_retention(stack, live, settings, process_id, database, objects, metrics, overrides.now)
     reloader = reloader_of(source, live, metrics)
     texts, encoded = DocumentTextCache(settings.document_cache_bytes), open_encoding_cache(stack, settings, metrics)

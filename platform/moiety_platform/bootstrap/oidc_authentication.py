@@ -14,12 +14,25 @@ from moiety_platform.settings import GatewaySettings
 if TYPE_CHECKING:
     import httpx
 
+    from moiety_platform.auth.authenticator import Authenticator
     from moiety_platform.auth.oidc import OidcVerifier
 
 NAMES = (
     *("oidc_issuer", "oidc_audience", "oidc_roles_claim", "oidc_tenant_claim"),
     *("oidc_groups_claim", "oidc_group_roles"),
 )
+
+
+def limit_keys_by_roles(
+    settings: GatewaySettings, live: LiveSettings[GatewaySettings], authenticator: Authenticator
+) -> None:
+    """Let keys of developers by groups end some days after the role was last seen, as the settings say."""
+
+    def use(changed: GatewaySettings) -> None:
+        authenticator.role_days = changed.oidc_key_days
+
+    use(settings)
+    live.follow(["oidc_key_days"], use)
 
 
 class OidcAuthentication:

@@ -36,7 +36,8 @@ class User(Base):
 
     `project_ids` are the projects that a developer reaches, None for all of the tenant. `issuer` and `subject` identify
     the person at the identity provider since the invitation was accepted. `invitation_hash` is that of the open
-    invitation. A user who came into being at the first sign-in has accepted none (`accepted_at` None).
+    invitation. A user who came into being at the first sign-in has accepted none (`accepted_at` None): a token gave it
+    the role at `role_seen_at`, and one without the role ended it at `role_ended_at`.
     """
 
     __tablename__ = "users"
@@ -64,6 +65,8 @@ class User(Base):
     invitation_expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     accepted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    role_seen_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    role_ended_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
     @property
     def has_role_of_token(self) -> bool:

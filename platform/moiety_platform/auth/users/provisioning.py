@@ -40,6 +40,7 @@ async def provision_developer(store: AuditedStore, subject: TokenSubject, tenant
         issuer=subject.issuer,
         subject=subject.subject,
         created_at=store.clock.now(),
+        role_seen_at=store.clock.now(),
     )
     try:
         async with store.write() as session:

@@ -73,7 +73,11 @@ class UserChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UserView(CopyOf[User], Tagged, frozen=True):
-    """A user. `issuer` and `subject` identify it at the identity provider, null until the invitation is accepted."""
+    """A user. `issuer` and `subject` identify it at the identity provider, null until the invitation is accepted.
+
+    For a developer by groups, `role_seen_at` is about the time of the last token with the role, and `role_ended_at`
+    that of a token without it, after which its keys are refused.
+    """
 
     id: str
     email: str
@@ -86,6 +90,8 @@ class UserView(CopyOf[User], Tagged, frozen=True):
     subject: str | None
     created_at: datetime
     accepted_at: datetime | None
+    role_seen_at: datetime | None
+    role_ended_at: datetime | None
     invitation_expires_at: datetime | None
 
 

@@ -1,0 +1,49 @@
+"""Record of the roles that tokens give to developers by groups: the last time that they gave one, and its end.
+
+The keys of a user act without a token. With this record they stop when the role ends, or has not been seen for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from datetime import datetime, timedelta
+
+import structlog
+from sqlalchemy import update
+
+from moiety_platform.auth.users.models import User
+from moiety_platform.db.session import Database
+
+ROLE_ENDED = "user_role_ended"
+SEEN_EVERY = timedelta(hours=1)  # a role is recorded as seen at most this often
+
+log = structlog.get_logger(__name__)
+
+
+async def record_roles(
+    database: Database, users: Sequence[User], given: Set[str], ended: Set[str], now: datetime
+) -> None:
+    """Record of users by tokens in which tenants their role was given, and in which it ended. Raises Unavailable."""
+    for user in users:
+        if user.tenant_id in given:
+            is_recent = user.role_seen_at is not None and now - user.role_seen_at < SEEN_EVERY
+            if is_recent and user.role_ended_at is None:
+                continue
+            values = {"role_seen_at": now, "role_ended_at": None}
+        elif user.tenant_id in ended and user.role_ended_at is None:
+            values = {"role_ended_at": now}
+            log.info("user_role_ended", user_id=user.id, tenant_id=user.tenant_id)
+        else:
+            continue
+        async with database.write() as session:
+            await session.execute(update(User).where(User.id == user.id).values(**values))
+
+
+def role_expiry(seen_at: datetime, ended_at: datetime | None, days: float) -> datetime | None:
+    """Return the time from which the keys of a user by tokens are refused; None for none.
+
+    `days` are those after the last token with the role, 0 for no limit.
+    """
+    if ended_at is not None:
+        return ended_at
+    return seen_at + timedelta(days=days) if days else None
