@@ -59,6 +59,8 @@ from moiety_platform.quota.lease import Charge, WindowId  # noqa: E402
 from moiety_platform.quota.models import Quota  # noqa: E402
 from moiety_platform.quota.store import LeaseRequest, LeaseStore, book  # noqa: E402
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord  # noqa: E402
+from moiety_platform.usage.attributed_sums import sum_up_attributed  # noqa: E402
+from moiety_platform.usage.days import sum_up_some  # noqa: E402
 from moiety_platform.usage.ledger_entries import add_to_hours  # noqa: E402
 from moiety_platform.usage.minutes import MINUTES  # noqa: E402
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageRecord  # noqa: E402
@@ -210,6 +212,7 @@ async def fill(url: str, traces_url: str, senders: list[Sender], options: argpar
         async with database.write() as session:
             session.add_all(objects(senders, until, Random(4)))
         await add_quoted(database, senders, until)
+        await sum_up(database, until)
         for writer in {id(one): one for one in (store, spans)}.values():
             writer.finish()
         print()
@@ -229,6 +232,15 @@ async def add_quoted(database: Database, senders: list[Sender], until: datetime)
     for first in range(0, len(given), BATCH):
         async with database.write() as session:
             await insert_rows(session, given[first : first + BATCH])
+
+
+async def sum_up(database: Database, now: datetime) -> None:
+    """Sum up past days and hours, as the retention jobs of gateways did meanwhile."""
+    for job in (sum_up_some, sum_up_attributed):
+        num_done = -1
+        while num_done:
+            async with database.write() as session:
+                num_done = await job(session, now)
 
 
 def spans_a_request(models: dict[str, list[Model]]) -> float:

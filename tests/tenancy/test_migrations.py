@@ -39,7 +39,7 @@ from moiety_platform.tenants.models import ApiKey
 from moiety_platform.usage.models import UsageRecord
 
 QUOTAS = {"quotas", "quota_windows", "quota_leases", "quota_rates", "prices", "routes", "guardrails"}
-USAGE = {"usage_hours", "ledger", "audit_log"}
+USAGE = {"usage_hours", "ledger", "audit_log", "usage_attributed_sums", "usage_attributed_spans"}
 BATCHES = {"files", "file_chunks", "batches", "batch_lines"}
 IDEMPOTENCY = {"idempotent_requests", "idempotency_tenants"}
 ALERTS = {"quota_thresholds", "quota_alerts", "webhooks", "webhook_deliveries", "tenant_deletions"}

@@ -226,6 +226,7 @@ async def test_only_expired_rows_are_deleted(database: Database, store_clock: St
             await join_run(session, "t", RunTerms(name), began_at=began_at, now=began_at)
     done = await upkeep_of(database, "one", store_clock, objects).round()
     assert done.pop("usage_days") >= OLD - NEW - 1, "of the old request, and those after it that had none"
+    assert done.pop("usage_attributed_sums") > OLD - NEW - 1, "the old request's, and the marks of those days"
     assert done == {
         "file_contents": 2 + 2 + 1,  # two files, their chunks, and one whose answers are not what they were
         "adapter_contents": 1 + 1,  # one, and its part

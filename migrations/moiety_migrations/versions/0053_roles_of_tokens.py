@@ -10,7 +10,7 @@ from alembic import op
 from moiety_migrations.columns import optional_columns
 
 revision = "0053"
-down_revision = "0051"
+down_revision = "0052"
 
 _TIME = sa.DateTime(timezone=True)
 

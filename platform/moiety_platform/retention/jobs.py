@@ -31,6 +31,7 @@ from moiety_platform.retention.orphans import OrphanedObjects
 from moiety_platform.retention.service import ObjectJob, RetentionJob
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.simulations import store as simulations
+from moiety_platform.usage.attributed_sums import sum_up_attributed
 from moiety_platform.usage.days import sum_up_some
 from moiety_platform.usage.minutes import KEPT_HOURS, purge_minutes
 from moiety_platform.usage.purge import purge_requests
@@ -67,6 +68,9 @@ def retention_jobs_of(
     async def sum_up_days(session: AsyncSession) -> int:
         return await sum_up_some(session, await _ago(session, timedelta(), now))
 
+    async def sum_up_end_users(session: AsyncSession) -> int:
+        return await sum_up_attributed(session, await _ago(session, timedelta(), now))
+
     files = FileContents(database, objects, BatchFiles(database), now)
     adapters = AdapterContents(database, objects, now)
     jobs: list[RetentionJob | ObjectJob] = [
@@ -81,6 +85,7 @@ def retention_jobs_of(
         RetentionJob("request_contents", partial(purge_contents, now=now)),
         RetentionJob("usage_minutes", purge_old_minutes),
         RetentionJob("usage_days", sum_up_days),
+        RetentionJob("usage_attributed_sums", sum_up_end_users),
         ObjectJob("adapters", adapters.purge),
         ObjectJob("adapter_contents", adapters.move_some),
         ObjectJob("orphaned_objects", OrphanedObjects(database, objects, now).delete, DAY_MS / 1000),

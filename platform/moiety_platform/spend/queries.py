@@ -15,11 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from moiety_platform.errors import BadRequest
 from moiety_platform.spend.forecast import forecast_month, read_since
 from moiety_platform.spend.schemas import DaySpend, SpendForecast, SpendGroup, SpendReport, SpendTotals
+from moiety_platform.usage.group_names import find_names
 from moiety_platform.usage.queries import (
     MAX_ATTRIBUTED_SPAN,
     MAX_GROUPS,
     UsageFilter,
-    find_names,
     group_keys,
     group_order,
     is_by_attribution,

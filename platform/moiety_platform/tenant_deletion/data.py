@@ -22,18 +22,26 @@ from moiety_platform.quota.models import Quota, QuotaAlert, QuotaLease, QuotaRat
 from moiety_platform.receipts.models import ReceiptChain, ReceiptRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant, TenantDeletion
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
-from moiety_platform.usage.models import LedgerEntry, UsageCut, UsageDay, UsageHour, UsageRecord
+from moiety_platform.usage.models import (
+    AttributedSpan,
+    AttributedSum,
+    LedgerEntry,
+    UsageCut,
+    UsageDay,
+    UsageHour,
+    UsageRecord,
+)
 
 Table = type[Base]
 
 ROWS_AT_ONCE = 500
 _ROWS_AT_ONCE: Mapping[Table, int] = MappingProxyType({FileChunk: 64, AdapterChunk: 16})  # of 256 KiB and 1 MiB each
 
-_NUMBERS: frozenset[Table] = frozenset({UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut}) | frozenset(
-    {Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert, ReceiptChain}
-)
+_NUMBERS: frozenset[Table] = frozenset(
+    {UsageRecord, LedgerEntry, UsageHour, UsageDay, UsageCut, AttributedSum, AttributedSpan}
+) | frozenset({Quota, QuotaWindow, QuotaLease, QuotaRate, QuotaThreshold, QuotaAlert, ReceiptChain})
 _BLANKED: frozenset[Table] = frozenset(
-    {Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay, ReceiptRecord}
+    {Tenant, Project, ApiKey, AuditEntry, UsageRecord, UsageHour, UsageDay, AttributedSum, ReceiptRecord}
 )
 KEPT_ELSEWHERE: frozenset[Table] = frozenset({SpanRecord, TraceRecord})  # if traces have their own database
 KEPT: frozenset[Table] = _NUMBERS | _BLANKED | {TenantDeletion}

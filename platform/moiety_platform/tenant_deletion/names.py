@@ -18,8 +18,9 @@ from moiety_platform.prices.models import PriceRecord
 from moiety_platform.receipts.models import ReceiptRecord
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.names import replace_names
+from moiety_platform.usage.attributed_sums import blank_sums
 from moiety_platform.usage.days import DAY, day_of, unmark
-from moiety_platform.usage.models import IS_ATTRIBUTED, UsageHour, UsageRecord
+from moiety_platform.usage.models import IS_ATTRIBUTED, AttributedSum, UsageHour, UsageRecord
 
 ERASED = "erased"
 HOURS_AT_ONCE = 20
@@ -42,11 +43,12 @@ async def blank_names(session: AsyncSession, tenant_id: str) -> Counter[str]:
 
 
 async def blank_attribution(session: AsyncSession, tenant_id: str) -> Counter[str]:
-    """Blank end users and tags of some usage rows; return their number. Sums have none."""
+    """Blank end users and tags of some usage rows and of some sums by them; return the number of rows by table."""
     told = UsageRecord.tenant_id == tenant_id, literal_column(f"({IS_ATTRIBUTED})", Boolean)
     some = select(UsageRecord.request_id).where(*told).limit(ROWS_AT_ONCE)
     blank = update(UsageRecord).where(UsageRecord.request_id.in_(some)).values(end_user=None, tags=None)
-    return Counter({UsageRecord.__tablename__: await _change(session, blank)})
+    rows, sums = await _change(session, blank), await blank_sums(session, [tenant_id])
+    return Counter({UsageRecord.__tablename__: rows, AttributedSum.__tablename__: sums})
 
 
 async def blank_receipts(session: AsyncSession, tenant_id: str) -> Counter[str]:
@@ -82,6 +84,7 @@ async def blank_models(session: AsyncSession, tenant_id: str) -> Counter[str]:
     found = select(UsageHour).where(*made_up, of_days).order_by(*in_order).limit(HOURS_AT_ONCE)
     for hour in (await session.scalars(found.with_for_update())).all():
         counts[UsageRecord.__tablename__] += await _rename_rows(session, hour)
+        counts[AttributedSum.__tablename__] += await _rename_sums(session, hour)
         await _move_sums(session, hour)
         counts[UsageHour.__tablename__] += 1
     return counts
@@ -91,6 +94,14 @@ async def _rename_rows(session: AsyncSession, hour: UsageHour) -> int:
     same = [getattr(UsageRecord, name) == getattr(hour, name) for name in _KEYS if name != "hour"]
     within = UsageRecord.started_at >= hour.hour, UsageRecord.started_at < hour.hour + timedelta(hours=1)
     return await _change(session, update(UsageRecord).where(*same, *within).values(model=ERASED))
+
+
+async def _rename_sums(session: AsyncSession, hour: UsageHour) -> int:
+    """Rename the model in the sums by end user of the hour's day, of which each span is a part."""
+    day, table = day_of(hour.hour), AttributedSum
+    same = [getattr(table, name) == getattr(hour, name) for name in _KEYS if name != "hour"]
+    within = table.start >= day, table.start < day + DAY
+    return await _change(session, update(table).where(*same, *within).values(model=ERASED))
 
 
 async def _move_sums(session: AsyncSession, hour: UsageHour) -> None:

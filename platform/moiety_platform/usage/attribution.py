@@ -1,7 +1,8 @@
 """Attribution of a request: the end user and the tags that its sender names, for the sender's own accounting.
 
 Both are bounded here, whatever the API allows: they are stored with the usage row of each request. They are no labels
-of metrics and no keys of sums, since a client can name any number of users. Reports by them read the rows themselves.
+of metrics and no keys of the sums that requests write, since a client can name any number of users. Sums by them are
+made later (`attributed_sums.py`).
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ def _days(first: datetime, before: datetime) -> list[datetime]:
 async def _mark(session: AsyncSession, days: list[datetime], *, is_done: bool) -> None:
     """Write the marks of the days; they stay locked, in order, until the end of the transaction."""
     marked = insert_into(session, UsageDayMark)
-    changed = marked.on_conflict_do_update(index_elements=[UsageDayMark.day], set_={"is_done": marked.excluded.is_done})
+    marks = {name: marked.excluded[name] for name in ("is_done", "is_attributed")}
+    changed = marked.on_conflict_do_update(index_elements=[UsageDayMark.day], set_=marks)
     connection = await session.connection()
-    await connection.execute(changed, [{"day": day, "is_done": is_done} for day in days])
+    await connection.execute(changed, [{"day": day, "is_done": is_done, "is_attributed": False} for day in days])

@@ -9,6 +9,7 @@ from sqlalchemy import BigInteger, cast, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import BulkInsert
+from moiety_platform.usage.attributed_spans import invalidate_span
 from moiety_platform.usage.days import unmark_late
 from moiety_platform.usage.models import EntryKind, LedgerEntry, UsageHour
 from moiety_platform.usage.row import UsageRow
@@ -109,4 +110,5 @@ async def correct(session: AsyncSession, kind: EntryKind, sequence: int, before:
     await session.execute(entry)
     if credit:
         await session.execute(insert(LedgerEntry).values(_credit_of(before, credit)))
+    await invalidate_span(session, before.tenant_id, before.started_at)
     await add_to_hours(session, [after], [before])

@@ -15,8 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import in_rows
 from moiety_platform.errors import BadRequest
+from moiety_platform.usage.group_names import find_names
 from moiety_platform.usage.models import UsageMinute
-from moiety_platform.usage.queries import UsageFilter, find_names
+from moiety_platform.usage.queries import UsageFilter
 from moiety_platform.usage.row import UsageRow
 from moiety_platform.usage.schemas import RequestSums
 from moiety_platform.usage.sums import UsageSums

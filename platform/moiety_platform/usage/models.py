@@ -8,6 +8,10 @@ rows that they sum. For every request, its tokens and cost in `usage` are the su
 Old rows of `usage` may be deleted; `usage_cuts` then has their sums. So for every tenant and hour: requests and cuts =
 ledger = hours. `usage_days` are sums of hours, made when a day is over and deleted when its hours change.
 `usage_minutes` are for display only, are not reconciled, and are deleted after some hours.
+
+`usage_attributed_sums` are sums of requests by end user and tags, made from the rows some time later, for the spans of
+`usage_attributed_spans`. They are exact as long as the span's hours have the sums with which it was made
+(`attributed_spans.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import BigInteger, Double, Index, Integer, String, Text, text
+from sqlalchemy import BigInteger, Double, Index, Integer, String, Text, false, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, SharedTable, UtcDateTime, WideInteger
@@ -122,17 +126,12 @@ class LedgerEntry(Base):
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
 
 
-class _Sums:
-    """Keys and sums of the next two tables.
+class _Counts:
+    """Sums of requests that are whole numbers of 64 bits.
 
     Times in milliseconds are summed over the requests that have them; `num_*` counts those requests.
     """
 
-    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
-    project_id: Mapped[str] = mapped_column(Text, primary_key=True)
-    key_id: Mapped[str] = mapped_column(Text, primary_key=True)
-    model: Mapped[str] = mapped_column(Text, primary_key=True)
-    service_class: Mapped[str] = mapped_column(Text, primary_key=True)
     requests: Mapped[int] = mapped_column(BigInteger)
     failed: Mapped[int] = mapped_column(BigInteger)
     rejected: Mapped[int] = mapped_column(BigInteger)
@@ -140,20 +139,35 @@ class _Sums:
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     output_tokens: Mapped[int] = mapped_column(BigInteger)
-    ttft_ms: Mapped[float] = mapped_column(Double)
     num_ttft: Mapped[int] = mapped_column(BigInteger)
-    duration_ms: Mapped[float] = mapped_column(Double)
     preemptions: Mapped[int] = mapped_column(BigInteger)
     cost_nanodollars: Mapped[int] = mapped_column(BigInteger)
     num_slo_attained: Mapped[int] = mapped_column(BigInteger)  # requests that attained their SLO
     num_slo_requests: Mapped[int] = mapped_column(BigInteger)
     speculative_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
     speculative_used_tokens: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
-    expert_moved_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
     credit_nanodollars: Mapped[int] = mapped_column(BigInteger, server_default="0")  # already taken off the cost
     num_guarantees: Mapped[int] = mapped_column(BigInteger, server_default="0")  # of quotes, met or missed
     num_guarantees_met: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class _Amounts(_Counts):
+    """All sums of requests."""
+
+    ttft_ms: Mapped[float] = mapped_column(Double)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    expert_read_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
+    expert_moved_bytes: Mapped[int] = mapped_column(WideInteger, server_default="0")
+
+
+class _Sums(_Amounts):
+    """Keys and sums of the next two tables."""
+
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    project_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    key_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    model: Mapped[str] = mapped_column(Text, primary_key=True)
+    service_class: Mapped[str] = mapped_column(Text, primary_key=True)
 
 
 class UsageHour(_Sums, Base):
@@ -173,12 +187,54 @@ class UsageDay(_Sums, Base):
 
 
 class UsageDayMark(SharedTable, Base):
-    """Mark of a past day: whether its hours are summed up, and nothing was added to them since."""
+    """Mark of a past day: whether its hours are summed up, and nothing was added to them since.
+
+    `is_attributed` says that since then the retention job has found sums by end user and tags for all of its tenants.
+    """
 
     __tablename__ = "usage_day_marks"
 
     day: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     is_done: Mapped[bool]
+    is_attributed: Mapped[bool] = mapped_column(server_default=false())
+
+
+class AttributedSum(_Amounts, Base):
+    """Sums of a tenant's requests with one end user and one set of tags, within the span that begins at `start`.
+
+    `number` counts the groups of a span, those with most output tokens first. Bytes have two parts, whose sums fit into
+    64 bits on SQLite (`wide_sums.py`).
+    """
+
+    __tablename__ = "usage_attributed_sums"
+    __table_args__ = (Index(None, "start"),)
+
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    number: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    project_id: Mapped[str] = mapped_column(Text)
+    key_id: Mapped[str] = mapped_column(Text)
+    model: Mapped[str] = mapped_column(Text)
+    service_class: Mapped[str] = mapped_column(Text)
+    end_user: Mapped[str | None] = mapped_column(Text)
+    tags: Mapped[str | None] = mapped_column(Text)
+    expert_read_bytes_high: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    expert_moved_bytes_high: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class AttributedSpan(_Counts, Base):
+    """Whole hours of one day, [start, until), of which a tenant's requests are in `usage_attributed_sums`.
+
+    The counts are the sums of the tenant's hours when the span was made.
+    """
+
+    __tablename__ = "usage_attributed_spans"
+    __table_args__ = (Index(None, "day"),)
+
+    tenant_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    start: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    until: Mapped[datetime] = mapped_column(UtcDateTime)
+    day: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class UsageCut(Base):

@@ -30,10 +30,18 @@ from sqlalchemy.types import TypeEngine
 from moiety_platform.db.base import WideInteger
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.errors import BadRequest
-from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_platform.usage.attributed_spans import split_time
 from moiety_platform.usage.attribution import is_tag_name
 from moiety_platform.usage.days import Span, longest_done
-from moiety_platform.usage.models import IS_ATTRIBUTED, UsageDay, UsageHour, UsageMinute, UsageRecord
+from moiety_platform.usage.group_names import find_names
+from moiety_platform.usage.models import (
+    IS_ATTRIBUTED,
+    AttributedSum,
+    UsageDay,
+    UsageHour,
+    UsageMinute,
+    UsageRecord,
+)
 from moiety_platform.usage.schemas import RequestPage, RequestView, UsageGroup, UsageReport, UsageTotals
 from moiety_platform.usage.wide_sums import high_part, join_parts, low_part
 from moiety_wire.classes import SPECULATIVE_PREFILL
@@ -42,13 +50,20 @@ MAX_GROUPS = 1000
 GROUPINGS = ("tenant", "project", "key", "model", "service_class", "hour", "day", "end_user")
 _TIMES = ("hour", "day")
 TAG_PREFIX = "tag:"  # of the grouping by one tag's values, such as tag:team
-MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which read every request of their time
+MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which may read many requests
 
 _COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
 _BYTES = ("expert_read_bytes", "expert_moved_bytes")
+AMOUNTS = (
+    *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
+    *("ttft_ms", "num_ttft", "duration_ms", "preemptions", "cost_nanodollars", "num_slo_attained", "num_slo_requests"),
+    *("speculative_tokens", "speculative_used_tokens", "credit_nanodollars", "num_guarantees", "num_guarantees_met"),
+    *_BYTES,
+    *(f"{name}_high" for name in _BYTES),
+)
+"""The columns of `request_amounts` that are added up, in their order."""
 _HOUR = timedelta(hours=1)
-_NAMED: dict[str, Any] = {"tenant": Tenant, "project": Project, "key": ApiKey}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +83,7 @@ class UsageFilter:
     among: tuple[str, tuple[str, ...]] | None = None  # a column of ids, and the ids of it
 
     def conditions(
-        self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute] = UsageRecord
+        self, table: type[UsageRecord | UsageHour | UsageDay | UsageMinute | AttributedSum] = UsageRecord
     ) -> list[ColumnElement[bool]]:
         """Return the filter as SQL conditions, without the time and the tag."""
         names = ("tenant_id", "project_id", "key_id", "model", "outcome", "service_class", "end_user")
@@ -90,7 +105,7 @@ class UsageFilter:
 
     @property
     def is_attributed(self) -> bool:
-        """True if the filter is for an end user or a tag, which only single requests have."""
+        """True if the filter is for an end user or a tag."""
         return self.end_user is not None or self.tag is not None
 
     @property
@@ -122,10 +137,10 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
     """Return sums per group, the groups with most output tokens first; by time if grouped by the hour or the day.
 
     Whole days and hours come from their sums, so that a long time costs no more than its days; the rest is added up.
-    The present hour is whole for a time that ends after the last request. Sums know no end users and no tags. Reports
-    by them read the requests, as long as these are kept, and raise BadRequest for a time of more than
-    MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable snapshot (`take_snapshot_locks`): it reads which days
-    have sums before it reads these.
+    The present hour is whole for a time that ends after the last request. Reports by end user or tag have sums of their
+    own (`attributed_spans.py`), read the requests where these are missing, and contain only requests whose rows are
+    kept. They raise BadRequest for a time of more than MAX_ATTRIBUTED_SPAN. Call it in a transaction with a stable
+    snapshot (`take_snapshot_locks`): it reads which days have sums before it reads these.
     """
     source = await source_of(session, usage_filter, grouping)
     keys = group_keys(source, grouping)
@@ -147,7 +162,7 @@ async def sum_usage(session: AsyncSession, usage_filter: UsageFilter, grouping: 
 
 
 def is_by_attribution(grouping: Sequence[str]) -> bool:
-    """Return whether a report groups by end user or tag, which only single requests have."""
+    """Return whether a report groups by end user or tag."""
     return any(name == "end_user" or name.startswith(TAG_PREFIX) for name in grouping)
 
 
@@ -175,11 +190,23 @@ async def source_of(
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
     if reads_requests(usage_filter, grouping):
         _check_span(usage_filter)
-        in_time = and_(UsageRecord.started_at >= usage_filter.since, UsageRecord.started_at < usage_filter.until)
-        return _rows(dialect, usage_filter, in_time, columns).subquery()
+        return await _attributed_source(session, usage_filter, columns)
     usage_filter = await _to_whole_hour(session, usage_filter)
     days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
     return _source(dialect, usage_filter, columns, days, sums)
+
+
+async def _attributed_source(session: AsyncSession, usage_filter: UsageFilter, columns: Sequence[str]) -> Subquery:
+    """Return the rows of a report by end user or tag: sums where they are exact, single requests in the other time."""
+    dialect, row, covered = session.get_bind().dialect.name, UsageRecord, list[Span]()
+    rest = [(usage_filter.since, usage_filter.until)]
+    if "hour" not in columns:
+        covered, rest = await split_time(session, *rest[0], usage_filter.tenant_id)
+    parts = [_attributed(dialect, usage_filter, span, columns) for span in covered]
+    for start, end in rest:
+        in_time = and_(row.started_at >= start, row.started_at < end)
+        parts.append(request_amounts(dialect, usage_filter, in_time, columns))
+    return union_all(*parts).subquery() if len(parts) > 1 else parts[0].subquery()
 
 
 async def _to_whole_hour(session: AsyncSession, usage_filter: UsageFilter) -> UsageFilter:
@@ -195,7 +222,7 @@ async def _to_whole_hour(session: AsyncSession, usage_filter: UsageFilter) -> Us
 
 
 def reads_requests(usage_filter: UsageFilter, grouping: Sequence[str]) -> bool:
-    """Return whether a report reads every request of its time, because sums know no end users and no tags."""
+    """Return whether a report reads requests, or sums of them by end user and tags: other sums know neither."""
     return usage_filter.is_attributed or is_by_attribution(grouping)
 
 
@@ -209,34 +236,6 @@ async def list_requests(session: AsyncSession, usage_filter: UsageFilter, page: 
         session, statement, page, UsageRecord.started_at, UsageRecord.request_id, newest_first=True
     )
     return RequestPage([RequestView.of(record) for record in records], next_cursor)
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of the tenants, projects and keys in a report, by id."""
-
-    by_id: dict[str, str]
-
-    def label_all(self, grouping: Sequence[str], row: Sequence[Any]) -> dict[str, str | None]:
-        """Return the group of a row, whose first columns are the group's values."""
-        return dict(part for name, value in zip(grouping, row, strict=False) for part in self._label(name, value))
-
-    def _label(self, grouping: str, value: str) -> list[tuple[str, str | None]]:
-        if grouping in _NAMED:
-            return [(f"{grouping}_id", value), (f"{grouping}_name", self.by_id.get(value))]
-        return [(grouping, value)]
-
-
-async def find_names(session: AsyncSession, grouping: Sequence[str], rows: Sequence[Any]) -> Names:
-    """Return the names of the ids in the rows, whose first columns are the groups."""
-    by_id: dict[str, str] = {}
-    for index, name in enumerate(grouping):
-        if name in _NAMED and rows:
-            model = _NAMED[name]
-            ids = {row[index] for row in rows}
-            found = await session.execute(select(model.id, model.name).where(model.id.in_(ids)))
-            by_id.update((row_id, row_name) for row_id, row_name in found)
-    return Names(by_id)
 
 
 def _floor(moment: datetime) -> datetime:
@@ -253,14 +252,14 @@ def _source(
     start, end = usage_filter.whole_hours
     started = UsageRecord.started_at
     if start >= end:
-        return _rows(
+        return request_amounts(
             dialect, usage_filter, and_(started >= usage_filter.since, started < usage_filter.until)
         ).subquery()
     before, after = (
         and_(started >= usage_filter.since, started < start),
         and_(started >= end, started < usage_filter.until),
     )
-    parts = [_rows(dialect, usage_filter, before), _rows(dialect, usage_filter, after)]
+    parts = [request_amounts(dialect, usage_filter, before), request_amounts(dialect, usage_filter, after)]
     if days is None:
         parts.append(_summed(dialect, usage_filter, UsageHour.hour, start, end))
     else:
@@ -287,22 +286,27 @@ def _check_span(usage_filter: UsageFilter) -> None:
         )
 
 
-def _tag(dialect: str, name: str) -> ColumnElement[str]:
+def _tag(dialect: str, name: str, table: type[UsageRecord | AttributedSum] = UsageRecord) -> ColumnElement[str]:
     """Return the value of a request's tag, NULL if it has none."""
-    tags = cast(UsageRecord.tags, JSON) if dialect == "postgresql" else type_coerce(UsageRecord.tags, JSON)
+    tags = cast(table.tags, JSON) if dialect == "postgresql" else type_coerce(table.tags, JSON)
     value: ColumnElement[str] = tags[name].as_string()
     return value
 
 
-def _rows(
+def _attribution(
+    dialect: str, table: type[UsageRecord | AttributedSum], columns: Sequence[str]
+) -> list[ColumnElement[Any]]:
+    """Return those of the columns that are an end user or tags; `tags` are all of them, as they are stored."""
+    names = (name for name in columns if name.startswith(TAG_PREFIX))
+    values = [_tag(dialect, name.removeprefix(TAG_PREFIX), table).label(name) for name in names]
+    return [*values, *(getattr(table, name).label(name) for name in ("end_user", "tags") if name in columns)]
+
+
+def request_amounts(
     dialect: str, usage_filter: UsageFilter, in_time: ColumnElement[bool], columns: Sequence[str] = ()
 ) -> Select[Any]:
     """Select requests in the form in which they are added to hours, with further columns of single requests."""
     row = UsageRecord
-    tags = (name for name in columns if name.startswith(TAG_PREFIX))
-    more: list[ColumnElement[Any]] = [_tag(dialect, name.removeprefix(TAG_PREFIX)).label(name) for name in tags]
-    if "end_user" in columns:
-        more.append(row.end_user.label("end_user"))
 
     def when(condition: ColumnElement[bool]) -> ColumnElement[int]:
         return case((condition, 1), else_=0)
@@ -329,7 +333,7 @@ def _rows(
         when(row.guarantee_met.is_not(None)).label("num_guarantees"),
         when(row.guarantee_met.is_(True)).label("num_guarantees_met"),
         *_parts_of_bytes(dialect, row),
-        *more,
+        *_attribution(dialect, row, columns),
     ).where(in_time, *usage_filter.row_conditions(dialect))
 
 
@@ -344,6 +348,18 @@ def _summed(
     in_time = moment >= start, moment < end
     times = _hour(dialect, moment).label("hour"), _day(dialect, moment).label("day")
     return select(*times, *keys, *sums).where(*in_time, *usage_filter.conditions(table))
+
+
+def _attributed(dialect: str, usage_filter: UsageFilter, span: Span, columns: Sequence[str]) -> Select[Any]:
+    """Select sums by end user and tags, with the columns of requests; their hour is meaningless."""
+    table = AttributedSum
+    times = _hour(dialect, table.start).label("hour"), _day(dialect, table.start).label("day")
+    keys = [getattr(table, name) for name in _KEYS]
+    sums = [getattr(table, name) for name in AMOUNTS]
+    of_tag = [] if usage_filter.tag is None else [_tag(dialect, usage_filter.tag[0], table) == usage_filter.tag[1]]
+    return select(*times, *keys, *sums, *_attribution(dialect, table, columns)).where(
+        table.start >= span[0], table.start < span[1], *usage_filter.conditions(table), *of_tag
+    )
 
 
 def _parts_of_bytes(dialect: str, table: Any) -> list[ColumnElement[int]]:
