@@ -417,11 +417,11 @@ def test_end_users_come_by_their_tokens_with_their_share_and_cost_and_requests_w
     assert attribution.attribution_frame([], "tag:team").empty
 
 
-def test_hours_of_each_name_are_added_up_by_the_day() -> None:
+def test_hours_and_days_of_each_name_are_added_up_by_the_day() -> None:
     since = NOON.replace(hour=0)
     hours = {
         "a": [attributed({"hour": (since + timedelta(hours=at)).isoformat()}, 10) for at in (1, 23, 24)],
-        "b": [attributed({"hour": (since + timedelta(hours=30)).isoformat()}, 7)],
+        "b": [attributed({"day": f"{since + timedelta(days=1):%Y-%m-%d}"}, 7)],
     }
     frame = attribution.slots_frame(hours, since, timedelta(days=1))
     told = list(frame.itertuples(index=False, name=None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pandas as pd
@@ -35,13 +35,12 @@ def attribution_frame(groups: Rows, grouping: str) -> pd.DataFrame:
     return frame.sort_values(["share", "name"], ascending=[False, True], ignore_index=True)
 
 
-def slots_frame(hours: Mapping[str, Rows], since: datetime, step: timedelta) -> pd.DataFrame:
-    """Return tokens and cost in dollars per slot of `step` and name, from each name's sums by the hour."""
+def slots_frame(groups_of: Mapping[str, Rows], since: datetime, step: timedelta) -> pd.DataFrame:
+    """Return tokens and cost in dollars per slot of `step` and name, from each name's sums by the hour or the day."""
     found: dict[tuple[datetime, str], dict[str, float]] = {}
-    for name, groups in hours.items():
+    for name, groups in groups_of.items():
         for group in groups:
-            hour = datetime.fromisoformat(group["group"]["hour"])
-            slot = since + (hour - since) // step * step
+            slot = since + (_start_of(group["group"]) - since) // step * step
             sums = found.setdefault((slot, name), {"tokens": 0, "cost": 0.0})
             sums["tokens"] += _tokens_of(group["totals"])
             sums["cost"] += group["totals"]["cost_nanodollars"] / 1e9
@@ -56,6 +55,12 @@ def tag_names(requests: Rows) -> list[str]:
         for name in request["tags"]:
             counts[name] = counts.get(name, 0) + 1
     return sorted(counts, key=lambda name: (-counts[name], name))
+
+
+def _start_of(group: Mapping[str, str]) -> datetime:
+    if "hour" in group:
+        return datetime.fromisoformat(group["hour"])
+    return datetime.fromisoformat(group["day"]).replace(tzinfo=UTC)
 
 
 def _tokens_of(totals: Mapping[str, Any]) -> int:

@@ -59,9 +59,10 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
 def _read(
     client: AdminClient, tenant_id: str, window: Window, grouping: str
 ) -> tuple[Answer, list[Answer], pd.DataFrame, pd.DataFrame]:
-    """Return the sums by the grouping, and those by the hour of its largest values, with a frame of each.
+    """Return the sums by the grouping, and those by the hour or the day of its largest values, with a frame of each.
 
-    The gateway reads every request of the time for them, so they are asked for once a minute at most.
+    The gateway reads many requests for them, all of the time for sums by the hour, so they are asked for once a minute
+    at most.
     """
     key = tenant_id, window.label, grouping
     known: tuple[Any, float, Any] | None = st.session_state.get(READ)
@@ -74,10 +75,11 @@ def _read(
     drawn = list(frame["name"].dropna().head(NUM_DRAWN))
     tag = grouping.removeprefix(TAG)
     only = [{END_USER: name} if grouping == END_USER else {"tag": f"{tag}={name}"} for name in drawn]
-    answers = client.get_all([("/usage", {"group_by": "hour", **one, **given}) for one in only])
-    by_hour = dict(zip(drawn, answers, strict=True))
-    slots = slots_frame({name: answer.data["data"] for name, answer in by_hour.items()}, span.since, window.step)
-    found = total, list(by_hour.values()), frame, slots
+    slot = "hour" if window.step < DAY else "day"
+    answers = client.get_all([("/usage", {"group_by": slot, **one, **given}) for one in only])
+    by_slot = dict(zip(drawn, answers, strict=True))
+    slots = slots_frame({name: answer.data["data"] for name, answer in by_slot.items()}, span.since, window.step)
+    found = total, list(by_slot.values()), frame, slots
     st.session_state[READ] = key, time.monotonic(), found
     return found
 
