@@ -29,7 +29,7 @@ from moiety_engine.kv_transfer.nixl_memory import (
     receiver_of,
 )
 from moiety_engine.kv_transfer.sender_thread import SenderThread
-from moiety_engine.kv_transfer.staging_buffer import STALLED_S, Progress, StagingBuffer
+from moiety_engine.kv_transfer.staging_buffer import STALLED_S, UNCLAIMED_S, Progress, StagingBuffer
 from moiety_engine.model.batch import KvCache
 from moiety_kernels.kv_store.caches import LayerCache
 from moiety_wire.roles import KvHandoff
@@ -230,6 +230,48 @@ def test_other_messages_are_taken_while_the_last_of_a_transfer_is_read(agents: t
     assert staging_buffer.end("c") is None
     clock[0] += STALLED_S + 1
     assert staging_buffer.end("c") is False
+
+
+@pytest.mark.parametrize("ending", ["drop", "cancel", "stalled", "other prompt", "unclaimed", "refused"])
+def test_the_other_thread_uses_the_staging_buffer_while_memory_is_deregistered(
+    agents: type[Agent], kv: KvCache, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    sender, clock = NixlSender(1 << 16), [0.0]
+    staging_buffer = StagingBuffer(1 << 20, share_of(kv), NixlReceiver(), clock=lambda: clock[0])
+    staging_buffer.serve(kv)
+    size, waited = begin_of(kv, "a", NUM_TOKENS).num_bytes, list[bool]()
+    first = announced(sender.allocate(size), kv)
+
+    def deregister(*_: Any) -> None:
+        thread = threading.Thread(target=staging_buffer.claim, args=("other",), daemon=True)
+        thread.start()
+        thread.join(5)
+        waited.append(thread.is_alive())
+
+    monkeypatch.setattr(agents, "deregister_memory", deregister)
+    if ending == "refused":  # it ends while its memory is registered
+        register = agents.register_memory
+
+        def end_meanwhile(agent: Agent, memory: Any) -> Any:
+            assert staging_buffer.begin(msgspec.structs.replace(first, num_tokens=0), b"y")
+            return register(agent, memory)
+
+        monkeypatch.setattr(agents, "register_memory", end_meanwhile)
+    assert bool(staging_buffer.begin(first, b"x")) is (ending == "refused")
+    match ending:
+        case "drop":
+            staging_buffer.drop("a")
+        case "cancel":
+            staging_buffer.cancel("a", b"x")
+        case "stalled":
+            clock[0] += STALLED_S + 1
+            assert staging_buffer.claim("a") is Progress.LOST
+        case "other prompt":
+            assert staging_buffer.arrival("a", b"another") is None
+        case "unclaimed":
+            clock[0] += UNCLAIMED_S + 1
+            assert staging_buffer.begin(announced(sender.allocate(size), kv, "b")) == ""
+    assert waited == [False]
 
 
 def test_a_buffer_that_cannot_be_deregistered_does_not_stop_the_step_loop(

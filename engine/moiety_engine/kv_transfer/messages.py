@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moiety_engine.config import KvTransport
 from moiety_wire.roles import KvRanks
 
 
@@ -77,6 +78,18 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rank: int = 0  # that sends
     shards: tuple[CacheShard, ...] = ()  # that it sends: of the layers of `form`, then of those of `states`
     memory: RemoteMemory | None = None  # that holds the chunks with the transport nixl
+
+    @property
+    def announced_transport(self) -> KvTransport:
+        """Transport by which the chunks come according to the fields that it needs."""
+        if self.memory is not None:
+            return KvTransport.NIXL
+        return KvTransport.MEMORY if self.segment else KvTransport.TCP
+
+    def why_apart(self, other: Begin) -> str:
+        """Return why two parts are not of one transfer; "" if they can be."""
+        both = [(one.num_tokens, one.prompt_hash, one.ranks) for one in (self, other)]
+        return "" if both[0] == both[1] else "its parts are of different prompts or engines"
 
 
 class KvChunk(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -146,8 +146,8 @@ class StagingBuffer:
         incompatible = share.why_incompatible(ranks)  # it and the shards are computed before the step loop has to wait
         expected = () if incompatible else share.shards_from_rank(ranks, begin.rank)
         num_parts = len(share.shards_from(ranks)) if expected else 0
+        self._drop_unclaimed()
         with self._lock:
-            self._drop_unclaimed()
             transfer = self._transfers.get(begin.transfer_id)
             parts = {} if transfer is None else transfer.parts
             if sender in parts or any(part.begin.rank == begin.rank for part in parts.values()):
@@ -172,18 +172,17 @@ class StagingBuffer:
         with self._lock:
             if not complaint and begin.transfer_id in self._lost:
                 complaint = "the transfer has ended meanwhile"
-            if complaint or buffer_B is None:
-                self._held_bytes -= begin.num_bytes
-                self._drop(begin.transfer_id)
-                self._remember_lost(begin.transfer_id)
-                if reads is not None:
-                    reads.close()
-                return complaint
-            if transfer is None:
-                transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
-            pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
-            transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces, reads=reads)
-            return ""
+            if not complaint and buffer_B is not None:
+                if transfer is None:
+                    transfer = self._transfers[begin.transfer_id] = _Transfer(time.time_ns(), num_parts)
+                pieces: list[list[KvChunk]] = [[] for _ in (*begin.form, *begin.states)]
+                transfer.parts[sender] = _Part(begin, buffer_B, self._clock(), pieces=pieces, reads=reads)
+                return ""
+            others = self._take(begin.transfer_id)
+            self._remember_lost(begin.transfer_id)
+            others.append(_Part(begin, torch.empty(0), self._clock(), reads=reads))
+        self._release(others)
+        return complaint
 
     def put(self, piece: KvChunk, frames: Sequence[memoryview], sender: bytes = b"") -> None:
         """Store a chunk; its bytes come with it with the transport tcp only. An invalid chunk ends the transfer.
@@ -244,13 +243,16 @@ class StagingBuffer:
         """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is not None and sender in transfer.parts and not transfer.ended_unix_ns:
-                self._drop(transfer_id)
+            if transfer is None or sender not in transfer.parts or transfer.ended_unix_ns:
+                return
+            parts = self._take(transfer_id)
+        self._release(parts)
 
     def drop(self, transfer_id: str) -> None:
         """Drop a transfer that is not needed any more. An unknown transfer is ignored."""
         with self._lock:
-            self._drop(transfer_id)
+            parts = self._take(transfer_id)
+        self._release(parts)
 
     # ── from the step loop ──
 
@@ -263,10 +265,11 @@ class StagingBuffer:
             transfer.is_claimed = True
             if transfer.ended_unix_ns:
                 return Progress.THERE
-            if transfer.is_stalled(self._clock()):
-                self._drop(transfer_id)
-                return Progress.LOST
-            return Progress.COMING
+            if not transfer.is_stalled(self._clock()):
+                return Progress.COMING
+            parts = self._take(transfer_id)
+        self._release(parts)
+        return Progress.LOST
 
     def arrival(self, transfer_id: str, hashed: bytes) -> KvTransferTimes | None:
         """Return the transfer times of complete KV.
@@ -275,12 +278,13 @@ class StagingBuffer:
         """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or not transfer.ended_unix_ns or transfer.first.prompt_hash != hashed:
-                self._drop(transfer_id)
-                return None
-            first, num_bytes = transfer.first, sum(part.begin.num_bytes for part in transfer.parts.values())
-            ended_ns = transfer.ended_unix_ns
-            return KvTransferTimes(transfer.begun_unix_ns, ended_ns, first.num_tokens, num_bytes, first.transport)
+            if transfer is not None and transfer.ended_unix_ns and transfer.first.prompt_hash == hashed:
+                first, num_bytes = transfer.first, sum(part.begin.num_bytes for part in transfer.parts.values())
+                ended_ns = transfer.ended_unix_ns
+                return KvTransferTimes(transfer.begun_unix_ns, ended_ns, first.num_tokens, num_bytes, first.transport)
+            parts = self._take(transfer_id)
+        self._release(parts)
+        return None
 
     @torch.inference_mode()
     def load(
@@ -359,19 +363,29 @@ class StagingBuffer:
         return None if transfer is None else transfer.parts.get(sender)
 
     def _drop_unclaimed(self) -> None:
-        now_s = self._clock()
-        for transfer_id, transfer in list(self._transfers.items()):
-            if not transfer.is_claimed and now_s - transfer.heard_s > UNCLAIMED_S:
-                self._drop(transfer_id)
+        now_s, parts = self._clock(), list[_Part]()
+        with self._lock:
+            for transfer_id, transfer in list(self._transfers.items()):
+                if not transfer.is_claimed and now_s - transfer.heard_s > UNCLAIMED_S:
+                    parts += self._take(transfer_id)
+        self._release(parts)
 
-    def _drop(self, transfer_id: str) -> None:
+    def _take(self, transfer_id: str) -> list[_Part]:
+        """Remove a transfer, and return its parts, which the caller releases without the lock. It holds the lock."""
         transfer = self._transfers.pop(transfer_id, None)
-        if transfer is not None:
-            self._held_bytes -= sum(part.begin.num_bytes for part in transfer.parts.values())
-            for part in transfer.parts.values():
-                if part.reads is not None:
-                    part.reads.close()
-            self._remember_lost(transfer_id)
+        if transfer is None:
+            return []
+        self._remember_lost(transfer_id)
+        return list(transfer.parts.values())
+
+    def _release(self, parts: Sequence[_Part]) -> None:
+        """Free the memory of parts. The other thread goes on meanwhile, since deregistering memory takes long."""
+        for part in parts:
+            if part.reads is not None:
+                part.reads.close()
+        if parts:
+            with self._lock:
+                self._held_bytes -= sum(part.begin.num_bytes for part in parts)
 
     def _open_reads(self, begin: Begin) -> NixlReads | None:
         if begin.memory is None or self._nixl is None:
@@ -390,12 +404,12 @@ class StagingBuffer:
         """
         if self._kv is None:
             return "the engine sleeps"
-        if begin.transport != _transport_of(begin):
+        if begin.transport != begin.announced_transport:
             return f"its transport {begin.transport[:64]!r} is unknown: run the same release of both engines"
         if begin.memory is not None and self._nixl is None:
             return "it is sent by NIXL: start this engine with --kv-transport nixl as well"
         return self._why_unlike(begin, expected, self._kv) or (
-            "" if transfer is None else _why_apart(begin, transfer.first)
+            "" if transfer is None else begin.why_apart(transfer.first)
         )
 
     def _why_unlike(self, begin: Begin, expected: Sequence[CacheShard], kv: KvCache) -> str:
@@ -427,18 +441,6 @@ class StagingBuffer:
                 f"{self._held_bytes} are used: raise --kv-buffer-bytes"
             )
         return ""
-
-
-def _why_apart(begin: Begin, other: Begin) -> str:
-    """Return why two parts are not of one transfer; "" if they can be."""
-    both = [(one.num_tokens, one.prompt_hash, one.ranks) for one in (begin, other)]
-    return "" if both[0] == both[1] else "its parts are of different prompts or engines"
-
-
-def _transport_of(begin: Begin) -> KvTransport:
-    if begin.memory is not None:
-        return KvTransport.NIXL
-    return KvTransport.MEMORY if begin.segment else KvTransport.TCP
 
 
 def _buffer(begin: Begin) -> Tensor:
