@@ -44,6 +44,7 @@ from moiety_engine.kv_transfer.connector import rank_transfers_of
 from moiety_engine.loopback import keep_collectives_on_loopback
 from moiety_engine.model.loading import WeightShard, load_options, load_share
 from moiety_engine.mtp_and_draft_model.loading import load_draft_models
+from moiety_engine.runner.checkpoint_weights import CheckpointWeights
 from moiety_engine.runner.expert_worker import ExpertWorker
 from moiety_engine.runner.overlap import steps_overlap
 from moiety_engine.runner.worker import Worker, WorkerBase
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     from moiety_engine.config import EngineConfig
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.checkpoint_weights import PartLoader
 
 # settings that may differ between ranks
 _SINGLE_RANK_FEATURES = (
@@ -81,7 +83,7 @@ class Assembled:
     draft_models: tuple[Transformer, ...]  # a draft model, or the MTP layers
     rank_group: RankGroup | None
     local_ranks: int  # ranks on this host that have a KV cache
-    load_experts: Callable[[Ranks], WeightShard] | None = None  # of another position of rank 0, while steps run
+    load_part: PartLoader  # of the model, once more
 
 
 def assemble(
@@ -94,8 +96,9 @@ def assemble(
     """
     layout = layout_of(config)
     if rendezvous is None and layout.num_ranks == 1:
-        model = _load(config, Rendezvous(0, 1), SINGLE_RANK_GROUPS, progress).transformer()
-        return Assembled(model, _load_draft_models(config, model, progress), None, 1)
+        own = Rendezvous(0, 1)
+        model = _load(config, own, SINGLE_RANK_GROUPS, progress).transformer()
+        return Assembled(model, _load_draft_models(config, model, progress), None, 1, _part_loader(config, own))
     rank_group, rendezvous = _spawn(config) if rendezvous is None else (_lead(config, rendezvous), rendezvous)
     heartbeat = rank_group.heartbeat
 
@@ -112,7 +115,7 @@ def assemble(
     if rank_group.excluded:
         _log_excluded_ranks(rank_group, layout, model)
     local_ranks = min(rendezvous.local_num_ranks, rank_group.ranks.rank_position.layout.attention_ranks)
-    return Assembled(model, draft_models, rank_group, local_ranks, _loader_beside_steps(config, rendezvous))
+    return Assembled(model, draft_models, rank_group, local_ranks, _part_loader(config, rendezvous))
 
 
 def follow(config: EngineConfig, rendezvous: Rendezvous) -> None:
@@ -178,12 +181,19 @@ def _follow_running_group(config: EngineConfig, rendezvous: Rendezvous) -> None:
     rank_group.close()
 
 
-def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, checkpoint: str, ranks: Ranks) -> WeightShard:
-    """Load the part of a position on a rank that serves, without changing its number of threads.
+def _load_part(
+    config: EngineConfig,
+    rendezvous: Rendezvous,
+    checkpoint: str,
+    position: RankPosition,
+    on_progress: Callable[[], None] = lambda: None,
+) -> WeightShard:
+    """Load the part of a position once more, on a rank that serves, without changing its number of threads.
 
     `checkpoint`: fingerprint at the start. Raises CheckpointError if the files have changed since.
     """
-    share = _load(config, replace(rendezvous, local_num_ranks=1), ranks, None)
+    own = replace(rendezvous, local_num_ranks=1)
+    share = _load(config, own, Ranks(position), lambda _done, _total: on_progress())
     if fingerprint(Path(config.model)) != checkpoint:
         raise CheckpointError(
             f"the checkpoint {config.model} was changed since this rank has loaded it: restart the engine"
@@ -191,15 +201,15 @@ def _load_beside_steps(config: EngineConfig, rendezvous: Rendezvous, checkpoint:
     return share
 
 
-def _loader_beside_steps(config: EngineConfig, rendezvous: Rendezvous) -> Callable[[Ranks], WeightShard]:
-    return partial(_load_beside_steps, config, rendezvous, fingerprint(Path(config.model)))
+def _part_loader(config: EngineConfig, rendezvous: Rendezvous) -> PartLoader:
+    return partial(_load_part, config, rendezvous, fingerprint(Path(config.model)))
 
 
 def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
+    checkpoint = CheckpointWeights(config, _part_loader(config, rendezvous))
     if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts(rank_group.ranks)
-        load = _loader_beside_steps(config, rendezvous)
-        return ExpertWorker(experts, rank_group, load, overlaps=steps_overlap(experts, config))
+        return ExpertWorker(experts, rank_group, checkpoint, overlaps=steps_overlap(experts, config))
     model = share.transformer()
     disk = RankDiskCache(config, model, rank_group) if config.disk_cache else None
     draft_models = load_draft_models(config, model)
@@ -212,7 +222,7 @@ def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, 
         disk=disk,
         transfers=transfers,
         steps_in_flight=config.steps_in_flight,
-        load=_loader_beside_steps(config, rendezvous),
+        checkpoint=checkpoint,
     )
 
 

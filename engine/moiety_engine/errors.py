@@ -4,6 +4,7 @@ EngineError
 ├── InvalidConfig         a setting that cannot work, and what to set instead
 ├── CheckpointError       the checkpoint folder is missing, incomplete or not of a known family
 ├── OutOfMemory           the weights or the KV cache do not fit in the memory or on the disk that is there
+├── SleepFileError        the weights of a sleeping engine cannot be read again
 ├── AdapterError          an adapter cannot be served beside this model
 ├── RanksError            the ranks of a model do not come together, or one of them is lost
 └── InvalidRequest        a request of a program to the model in its own process is invalid
@@ -23,6 +24,10 @@ class CheckpointError(EngineError):
 
 
 class OutOfMemory(EngineError):
+    pass
+
+
+class SleepFileError(EngineError):
     pass
 
 

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 import torch
 
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import EngineError, OutOfMemory, SleepFileError
 from moiety_engine.load_reporter import TenantBlocks, load_of
 from moiety_engine.messages import CoreLoad, CoreOutput, CoreStep, CoreSubmit, PrefixChanges
 from moiety_engine.scheduling.outputs.finish import failure_after
@@ -254,10 +254,10 @@ class EngineLoop:
     def wake(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Allocate the memory again and restore the state after startup.
 
-        Raises OutOfMemory; the loop then stays asleep.
+        Raises OutOfMemory, and SleepFileError if the weights cannot be read; the loop then stays asleep.
         """
         assert self.executor.asleep, "the replica is awake already"
-        problem = ""
+        problem: EngineError | None = None
         try:
             self.executor.restore(on_progress)
             self.warm_up()
@@ -267,10 +267,15 @@ class EngineLoop:
             if self.experts.rebalancing is not None:
                 self.experts.rebalancing.restart_clock(self._clock_ns() / 1e9)
         except (OutOfMemory, torch.OutOfMemoryError) as exc:
-            problem = str(exc)
-        if problem:  # released here, where the exception holds no reference to the allocations
-            self.executor.undo_restore(on_progress)
-            raise OutOfMemory(problem)
+            problem = OutOfMemory(str(exc))
+        except SleepFileError as exc:
+            problem = SleepFileError(str(exc))
+        if problem is not None:  # released here, where the exception holds no reference to the allocations
+            try:
+                self.executor.undo_restore(on_progress)
+            except OutOfMemory as exc:  # what some ranks have read stays in memory
+                log.warning("core_memory_kept", reason=str(exc), advice="free space, then wake or restart the engine")
+            raise problem
 
     def __enter__(self) -> Self:
         return self

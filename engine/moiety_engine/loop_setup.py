@@ -23,6 +23,7 @@ from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.adapter_loading import AdapterLoader
+from moiety_engine.runner.checkpoint_weights import CheckpointWeights
 from moiety_engine.runner.control_messages import ControlSender
 from moiety_engine.runner.expert_scaling import ExpertScaling
 from moiety_engine.runner.micro_batches import cutting_of
@@ -36,10 +37,9 @@ from moiety_engine.structured_outputs.compile_queue import GrammarCompileQueue
 
 if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
-    from moiety_engine.distribution.collectives import Ranks
     from moiety_engine.distribution.rank_group import RankGroup
-    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.transformer import Transformer
+    from moiety_engine.runner.checkpoint_weights import PartLoader
     from moiety_engine.structured_outputs.service import GrammarService
 
 
@@ -52,13 +52,13 @@ def build_loop(
     local_ranks: int = 1,
     grammars: GrammarService | str = "it was made without a tokenizer",
     draft_models: tuple[Transformer, ...] = (),
-    load_experts: Callable[[Ranks], WeightShard] | None = None,
+    load_part: PartLoader | None = None,
 ) -> EngineLoop:
     """Build the loop and load the configured adapters.
 
     `rank_group` is the group of the model's other ranks; `local_ranks` ranks, including this one, run on this host.
     `grammars` is the service that compiles and steps grammars, or the reason why there is none. `draft_models` are
-    the draft model that the configuration names, or the MTP layers. `load_experts`: see ExpertScaling.
+    the draft model that the configuration names, or the MTP layers. `load_part`: see CheckpointWeights.
     Raises AdapterError for a configured adapter that cannot be served.
     """
     if model.vision is not None and draft_models:
@@ -82,9 +82,10 @@ def build_loop(
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-profiles")
     cutting = cutting_of(config, model.device.type, model.ranks)
     num_mask_words = compile_queue.num_words
-    options = DeviceOptions(kv_connector, adapters, tenants, num_mask_words, cutting, config.sleep_folder)
+    checkpoint = CheckpointWeights(config, load_part)
+    options = DeviceOptions(kv_connector, adapters, tenants, num_mask_words, cutting, config.sleep_folder, checkpoint)
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
-    experts = _monitor_experts(model, config, controls, adapters, tenants, clock_ns, load_experts)
+    experts = _monitor_experts(model, config, controls, adapters, tenants, clock_ns, load_part)
     scheduler = build_scheduler(config, model, sizes, draft)
     scheduler.encoder_work.is_encoded = executor.is_image_encoded
     disk = DiskTier(config, model, scheduler, executor.awake().kv, controls) if config.disk_cache else None
@@ -127,7 +128,7 @@ def _monitor_experts(
     adapters: AdapterSlots,
     tenants: TenantSlots | None,
     clock_ns: Callable[[], int],
-    load_experts: Callable[[Ranks], WeightShard] | None,
+    load_part: PartLoader | None,
 ) -> ExpertMonitor:
     watch = None
     if model.experts is not None and model.expert_counter is not None and tenants is not None:
@@ -140,5 +141,5 @@ def _monitor_experts(
         adapters.read_again()
 
     profiler = ExpertProfiler(model.experts) if model.experts is not None and config.expert_profiles else None
-    scaling = ExpertScaling(model, controls, config, before_switch, load_experts)
+    scaling = ExpertScaling(model, controls, config, before_switch, load_part)
     return ExpertMonitor(watch, rebalancing, scaling, profiler)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.moe.tenants import TenantSlots
     from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
+    from moiety_engine.runner.checkpoint_weights import CheckpointWeights
     from moiety_engine.runner.control_messages import ControlSender
     from moiety_engine.runner.micro_batches import StepSplit
     from moiety_engine.runner.sizes import Sizes
@@ -35,6 +36,7 @@ class DeviceOptions:
     num_mask_words: int  # of a token mask of structured outputs; 0 without them
     cutting: StepSplit
     sleep_folder: str  # for the weights of a sleeping replica; "": host memory
+    checkpoint: CheckpointWeights  # loads the weights if their file there cannot be read
 
 
 class ModelExecutor:
@@ -57,7 +59,8 @@ class ModelExecutor:
         self.controls = controls
         self.overlaps = overlaps
         self._options = options
-        self._weights = Weights([model] if draft is None else [model, *draft.models], controls, options.sleep_folder)
+        models = [model] if draft is None else [model, *draft.models]
+        self._weights = Weights(models, controls, options.sleep_folder, options.checkpoint)
         self.device_state: DeviceState | None = self._allocate()
 
     @property
@@ -117,7 +120,10 @@ class ModelExecutor:
         free_cached_memory(self.model.device)
 
     def restore(self, on_progress: Callable[[], None]) -> None:
-        """Reload the weights and allocate the state on the device. Raises OutOfMemory; see `undo_restore`."""
+        """Reload the weights and allocate the state on the device; see `undo_restore`.
+
+        Raises OutOfMemory or SleepFileError.
+        """
         self._weights.reload_weights(on_progress)
         self.device_state = self._allocate()
 

@@ -41,7 +41,7 @@ def load_loop(
                 local_ranks=local_ranks,
                 grammars=found,
                 draft_models=assembled.draft_models,
-                load_experts=assembled.load_experts,
+                load_part=assembled.load_part,
             )
         except BaseException:
             model.close()

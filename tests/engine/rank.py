@@ -33,16 +33,18 @@ from moiety_engine.distribution import rank_heartbeat as heartbeat
 from moiety_engine.distribution.collectives import TransferGroup
 from moiety_engine.distribution.layout import layout_of
 from moiety_engine.distribution.rendezvous_address import Rendezvous
-from moiety_engine.errors import EngineError, OutOfMemory
+from moiety_engine.errors import CheckpointError, EngineError, OutOfMemory, SleepFileError
 from moiety_engine.logs import configure_logs
 from moiety_engine.loop import EngineLoop
 from moiety_engine.messages import CoreFinish, CoreLoad, CoreSubmit
 from moiety_engine.model import adapter_modules, weight_offload
 from moiety_engine.model.adapter_stacks import AdapterStacks
 from moiety_engine.model.expert_migration import SlotWeights
+from moiety_engine.model.weight_file import WeightFile
 from moiety_engine.model.weight_offload import WeightOffload, named_tensors
 from moiety_engine.offline import run_all
 from moiety_engine.runner import adapter_loading
+from moiety_engine.runner.checkpoint_weights import CheckpointWeights
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import paths
 from moiety_wire.experts import ExpertLoadQuery, unpack_counts
@@ -112,13 +114,13 @@ class Answer(msgspec.Struct):
 def refusal(do: Callable[[], object]) -> str:
     try:
         do()
-    except OutOfMemory as exc:
+    except (OutOfMemory, SleepFileError) as exc:
         return str(exc)
     return ""
 
 
 def nap(loop: EngineLoop, lacks: str) -> str:
-    """Sleep and wake; return the error if memory was missing."""
+    """Sleep and wake; return the error if memory, or the file of the weights, was missing."""
     said = refusal(loop.sleep) if lacks == "host" else ""
     assert not loop.asleep
     if lacks == "host":
@@ -128,8 +130,9 @@ def nap(loop: EngineLoop, lacks: str) -> str:
     fitting = loop.executor.sizes
     if lacks == "cache":
         loop.executor.sizes = replace(fitting, num_blocks=1 << 50)
-    if lacks:
-        said = refusal(loop.wake)
+    if lacks and lacks != "file":
+        with lacking("both") if lacks == "own file" else contextlib.nullcontext():
+            said = refusal(loop.wake)
         assert loop.asleep
     loop.executor.sizes = fitting
     loop.wake()
@@ -142,10 +145,17 @@ def lacking(what: str) -> Iterator[None]:
     whole = WeightOffload.reload_weights
     tries = itertools.count()
 
-    def reload_weights(self: WeightOffload, on_progress: Callable[[], None]) -> None:
+    def reload_weights(self: WeightOffload, *given: Any) -> None:
         if next(tries) % 2 == 0:
             raise OutOfMemory("there is no room")
-        whole(self, on_progress)
+        whole(self, *given)
+
+    read = WeightFile.read
+
+    def read_file(self: WeightFile, *given: Any) -> None:
+        if what == "file" or next(tries) % 2 == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        read(self, *given)
 
     prepared = AdapterStacks.prepare
 
@@ -181,6 +191,11 @@ def lacking(what: str) -> Iterator[None]:
             stack.enter_context(patch.object(adapter_loading, "rank_factors", rank_factors))
         if what in ("slots", "itself"):
             stack.enter_context(patch.object(AdapterStacks, "prepare", prepare))
+        if what in ("file", "both"):
+            stack.enter_context(patch.object(WeightFile, "read", read_file))
+        if what == "both":
+            no_file = CheckpointError("no such file")
+            stack.enter_context(patch.object(CheckpointWeights, "load", side_effect=no_file))
         if what == "device":
             stack.enter_context(patch.object(WeightOffload, "reload_weights", reload_weights))
         yield

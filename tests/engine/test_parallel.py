@@ -349,6 +349,26 @@ def test_parallel_ranks_of_which_one_has_no_room_to_sleep_or_wake_go_on_together
     assert not folder or Path(folder).exists()
 
 
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("file", ""),
+        ("both", "another rank is out of memory, or has failed; see its log"),
+        thorough(
+            "own file", "cannot be read: Input/output error; and the checkpoint does not replace it: no such file"
+        ),
+    ],
+)
+def test_parallel_ranks_of_which_one_cannot_read_its_file_wake_together_or_none(
+    processes: RankProcesses, alone: Alone, tmp_path: Path, lacks: str, words: str
+) -> None:
+    config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, sleep_folder=str(tmp_path))
+    ours, other = processes.work(*ranks_of(config), waves=requests(), naps=True, lacks=lacks)
+    assert_same(alone.says("qwen3_moe"), ours)
+    assert not other["error"]
+    assert words in ours["refusals"][0] and bool(ours["refusals"][0]) is bool(words)
+
+
 def test_parallel_ranks_in_few_bits_say_nearly_the_same(processes: RankProcesses, alone: Alone) -> None:
     config = settings_of(alone.folders["qwen3_moe"], tp=2, ep=2, quantization="int8")
     ours, other = processes.work(*ranks_of(config), waves=requests())

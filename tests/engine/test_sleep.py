@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from moiety_engine.config import EngineConfig, Overlap, TransferConfig
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.config import EngineConfig, Overlap, Speculate, TransferConfig
+from moiety_engine.errors import OutOfMemory, SleepFileError
 from moiety_engine.loop import EngineLoop
 from moiety_engine.memory import Memory
 from moiety_engine.messages import CoreSleep, CoreSlept, CoreSubmit
@@ -159,6 +160,72 @@ def test_a_host_without_memory_for_the_weights_in_the_file_leaves_the_replica_as
     assert weights_on_device(loop) == 0
     loop.wake()
     assert run_all(loop, [make_submit(0)])[0].token_ids
+
+
+class BrokenDisk:
+    """File of a disk that cannot be read any more."""
+
+    def seek(self, _: int) -> None: ...
+    def close(self) -> None: ...
+    def readinto(self, _: memoryview) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def break_files(loop: EngineLoop, how: str) -> list[Any]:
+    """Make the files of a sleeping engine unreadable, and return those that a broken disk has."""
+    files = []
+    for model in loop.executor._weights._models:
+        copy: Any = model._weight_offload._copy
+        files.append(copy._file)
+        if how == "truncated":
+            copy._file.truncate(sum(copy._sizes) - 1)
+        else:
+            copy._file = BrokenDisk()
+    return files
+
+
+@pytest.mark.parametrize(("how", "drafts"), [("truncated", False), ("broken", True)])
+def test_an_engine_whose_file_cannot_be_read_loads_its_weights_from_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, how: str, drafts: bool
+) -> None:
+    settings = {"speculate": Speculate.DRAFT, "draft_model": str(checkpoint)} if drafts else {}
+    loop = own_loop(checkpoint, sleep_folder=str(tmp_path), **settings)
+    before, held = run_all(loop, [make_submit(0)])[0].token_ids, weights_on_device(loop)
+    for _ in range(2):
+        loop.sleep()
+        files = break_files(loop, how)
+        beats: list[int] = []
+        with capture_logs() as logs:
+            loop.wake(lambda: beats.append(0))  # noqa: B023 - called at once
+        found = [one for one in logs if one["event"] == "sleep_file_unreadable"]
+        assert len(found) == 1 + drafts
+        assert found[0]["reason"] == ("Input/output error" if how == "broken" else weight_file.TOO_SHORT)
+        for file in files:
+            file.close()
+        assert beats, "the engine server hears nothing of a long load"
+        assert weights_on_device(loop) == held
+        assert run_all(loop, [make_submit(0)])[0].token_ids == before
+
+
+def test_an_engine_whose_file_and_checkpoint_cannot_be_read_stays_asleep_and_says_what_to_do(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    loop = own_loop(folder, sleep_folder=str(tmp_path / "asleep"))
+    before = run_all(loop, [make_submit(0)])[0].token_ids
+    loop.sleep()
+    (file,) = break_files(loop, "broken")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config + " ")
+    for _ in range(2):
+        with pytest.raises(SleepFileError, match=r"Input/output error; .* was changed .*Restart the engine") as caught:
+            loop.wake()
+        assert "--sleep-folder" in str(caught.value)
+        assert loop.asleep and weights_on_device(loop) == 0
+    copy: Any = loop.executor.model._weight_offload._copy
+    copy._file = file  # the disk is back
+    loop.wake()
+    assert run_all(loop, [make_submit(0)])[0].token_ids == before
 
 
 def test_a_host_without_room_for_the_weights_leaves_the_replica_awake(

@@ -18,7 +18,7 @@ from moiety_engine.distribution.layout import Layout
 from moiety_engine.distribution.rendezvous_address import Rendezvous
 from moiety_engine.encoder.config import is_encoder
 from moiety_engine.encoder.startup import load_encoder_loop
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import OutOfMemory, SleepFileError
 from moiety_engine.first_steps import FirstSteps
 from moiety_engine.loop import MAX_NUM_LOGPROBS, EngineLoop
 from moiety_engine.messages import (
@@ -183,13 +183,11 @@ def _change_sleep(loop: EngineLoop, link: ServerLink, *, asleep: bool) -> CoreSl
         elif loop.asleep and not asleep:
             loop.wake(lambda: link.beat(loop.load))
             log.info("core_awake", duration_s=round(time.monotonic() - begin_s, 3))
-    except OutOfMemory as exc:
-        log.warning(
-            "core_sleep_failed",
-            asleep=asleep,
-            reason=str(exc),
-            advice="see the reason: free memory or disk space, then send the command again",
-        )
+    except (OutOfMemory, SleepFileError) as exc:
+        advice = "see the reason: free memory or disk space, then send the command again"
+        if isinstance(exc, SleepFileError):
+            advice = "see the reason: repair the disk and send the command again, or restart the engine"
+        log.warning("core_sleep_failed", asleep=asleep, reason=str(exc), advice=advice)
         return CoreSlept(loop.asleep, str(exc))
     return CoreSlept(loop.asleep)
 

@@ -18,6 +18,7 @@ from moiety_engine.memory import available_bytes
 
 _CHUNK_BYTES = 64 << 20
 _SYNC_BYTES = 512 << 20  # written before the disk must have them: neither a long wait nor many pages of host memory
+TOO_SHORT = "it is too short"
 _ADVICE = "Free space there, or set another --sleep-folder"
 
 Storages = list[torch.UntypedStorage]
@@ -111,7 +112,7 @@ def _transfer(part: Tensor, transfer: Callable[[memoryview], int | None]) -> Non
     while memory:
         num_done = transfer(memory)
         if not num_done:
-            raise OSError("the file with the weights of the sleeping engine is too short")
+            raise OSError(TOO_SHORT)
         memory = memory[num_done:]
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 from torch import Tensor
 
-from moiety_engine.errors import OutOfMemory
+from moiety_engine.errors import CheckpointError, EngineError, OutOfMemory, SleepFileError
 from moiety_engine.memory import Memory, available_bytes
 from moiety_engine.model.spec import ModelSpec
 from moiety_engine.model.weight_file import WeightFile, bytes_of
@@ -22,6 +23,8 @@ from moiety_kernels.cpu import pages
 
 if TYPE_CHECKING:
     from moiety_engine.offload.cache import ExpertCache
+
+log = structlog.get_logger()
 
 
 def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +38,34 @@ def named_tensors(weights: object, name: str = "") -> Iterator[tuple[str, Tensor
         for field in fields(weights):
             inner = f"{name}.{field.name}" if name else field.name
             yield from named_tensors(getattr(weights, field.name), inner)
+
+
+def storages_of(weights: ModelWeights) -> list[torch.UntypedStorage]:
+    """Return the memory of the weights, each storage once, although tensors may share one."""
+    storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
+    return list({storage._cdata: storage for storage in storages}.values())
+
+
+def fill_weights(weights: ModelWeights, loaded: ModelWeights) -> None:
+    """Fill weights whose memory was released with the content of `loaded`, which loses its memory.
+
+    Raises CheckpointError if they are not of the same tensors.
+    """
+    pairs = list(zip(named_tensors(weights), named_tensors(loaded), strict=False))
+    is_same = all(_place(own) == _place(other) for own, other in pairs)
+    ours, theirs = storages_of(weights), storages_of(loaded)
+    if not is_same or len(ours) != len(theirs) or len(pairs) != sum(1 for _ in named_tensors(weights)):
+        raise CheckpointError("it has other tensors than those that were loaded at the start")
+    for storage, filled in zip(ours, theirs, strict=True):  # one at a time: on a CPU both are the same memory
+        storage.resize_(filled.nbytes())
+        bytes_of(storage).copy_(bytes_of(filled))
+        filled.resize_(0)
+
+
+def _place(named: tuple[str, Tensor]) -> tuple[object, ...]:
+    """Return a tensor's name, type and place in its storage."""
+    name, tensor = named
+    return name, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -87,8 +118,7 @@ class WeightOffload:
     """Mover of one model's weights between its device and host memory or a file. Used between steps only."""
 
     def __init__(self, weights: ModelWeights) -> None:
-        storages = (tensor.untyped_storage() for _, tensor in named_tensors(weights))
-        self._storages = list({storage._cdata: storage for storage in storages}.values())  # tensors may share one
+        self.weights, self._storages = weights, storages_of(weights)
         self._copy: HostCopy | WeightFile | None = None
         self._gathering = pages.collapse_into_large_pages(map(bytes_of, self._storages))
 
@@ -121,23 +151,47 @@ class WeightOffload:
         return num_bytes
 
     @torch.inference_mode()
-    def reload_weights(self, on_progress: Callable[[], None]) -> None:
-        """Move the weights back to the device.
+    def reload_weights(self, on_progress: Callable[[], None], load: Callable[[], ModelWeights]) -> None:
+        """Move the weights back to the device. `load` loads them from the checkpoint, if the file cannot be read.
 
-        Raises OutOfMemory, and leaves the weights where they are, if the device has too little memory.
+        Raises OutOfMemory if the device has too little memory, and SleepFileError if neither the file nor the
+        checkpoint can be read. The weights are then where they were.
         """
         assert self._copy is not None, "the weights are on the device already"
         try:
             self._copy.read(self._storages, on_progress)
         except torch.OutOfMemoryError as exc:
-            for storage in self._storages:
-                storage.resize_(0)
+            self._release()
             raise OutOfMemory(
                 "the device has too little free memory for the weights: end other processes on it"
             ) from exc
+        except OSError as exc:
+            self._release()
+            self._load_again(exc.strerror or str(exc), load)
         self._copy.close()
         self._copy = None
         self._gathering = pages.collapse_into_large_pages(map(bytes_of, self._storages))
+
+    def _load_again(self, reason: str, load: Callable[[], ModelWeights]) -> None:
+        """Fill the weights from the checkpoint. Raises SleepFileError."""
+        try:
+            fill_weights(self.weights, load())
+        except (EngineError, OSError, RuntimeError) as exc:  # torch raises RuntimeError
+            self._release()
+            raise SleepFileError(
+                f"the file of the sleeping engine's weights cannot be read: {reason}; and the checkpoint does not "
+                f"replace it: {exc}. Restart the engine; check the disk of --sleep-folder"
+            ) from exc
+        log.warning(
+            "sleep_file_unreadable",
+            reason=reason,
+            advice="the weights were loaded from the checkpoint instead; check the disk of --sleep-folder",
+        )
+
+    def _release(self) -> None:
+        """Release the memory of weights that were not read completely."""
+        for storage in self._storages:
+            storage.resize_(0)
 
 
 class OffloadableModel:
@@ -145,6 +199,11 @@ class OffloadableModel:
 
     _weight_offload: WeightOffload
     expert_cache: ExpertCache | None
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Weights of this rank; their memory is released while they are offloaded."""
+        return self._weight_offload.weights
 
     @property
     def is_offloaded(self) -> bool:
@@ -160,9 +219,9 @@ class OffloadableModel:
             self.expert_cache.settle()
         return self._weight_offload.offload_weights(on_progress, folder)
 
-    def reload_weights(self, on_progress: Callable[[], None]) -> None:
-        """Move the weights back to the device. Raises OutOfMemory."""
-        self._weight_offload.reload_weights(on_progress)
+    def reload_weights(self, on_progress: Callable[[], None], load: Callable[[], ModelWeights]) -> None:
+        """Move the weights back to the device; see WeightOffload. Raises OutOfMemory or SleepFileError."""
+        self._weight_offload.reload_weights(on_progress, load)
 
     def close(self) -> None:
         """Close files and threads of the expert cache; nothing may be computed afterwards."""

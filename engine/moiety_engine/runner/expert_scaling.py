@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from moiety_engine.distribution.collectives import Ranks
 from moiety_engine.distribution.layout import RankPosition, expert_part, with_expert_ranks
 from moiety_engine.distribution.rank_scaling import ScalingFailed, ScalingPreparation, adopt_groups
 from moiety_engine.errors import InvalidConfig
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from moiety_engine.config import EngineConfig
     from moiety_engine.distribution.layout import Layout
     from moiety_engine.distribution.rank_group import RankGroup
-    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.model.weights import ModelWeights
+    from moiety_engine.runner.checkpoint_weights import PartLoader
     from moiety_engine.runner.control_messages import ControlSender
 
 log = structlog.get_logger()
@@ -42,14 +41,14 @@ class ExpertScaling:
         controls: ControlSender,
         config: EngineConfig,
         before_switch: Callable[[], None],
-        load_experts: Callable[[Ranks], WeightShard] | None = None,
+        load_part: PartLoader | None = None,
     ) -> None:
         """Create the owner. `before_switch` is called between steps before experts change their ranks.
 
-        `load_experts` loads the experts of a position while steps run; not needed on a single rank.
+        `load_part` loads the experts of a position while steps run; not needed on a single rank.
         """
         self._model, self._controls, self._config, self._before_switch = model, controls, config, before_switch
-        self._load_experts = load_experts
+        self._load_part = load_part
         self._next_experts: list[ModelWeights] = []  # of this rank, if the next layout has no expert ranks
         self._preparation: ScalingPreparation | None = None
         self._next = self._layout
@@ -94,14 +93,14 @@ class ExpertScaling:
         self._controls.send(PrepareExpertRanks(num_ranks, generation))
         self._joined = range(0)
         self._next_experts = loaded = []
-        load = self._load_experts if layout.ffn_ranks == 0 else None
+        load = self._load_part if layout.ffn_ranks == 0 else None
 
         def prepare() -> None:
             group.heartbeat.watch_candidates(additions.admit(added, num_ranks, generation))
             if self._generation == generation:  # it may have been given up in the meantime
                 self._joined = added
             if load is not None:
-                loaded.append(load(Ranks(expert_part(RankPosition(layout, 0)))).weights)
+                loaded.append(load(expert_part(RankPosition(layout, 0))).weights)
 
         self._preparation = ScalingPreparation(group.store, layout, 0, generation, prepare)
         log.info("expert_ranks_preparing", ranks=num_ranks, ranks_before=self._layout.ffn_ranks)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moiety_engine.distribution.collectives import Ranks
 from moiety_engine.distribution.rank_scaling import ranks_of
 from moiety_engine.runner.adapter_loading import AdapterArranger
 from moiety_engine.runner.expert_transfers import ExpertTransfers
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from moiety_engine.distribution.rank_scaling import NextGroups, ScalingPreparation
     from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.remote_experts import ExpertServer
+    from moiety_engine.runner.checkpoint_weights import CheckpointWeights
     from moiety_engine.runner.control_messages import RunDraftPass, RunStep
 
 
@@ -33,20 +33,20 @@ class ExpertWorker(WorkerBase):
         self,
         experts: ExpertServer,
         rank_group: RankGroup,
-        load: Callable[[Ranks], WeightShard],
+        checkpoint: CheckpointWeights,
         *,
         overlaps: bool,
     ) -> None:
-        """Create a worker. `load` loads the experts of another position while steps run; see `load_share`."""
-        super().__init__(experts, rank_group, overlaps=overlaps)
-        self._experts, self._load = experts, load
+        """Create a worker. `checkpoint` also loads the experts of another position while steps run."""
+        super().__init__(experts, rank_group, checkpoint, overlaps=overlaps)
+        self._experts = experts
         self._next: tuple[RankPosition, list[WeightShard]] | None = None  # the next position, and its experts
         self._num_drafted = 0  # tokens of the newest pass of a draft model
 
     def _begin_scaling(self, begin: Callable[..., ScalingPreparation], position: RankPosition) -> ScalingPreparation:
         loaded: list[WeightShard] = []
         self._next = position, loaded
-        return begin(lambda: loaded.append(self._load(Ranks(position))))
+        return begin(lambda: loaded.append(self._checkpoint.load_part(position)))
 
     def _use_groups(self, groups: NextGroups) -> None:
         assert self._next is not None, "the experts of the next layout are not loaded"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
-from moiety_engine.errors import OutOfMemory, RanksError
+from moiety_engine.errors import OutOfMemory, RanksError, SleepFileError
 from moiety_engine.model.transformer import Transformer
 from moiety_engine.runner.control_messages import ControlSender, OffloadWeights, ReloadWeights
+
+if TYPE_CHECKING:
+    from moiety_engine.runner.checkpoint_weights import CheckpointWeights
 
 Progress = Callable[[], None]
 
@@ -14,9 +19,14 @@ Progress = Callable[[], None]
 class Weights:
     """Weights of a replica's models. Used by the step loop's thread only."""
 
-    def __init__(self, models: list[Transformer], controls: ControlSender, sleep_folder: str) -> None:
-        """Create the mover. `sleep_folder` is where offloaded weights are stored; "" for host memory."""
-        self._models, self._controls, self._folder = models, controls, sleep_folder
+    def __init__(
+        self, models: list[Transformer], controls: ControlSender, sleep_folder: str, checkpoint: CheckpointWeights
+    ) -> None:
+        """Create the mover. `sleep_folder` is where offloaded weights are stored; "" for host memory.
+
+        `checkpoint` loads weights whose file cannot be read.
+        """
+        self._models, self._controls, self._folder, self._checkpoint = models, controls, sleep_folder, checkpoint
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block in the caches of all models."""
@@ -43,13 +53,14 @@ class Weights:
         except OutOfMemory:
             try:
                 self.reload_weights(on_progress)
-            except OutOfMemory as exc:
+            except (OutOfMemory, SleepFileError) as exc:
                 raise RanksError(f"some ranks have offloaded their weights and cannot load them again: {exc}") from exc
             raise
 
     def reload_weights(self, on_progress: Progress) -> None:
-        """Reload the offloaded weights. Raises OutOfMemory."""
+        """Reload the offloaded weights. Raises OutOfMemory or SleepFileError."""
         with self._controls.run_on_all_ranks(ReloadWeights()):
-            for model in self._models:
+            for number, model in enumerate(self._models):
                 if model.is_offloaded:
-                    model.reload_weights(on_progress)
+                    load = partial(self._checkpoint.load, self._models, number, on_progress)
+                    model.reload_weights(on_progress, load)

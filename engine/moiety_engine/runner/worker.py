@@ -14,10 +14,9 @@ import msgspec
 import structlog
 import torch
 
-from moiety_engine.distribution.collectives import Ranks
 from moiety_engine.distribution.layout import RankPosition, expert_part, with_expert_ranks
 from moiety_engine.distribution.rank_scaling import NextGroups, ScalingPreparation, adopt_groups
-from moiety_engine.errors import AdapterError, OutOfMemory
+from moiety_engine.errors import AdapterError, OutOfMemory, SleepFileError
 from moiety_engine.images.feature_cache import FeatureCache, features_of
 from moiety_engine.kv_transfer.rank_messages import (
     DropTransfer,
@@ -74,11 +73,11 @@ if TYPE_CHECKING:
     from moiety_engine.kv_transfer.rank_transfers import RankTransfers
     from moiety_engine.model.adapter_stacks import PreparedSlots
     from moiety_engine.model.batch import KvCache
-    from moiety_engine.model.loading import WeightShard
     from moiety_engine.model.pending_pass import PendingPass
     from moiety_engine.model.remote_experts import ExpertServer
     from moiety_engine.model.transformer import Transformer
     from moiety_engine.model.weights import ModelWeights
+    from moiety_engine.runner.checkpoint_weights import CheckpointWeights
 
 log = structlog.get_logger()
 
@@ -95,9 +94,15 @@ class RankDisk(Protocol):
 class WorkerBase:
     """Base of all workers: executes one control message after the other. Owns the decoder of the messages."""
 
-    def __init__(self, share: Transformer | ExpertServer, rank_group: RankGroup, *, overlaps: bool) -> None:
-        """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop."""
+    def __init__(
+        self, share: Transformer | ExpertServer, rank_group: RankGroup, checkpoint: CheckpointWeights, *, overlaps: bool
+    ) -> None:
+        """Create a worker for this rank's share of the model. `overlaps` must equal the value of rank 0's step loop.
+
+        `checkpoint` loads weights of this rank once more.
+        """
         self._share, self._rank_group, self._overlaps = share, rank_group, overlaps
+        self._checkpoint = checkpoint
         self._arranger = AdapterArranger(share)
         group = rank_group.ranks.transfers
         self._expert_transfers = None if group is None else ExpertTransfers(share, group)
@@ -243,6 +248,10 @@ class WorkerBase:
                 reason=str(exc),
                 advice="give this rank more free memory, or set --kv-memory-bytes or --adapter-memory-bytes lower",
             )
+        except SleepFileError as exc:
+            advice = "the engine stays asleep: repair the disk and wake it again, or restart it"
+            rank = self._rank_group.heartbeat.rank
+            log.warning("rank_weights_unreadable", rank=rank, reason=str(exc), advice=advice)
         except AdapterError as exc:
             log.warning(
                 "rank_adapter_failed",
@@ -259,9 +268,10 @@ class WorkerBase:
         free_cached_memory(self._share.device)
 
     def _reload_weights(self) -> None:
-        for share in self._shares():
+        shares = self._shares()
+        for number, share in enumerate(shares):
             if share.is_offloaded:
-                share.reload_weights(lambda: None)
+                share.reload_weights(lambda: None, partial(self._checkpoint.load, shares, number))
 
     def _shares(self) -> list[Transformer | ExpertServer]:
         """Return this rank's shares of all models."""
@@ -288,15 +298,14 @@ class Worker(WorkerBase):
         disk: RankDisk | None = None,
         transfers: RankTransfers | None = None,
         steps_in_flight: int = 1,
-        load: Callable[[Ranks], WeightShard],
+        checkpoint: CheckpointWeights,
     ) -> None:
         """Create a worker of a group that has `steps_in_flight` steps in its stages at once.
 
         `draft_models` are this rank's shares of the draft model or MTP layers, `disk` its part of the disk tier, and
-        `transfers` its KV transfer to or from other engines, if there are any. `load`: see ExpertWorker.
+        `transfers` its KV transfer to or from other engines, if there are any.
         """
-        super().__init__(model, rank_group, overlaps=overlaps)
-        self._load = load
+        super().__init__(model, rank_group, checkpoint, overlaps=overlaps)
         self._next_experts: list[ModelWeights] = []  # of this rank, which expert ranks have until the next switch
         self._disk, self._transfers = disk, transfers
         self._model = model
@@ -349,7 +358,7 @@ class Worker(WorkerBase):
         if position.layout.ffn_ranks:
             return begin()
         self._next_experts = loaded = []
-        return begin(lambda: loaded.append(self._load(Ranks(expert_part(position))).weights))
+        return begin(lambda: loaded.append(self._checkpoint.load_part(expert_part(position)).weights))
 
     def _use_groups(self, groups: NextGroups) -> None:
         adopt_groups(self._rank_group, groups)
