@@ -36,6 +36,11 @@ SCALED = [  # numbers of expert ranks, one after the other
     thorough("qwen3_moe", {"tp": 4, "ep": 2, "decode_context_parallel": 2}, [1, 0]),
     thorough("mixtral", {"dp_attention": 2, "ffn_ranks": 2, "ep": 2, "micro_batch_tokens": 2}, [0, 1]),
     thorough("qwen3_next", {"dp_attention": 2, "two_batch_overlap": "on"}, [2, 0]),
+    ("qwen3_moe", {"pp": 2, "pp_microbatches": 1}, [2, 0, 1]),
+    thorough("mixtral", {"pp": 2, "dp_attention": 2, "ep": 2, "pp_microbatches": 1, **MOVING}, [1, 0, 2]),
+    thorough("qwen3_moe", {"pp": 2, "ffn_ranks": 2, "ep": 2}, [0, 1]),
+    thorough("qwen3_moe", {"prefill_context_parallel": 2, "ep": 2}, [1, 0, 2]),
+    thorough("deepseek_v3", {"prefill_context_parallel": 2, "tp": 2, "ffn_ranks": 1}, [2, 0]),
 ]
 
 
@@ -103,8 +108,7 @@ def test_an_adapter_that_is_arranged_while_expert_ranks_change_is_read_again_and
 
 
 REFUSED = [
-    ({"prefill_context_parallel": 2, "ep": 2}, 2, "--prefill-context-parallel 2 is not available with expert ranks"),
-    ({"pp": 2}, 2, "with --pp 2 experts cannot move between the stages and expert ranks"),
+    ({"pp": 2}, 2, "2 steps in the stages of --pp 2 at once: start it with --pp-microbatches 1"),
     ({"ffn_ranks": 2}, 3, "--ep 1 divides each expert among several of the 2 expert ranks"),
     ({"ffn_ranks": 2, "ep": 2}, 0, "at least one expert rank must be left"),
     ({"ffn_ranks": 2, "ep": 2}, 99, "more than the model's experts"),
@@ -143,6 +147,16 @@ def test_each_number_of_ranks_holds_all_experts_in_slots_of_the_same_number(num_
 def test_a_single_rank_cannot_get_expert_ranks() -> None:
     with pytest.raises(InvalidConfig, match="start the engine with --ffn-ranks"):
         with_expert_ranks(Layout(), 1)
+
+
+def test_ranks_of_a_stage_load_the_experts_of_its_layers_only() -> None:
+    layout = with_expert_ranks(with_expert_ranks(Layout(dp=2, pp=2, ep=2), 3), 0)
+    for rank in range(4):
+        position = RankPosition(layout, rank)
+        part = expert_part(position)
+        assert part.expert_rank == rank % 2
+        assert part.slots_of(8) == position.slots_of(8)
+        assert part.layers_of(5) == position.layers_of(5)
 
 
 @pytest.mark.parametrize("num_redundant", [0, 2])

@@ -54,6 +54,9 @@ EXCLUDED = [  # the missing ranks, and how many are excluded
     ("qwen3_moe", {"dp_attention": 4, "ep": 4, "redundant_experts": 8}, {1, 3}, 2),  # experts keep moving
     ("qwen3_moe", {"dp_attention": 2, "tp": 2, "ep": 4}, {3}, 2),  # rank 2 has half of the heads of an empty group
     thorough("mixtral", {"dp_attention": 2, "ep": 2}, {1}, 1),  # one is left
+    ("qwen3_moe", {"prefill_context_parallel": 2, "ep": 2}, {1}, 1),
+    thorough("qwen3_moe", {"prefill_context_parallel": 4, "ep": 4, "redundant_experts": 4}, {1, 3}, 2),
+    thorough("deepseek_v3", {"prefill_context_parallel": 2, "tp": 2, "ep": 4}, {3}, 2),
 ]
 
 

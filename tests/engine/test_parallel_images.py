@@ -71,6 +71,7 @@ LAYOUTS = [
     {"pp": 2},
     {"dp_attention": 2, "ep": 2},
     {"tp": 2, "ffn_ranks": 2, "ep": 2},
+    {"prefill_context_parallel": 2, "ep": 2},
     pytest.param({"tp": 4, "decode_context_parallel": 2}, marks=pytest.mark.thorough),
     pytest.param({"tp": 4, "ep": 2, "decode_context_parallel": 2}, marks=pytest.mark.thorough),
     pytest.param({"dp_attention": 2, "ffn_ranks": 2, "ep": 2}, marks=pytest.mark.thorough),

@@ -49,7 +49,7 @@ LAUNCHED = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         ),
         ({"tp": 4, "exclude_rank_after_s": 5}, "each rank is required here"),
         ({"tp": 2, "pp": 2, "exclude_rank_after_s": 5}, "each rank is required here"),
-        ({"dp_attention": 2, "pp": 2, "exclude_rank_after_s": 5}, "each rank is required here"),
+        ({"dp_attention": 2, "pp": 2, "exclude_rank_after_s": 5}, "has ranks in each stage"),
         ({"tp": 3, "ffn_ranks": 1, "exclude_rank_after_s": 5}, "each rank is required here"),
         (NOTED | {"exclude_rank_after_failures": 0}, "--exclude-rank-after-failures must be at least 1"),
         (NOTED | {"rank_failures_within_s": 0}, "--rank-failures-within-s must be more than 0"),

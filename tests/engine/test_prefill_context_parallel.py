@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from moiety_engine.config import EngineConfig, Speculate
 from moiety_engine.distribution.layout import Layout, RankPosition, layout_of
 from moiety_engine.errors import InvalidConfig
+from moiety_engine.images.feature_cache import FeaturePart
 from moiety_engine.messages import CoreSubmit
 from moiety_engine.model.families import read_spec
 from moiety_engine.model.shared_cache import copy_from_first, share_rows
 from moiety_engine.model.tensor_shards import own_spec
 from moiety_engine.runner.block_tables import HostTable
+from moiety_engine.runner.image_rows import HostImages
 from moiety_engine.runner.inputs import HostBatch
 from moiety_engine.runner.token_division import divide_tokens, rank_slots_of
 from moiety_kernels.kv_store.caches import LatentCache, LayerCache
@@ -38,6 +40,7 @@ LAYOUTS = [
     thorough("mixtral", {"prefill_context_parallel": 4}),  # each expert divided among all ranks
     thorough("deepseek_v3", TWO),
     thorough("qwen3_moe", TWO | {"expert_all2all": "torch-padded"}),
+    ("mixtral", TWO | {"ffn_ranks": 2, "micro_batch_tokens": 2}),
 ]
 
 
@@ -190,13 +193,33 @@ def test_a_division_has_each_row_once_and_the_wanted_rows_in_their_order(data: s
     assert np.concatenate(second).tolist() == [1000 + row for row in range(sum(lengths))]
 
 
+@given(st.data())
+def test_a_division_has_each_row_of_an_image_with_its_feature(data: st.DataObject) -> None:
+    gaps = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=4))
+    rows, parts = list[int](), list[FeaturePart]()
+    for number, (gap, num_tokens) in enumerate(gaps):
+        start = (rows[-1] + 1 if rows else 0) + gap
+        rows += range(start, start + num_tokens)
+        parts.append(FeaturePart(bytes([number]), 10 * number, num_tokens))
+    images = HostImages(np.array(rows), np.tile(rows, (3, 1)), tuple(parts))
+    length = rows[-1] + 1 + data.draw(st.integers(0, 3))
+    host = msgspec.structs.replace(host_of([length], 0, [], 0, []), images=images)
+
+    def features(one: HostImages | None) -> list[tuple[bytes, int]]:
+        return [] if one is None else [(key, first + i) for key, first, count in one.parts for i in range(count)]
+
+    divided, _ = divide_tokens(host, data.draw(st.integers(2, 5)))
+    assert [name for part in divided for name in features(part.images)] == features(images)
+    found = [(part.token_ids_T, part.images) for part in divided if part.images is not None]
+    assert [row for tokens_T, of_part in found for row in tokens_T[of_part.rows_I]] == rows
+    assert [row for _, of_part in found for row in of_part.positions_3I[1]] == rows
+
+
 REFUSED = [
     ({"dp_attention": 2}, "--dp-attention"),
     ({"tp": 2, "decode_context_parallel": 2}, "--decode-context-parallel"),
-    ({"ffn_ranks": 2, "ep": 2}, "--ffn-ranks"),
     ({"pp": 2}, "--pp"),
     ({"batch_invariant": True, "tp": 2}, "--batch-invariant is not available with --tp"),
-    ({"exclude_rank_after_s": 1.0}, "--exclude-rank-after-s"),
     ({"speculate": Speculate.MTP}, "--speculate mtp"),
     ({"ep": 3}, "--ep 3 does not divide the 2 ranks of --prefill-context-parallel 2"),
 ]

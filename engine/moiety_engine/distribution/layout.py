@@ -151,6 +151,7 @@ class RankPosition:
 
     layout: Layout = Layout()
     rank: int = 0
+    expert_stage: int | None = None  # stage whose experts an expert rank has; None: those of all stages
 
     @property
     def expert_rank(self) -> int | None:
@@ -186,14 +187,14 @@ class RankPosition:
         return self.rank // self.layout.stage_size
 
     def layers_of(self, num_layers: int) -> range:
-        """Return the layers of this rank's stage. An expert rank has all layers.
+        """Return the layers of this rank's stage; for an expert rank see `expert_stage`.
 
         No stage has more layers than the first one.
         """
-        if self.expert_rank is not None:
+        pp, stage = self.layout.pp, self.pp_rank if self.expert_rank is None else self.expert_stage
+        if stage is None:
             return range(num_layers)
-        pp = self.layout.pp
-        return range(-(-num_layers * self.pp_rank // pp), -(-num_layers * (self.pp_rank + 1) // pp))
+        return range(-(-num_layers * stage // pp), -(-num_layers * (stage + 1) // pp))
 
     @property
     def ep_rank(self) -> int:
@@ -256,23 +257,35 @@ def layout_of(config: EngineConfig) -> Layout:
             "--batch-invariant is not available with --tp together with --dp-attention or --ffn-ranks, since the rank "
             "that adds the output of experts to a token depends on the batch: leave out --tp"
         )
-    if config.batching is Batching.PADDED and layout.dp > 1:
+    if config.batching is Batching.PADDED and layout.num_caches > 1:
         raise InvalidConfig(
             "padded batching is not available with --dp-attention, which has one cache for each group: "
             "choose another --batching, or leave out --dp-attention"
         )
     if (config.rebalanced_every_s or layout.redundant_experts) and layout.ep == 1:
         raise InvalidConfig(
-            "--redundant-experts and --rebalance-every-s need experts on several ranks: leave them out, or use --ep"
+            "--redundant-experts and --rebalance-every-s need whole experts on several ranks: leave them out, or use "
+            "--ep with several ranks of --tp, --dp-attention or --ffn-ranks"
         )
-    if config.exclude_rank_after_s is not None and layout.ffn_ranks < 2 and (layout.dp == 1 or layout.pp > 1):
-        raise InvalidConfig(
-            "--exclude-rank-after-s needs ranks whose parts of the model others can hold, but each rank "
-            "is required here: leave it out, use --dp-attention without --pp, or at least two --ffn-ranks"
-        )
+    if config.exclude_rank_after_s is not None and layout.ffn_ranks < 2:
+        _require_excludable_ranks(layout)
     if config.expert_all2all is ExpertAll2All.DEEPEP:
         _require_deep_ep_layout(config, layout)
     return layout
+
+
+def _require_excludable_ranks(layout: Layout) -> None:
+    """Raise InvalidConfig with the reason if no rank with attention can be excluded."""
+    if layout.dp == 1:
+        raise InvalidConfig(
+            "--exclude-rank-after-s needs ranks whose parts of the model others can hold, but each rank is required "
+            "here: leave it out, use --dp-attention or --prefill-context-parallel, or at least two --ffn-ranks"
+        )
+    if layout.pp > 1:
+        raise InvalidConfig(
+            f"--exclude-rank-after-s is not available with --pp {layout.pp}, since a group of --dp-attention has ranks "
+            "in each stage, which would leave together: leave out one of them, or use at least two --ffn-ranks"
+        )
 
 
 def _require_context_parallel_support(config: EngineConfig) -> None:
@@ -291,11 +304,8 @@ def _require_token_division_support(config: EngineConfig) -> None:
     unsupported = {
         "--dp-attention, whose groups have other requests": config.dp_attention > 1,
         "--decode-context-parallel, which divides the cache that these ranks copy": config.decode_context_parallel > 1,
-        "--ffn-ranks, which serve groups with other requests": config.ffn_ranks > 0,
         "--pp, whose stages compute other steps": config.pp > 1,
-        "--exclude-rank-after-s, since each rank is required": config.exclude_rank_after_s is not None,
         "--expert-all2all deepep, which is not tested with it": config.expert_all2all is ExpertAll2All.DEEPEP,
-        "padded batching, whose rows run together": config.batching is Batching.PADDED,
     }
     if config.speculate in (Speculate.DRAFT, Speculate.MTP):
         raise InvalidConfig(
@@ -305,15 +315,6 @@ def _require_token_division_support(config: EngineConfig) -> None:
     for what, is_used in unsupported.items():
         if is_used:
             raise InvalidConfig(f"{option} is not available with {what}: leave out one of them")
-
-
-def require_undivided_images(layout: Layout) -> None:
-    """Raise InvalidConfig if the layout divides the tokens of a step, of a model with images."""
-    if layout.pcp > 1:
-        raise InvalidConfig(
-            f"--prefill-context-parallel {layout.pcp} is not available for models with images, whose rows are not "
-            "divided among ranks: leave it out"
-        )
 
 
 def _require_deep_ep_layout(config: EngineConfig, layout: Layout) -> None:
@@ -345,7 +346,8 @@ def leaving(layout: Layout, away: Collection[int]) -> tuple[int, ...]:
     """
     with_attention = [rank for rank in sorted(away) if rank < layout.attention_ranks]
     if with_attention and layout.pp > 1:
-        raise InvalidConfig(f"rank {with_attention[0]} is the only one with its layers (--pp {layout.pp})")
+        why = "is the only one with its layers" if layout.dp == 1 else "has a group with ranks in each stage"
+        raise InvalidConfig(f"rank {with_attention[0]} {why} (--pp {layout.pp})")
     if with_attention and with_attention[0] < layout.tp:
         raise InvalidConfig(f"rank 0 needs rank {with_attention[0]}, which holds the other heads (--tp {layout.tp})")
     groups = {rank // layout.tp for rank in with_attention}
@@ -366,31 +368,27 @@ def without(layout: Layout, ranks: Collection[int]) -> Layout:
     dp, ffn_ranks = layout.dp - len(with_attention) // layout.tp, layout.ffn_ranks - len(with_experts)
     excluded = tuple(with_experts if layout.ffn_ranks else with_attention)
     ep = (ffn_ranks or dp * layout.tp) if excluded else layout.ep
-    return replace(layout, dp=dp, ep=ep, ffn_ranks=ffn_ranks, excluded=excluded)
+    pcp = dp if layout.pcp > 1 else 1
+    return replace(layout, dp=dp, pcp=pcp, ep=ep, ffn_ranks=ffn_ranks, excluded=excluded)
 
 
-def with_expert_ranks(layout: Layout, num_ranks: int) -> Layout:
+def with_expert_ranks(layout: Layout, num_ranks: int, *, steps_in_flight: int = 1) -> Layout:
     """Return the layout with this number of expert ranks, each with whole experts.
 
-    Without expert ranks, the ranks with attention have the experts, each of them whole. Raises InvalidConfig if the
-    layout cannot change to this number.
+    Without expert ranks, the ranks with attention have the experts of their stage, each of them whole. Raises
+    InvalidConfig if the layout cannot change to this number, with so many `steps_in_flight` in the stages of --pp.
     """
     if layout.stage_size * layout.pp == 1 and not layout.ffn_ranks:
         raise InvalidConfig(
             "a single rank does not exchange anything with ranks that are added: start the engine with --ffn-ranks, "
             "whose number can be changed"
         )
-    if layout.pcp > 1:
-        raise InvalidConfig(
-            f"--prefill-context-parallel {layout.pcp} is not available with expert ranks, so none can be added: "
-            "restart the engine without it"
-        )
     if num_ranks < 0 or (num_ranks == 0 and layout.attention_ranks == 1):
         raise InvalidConfig(f"at least one expert rank must be left, but {num_ranks} were requested")
-    if layout.pp > 1 and not (layout.ffn_ranks and num_ranks):
+    if steps_in_flight > 1:
         raise InvalidConfig(
-            f"with --pp {layout.pp} experts cannot move between the stages and expert ranks while several steps are "
-            "in the stages: start the engine with --ffn-ranks, or restart it with other options"
+            f"expert ranks compute one step after the other, but this engine has {steps_in_flight} steps in the stages "
+            f"of --pp {layout.pp} at once: start it with --pp-microbatches 1, or with --ffn-ranks"
         )
     if layout.ffn_ranks and layout.ep != layout.ffn_ranks:
         raise InvalidConfig(
@@ -404,11 +402,12 @@ def with_expert_ranks(layout: Layout, num_ranks: int) -> Layout:
 def expert_part(position: RankPosition) -> RankPosition:
     """Return the position of an expert rank that has the same experts as this rank with attention, and nothing else.
 
-    The layout has neither expert ranks nor stages, and each expert is whole.
+    The layout has no expert ranks, and each expert is whole.
     """
     layout = position.layout
-    assert not layout.ffn_ranks and layout.pp == 1 and layout.ep == layout.stage_size, "other ranks have these experts"
-    return RankPosition(replace(layout, ffn_ranks=layout.stage_size), layout.attention_ranks + position.rank)
+    assert not layout.ffn_ranks and layout.ep == layout.stage_size, "other ranks have these experts"
+    rank = layout.attention_ranks + position.rank % layout.stage_size
+    return RankPosition(replace(layout, ffn_ranks=layout.stage_size), rank, position.pp_rank)
 
 
 def divide(number: int, parts: int, what: str, option: str) -> int:

@@ -49,8 +49,8 @@ class ScalingFailed(EngineError):
 class NextGroups:
     """Groups of one rank in the next layout.
 
-    `crossings`: (to experts, back) of its stage, or of all stages. `exchange`: ranks with other tokens that have the
-    experts, if there are no expert ranks.
+    `crossings`: (to experts, back) of its stage, or of all stages. `exchange`: ranks of its stage with other tokens
+    that have the experts, if there are no expert ranks.
     """
 
     layout: Layout
@@ -189,8 +189,10 @@ def _create_groups(store: Store, layout: Layout, rank: int, timeout: timedelta) 
             there, back = (_group(store, f"{name}/{stage}", ranks, rank, timeout) for name in ("there", "back"))
             crossings.append((there, back))
     exchange = None
-    if layout.dp > 1 and not layout.ffn_ranks:  # there is one stage
-        exchange = _group(store, "exchange", world, rank, timeout)
+    if layout.dp > 1 and not layout.ffn_ranks:
+        stage = rank // layout.stage_size
+        attention = range(stage * layout.stage_size, (stage + 1) * layout.stage_size)
+        exchange = _group(store, f"exchange/{stage}", attention, rank, timeout)
     return NextGroups(layout, everyone, tuple(crossings), transfers, exchange)
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from moiety_engine.distribution.layout import require_undivided_images
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.model.paged_state_spec import PagedStateSpec
 from moiety_engine.model.recurrent_specs import RecurrentSpec
@@ -120,8 +119,6 @@ def require_shared_cache(spec: ModelSpec, layout: Layout) -> None:
             f"{option} is not available for this {spec.family} model, whose experts run beside the next attention: "
             "leave it out"
         )
-    if spec.vision is not None:
-        require_undivided_images(layout)
 
 
 def _combined(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moiety_engine.config import EngineConfig, Offload, OffloadConfig, Speculate, TransferConfig
-from moiety_engine.distribution.layout import layout_of, require_undivided_images, with_expert_ranks
+from moiety_engine.distribution.layout import layout_of, with_expert_ranks
 from moiety_engine.errors import InvalidConfig
 from moiety_wire.engine_choices import Batching
 from moiety_wire.roles import EngineRole
@@ -37,13 +37,17 @@ _RECORDED = "recorded decode steps of a CPU cannot wait for other ranks: decode 
 class Feature:
     """A feature, with the settings that enable it.
 
-    `one_rank`: why it is off on several ranks, without an error. `check` raises InvalidConfig for a layout that does
-    not have the feature while the engine serves.
+    `one_rank`: why it is off on several ranks, without an error. `check` raises InvalidConfig for a layout and a
+    configuration that do not have the feature while the engine serves.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     one_rank: str = ""
-    check: Callable[[Layout], object] = lambda layout: layout
+    check: Callable[[Layout, EngineConfig], object] = lambda layout, _: layout
+
+
+def _with_one_more_expert_rank(layout: Layout, config: EngineConfig) -> Layout:
+    return with_expert_ranks(layout, layout.ffn_ranks + 1, steps_in_flight=config.steps_in_flight)
 
 
 FEATURES: dict[str, Feature] = {
@@ -55,7 +59,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA adapters": Feature({"adapters": {"adapter": "folder"}}),
     "Structured outputs": Feature(),
     "Embeddings": Feature(),
-    "Images": Feature(check=require_undivided_images),
+    "Images": Feature(),
     "N-gram speculation": Feature({"speculate": Speculate.NGRAM}),
     "Draft-model speculation": Feature({"speculate": Speculate.DRAFT, "draft_model": "folder"}),
     "MTP speculation": Feature({"speculate": Speculate.MTP}),
@@ -69,7 +73,7 @@ FEATURES: dict[str, Feature] = {
     "Sleep mode": Feature(),
     "Redundant experts, online rebalancing": Feature({"redundant_experts": 2, "rebalance_every_s": 5.0}),
     "Exclusion of failed ranks": Feature({"exclude_rank_after_s": 10.0}),
-    "Adding and removing expert ranks": Feature(check=lambda layout: with_expert_ranks(layout, layout.ffn_ranks + 1)),
+    "Adding and removing expert ranks": Feature(check=_with_one_more_expert_rank),
 }
 
 
@@ -79,7 +83,7 @@ def why_unavailable(feature: str, layout: str) -> str:
     try:
         config = EngineConfig(model="folder", name="name", **LAYOUTS[layout], **found.settings)
         layout_found = layout_of(config)
-        found.check(layout_found)
+        found.check(layout_found, config)
         ranks = layout_found.num_ranks
     except InvalidConfig as exc:
         return str(exc)

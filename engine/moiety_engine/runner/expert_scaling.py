@@ -170,7 +170,7 @@ class ExpertScaling:
             return False
         for num_ranks in (self._layout.ffn_ranks + 1, self._layout.ffn_ranks - 1):
             try:
-                self._require_feasible(with_expert_ranks(self._layout, num_ranks))
+                self._require_feasible(self._with(num_ranks))
             except InvalidConfig:
                 continue
             return True
@@ -186,9 +186,13 @@ class ExpertScaling:
         assert group is not None, "there are expert ranks"
         return group
 
+    def _with(self, num_ranks: int) -> Layout:
+        """Return the layout with this number of expert ranks. Raises InvalidConfig."""
+        return with_expert_ranks(self._layout, num_ranks, steps_in_flight=self._controls.steps_in_flight)
+
     def _checked(self, num_ranks: int) -> Layout:
         """Return the next layout. Raises InvalidConfig with the reason if this engine cannot have it."""
-        layout = with_expert_ranks(self._layout, num_ranks)
+        layout = self._with(num_ranks)
         if self._preparation is not None:
             raise InvalidConfig("the number of expert ranks is being changed: send the request again afterwards")
         if self._model.is_offloaded:

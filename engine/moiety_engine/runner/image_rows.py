@@ -22,6 +22,19 @@ class HostImages:
     positions_3I: np.ndarray  # int64
     parts: tuple[FeaturePart, ...]
 
+    def among(self, first: int, end: int) -> HostImages | None:
+        """Return those among the rows `first` … `end` - 1, numbered from `first` on; None if there are none."""
+        is_among_I = (self.rows_I >= first) & (self.rows_I < end)
+        if not is_among_I.any():
+            return None
+        parts, start = list[FeaturePart](), 0
+        for part in self.parts:
+            among = np.flatnonzero(is_among_I[start : start + part.num_tokens])  # consecutive, like the part's rows
+            if len(among):
+                parts.append(FeaturePart(part.key, part.first + int(among[0]), len(among)))
+            start += part.num_tokens
+        return HostImages(self.rows_I[is_among_I] - first, self.positions_3I[:, is_among_I], tuple(parts))
+
 
 def decode_positions(sequences: list[Sequence], places: list[int]) -> list[int]:
     """Return the rotary position of each sequence's output token at its place, which is not part of an image."""

@@ -79,9 +79,12 @@ def cutting_of(config: EngineConfig, device_type: str, ranks: Ranks) -> LayoutSp
     """Return the configured policies; WHOLE where no rank waits for experts.
 
     On a CPU two-batch overlap is off unless it is configured: the processor carries the rows, so that nothing is idle
-    meanwhile (`benchmarks/expert_parallel.py`).
+    meanwhile (`benchmarks/expert_parallel.py`). Ranks that divide the tokens of a step run it in one piece: a token can
+    attend to those of the ranks before in any micro-batch.
     """
     with_expert_ranks = MicroBatchSplit(config.micro_batches, config.micro_batch_tokens)
+    if config.prefill_context_parallel > 1:
+        with_expert_ranks = WHOLE
     return LayoutSplit(ranks, with_expert_ranks, _overlapping(config, device_type))
 
 
@@ -134,6 +137,7 @@ def _part(host: HostBatch, first: int, end: int) -> HostBatch:
         max_context=int(context_len.max()),
         max_query=int(np.diff(query_start).max()),
         adapter_T=None if host.adapter_T is None else host.adapter_T[first:end],
+        images=None if host.images is None else host.images.among(first, end),
         states=None if host.states is None else host.states.part(first, end),
         further_tables=tuple(
             HostTable(one.slots_T[first:end], one.block_table_SB[begin_s:end_s]) for one in host.further_tables
