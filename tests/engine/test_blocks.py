@@ -150,10 +150,12 @@ class Tiers:
         self.host.attach(self.device)
         self.log = PrefixChangeLog(self.device.contents)
         self.held_on_host: list[int] = []
+        self.kept = frozenset[bytes]()
 
     def retain(self, kept: frozenset[bytes]) -> None:
-        ended = set(self.device.kept or ()) - kept
-        self.device.kept = self.host.pool.kept = kept
+        ended, self.kept = self.kept - kept, kept
+        for pool in (self.device, self.host.pool):
+            pool.evict_last(kept, kept)
         for one in sorted(ended):
             self.device.end_retention(one)
             self.host.pool.end_retention(one)

@@ -41,7 +41,7 @@ def found(pool: BlockPool, *names: bytes) -> list[bytes]:
 
 def test_retained_blocks_are_evicted_last_and_requests_still_get_blocks() -> None:
     pool = BlockPool(4)
-    pool.kept = {b"a", b"c"}
+    pool.evict_last(kept := {b"a", b"c"}, kept)
     cached(pool, b"a", b"b", b"c", b"d")
     pool.free(pool.allocate(2))
     assert found(pool, b"a", b"b", b"c", b"d") == [b"a", b"c"]
@@ -52,10 +52,10 @@ def test_retained_blocks_are_evicted_last_and_requests_still_get_blocks() -> Non
 
 def test_blocks_with_ended_retention_are_evicted_next() -> None:
     pool = BlockPool(3)
-    pool.kept = {b"a"}
+    pool.evict_last(kept := {b"a"}, kept)
     cached(pool, b"a", b"b", b"c")
     pool.allocate(1)
-    pool.kept = set()
+    pool.evict_last((), ())
     pool.end_retention(b"a")
     pool.allocate(1)
     assert found(pool, b"a", b"b", b"c") == [b"c"]
@@ -65,7 +65,7 @@ def test_blocks_with_ended_retention_are_evicted_next() -> None:
 @given(st.data())
 def test_no_block_is_lost_and_nothing_kept_goes_before_anything_else(data: st.DataObject) -> None:
     pool, kept = BlockPool(6), set[bytes]()
-    pool.kept = kept
+    pool.evict_last(kept, kept)
     held: list[int] = []
     names = [bytes([i]) for i in range(8)]
     for _ in range(data.draw(st.integers(1, 40))):

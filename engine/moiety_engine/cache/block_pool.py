@@ -10,7 +10,7 @@ tokens, and the owner of `on_evict` handles evicted contents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from operator import itemgetter
 
@@ -32,7 +32,8 @@ class BlockPool:
         # Called with the cached blocks that an allocation evicts, in order, and with the numbers of their contents.
         # Returns the numbers of those that it has not moved to another pool (see `cache_moved`).
         self.on_evict: Callable[[Sequence[int], Sequence[int]], Sequence[int]] | None = None
-        self.kept: Container[bytes] = frozenset()  # hashes of the blocks that are evicted last
+        self._kept: Container[bytes] = ()  # hashes of the blocks that are evicted last
+        self._may_be_kept: Sized = ()  # empty if `_kept` is
         self._references = [0] * num_blocks
         self._content_of = [NOWHERE] * num_blocks  # number of each block's contents
         self.share_contents(ContentTable())
@@ -41,9 +42,10 @@ class BlockPool:
         # entry behind, and gets a new one when it is freed; of several entries of a block the last one counts.
         self._cached: list[int] = []
         self._begin = 0
+        self._most_entries = 3 * num_blocks  # before `_shorten_order`
         self._num_void: dict[int, int] = {}  # by block, if it has void entries
         self._skipped: dict[int, None] = {}  # retained cached blocks that eviction skipped, the first skipped first
-        self.num_cached = 0
+        self.num_free = num_blocks  # cached and blank blocks
 
     def share_contents(self, contents: ContentTable) -> None:
         """Use the table of another pool, so that the same contents have the same number in both.
@@ -54,9 +56,16 @@ class BlockPool:
         self.contents = contents
         self._block_of = contents.add_tier()
 
+    def evict_last(self, kept: Container[bytes], may_be_kept: Sized) -> None:
+        """Evict cached blocks with these hashes after all others.
+
+        Both may change later. `may_be_kept` is empty while `kept` is; it is asked first, since most pools keep nothing.
+        """
+        self._kept, self._may_be_kept = kept, may_be_kept
+
     @property
-    def num_free(self) -> int:
-        return len(self._blank) + self.num_cached
+    def num_cached(self) -> int:
+        return self.num_free - len(self._blank)
 
     @property
     def num_blank(self) -> int:
@@ -70,13 +79,17 @@ class BlockPool:
         """Allocate `count` blocks with one reference each and undefined contents. Raises NoFreeBlocks."""
         if count > self.num_free:
             raise NoFreeBlocks(f"{count} blocks requested, but {self.num_free} of {self.num_blocks} are free")
-        blank, references = self._blank, self._references
         if not count:
             return []
-        taken = blank[: -count - 1 : -1]
-        del blank[-count:]
-        if len(taken) < count:
-            taken += self._evict(count - len(taken))
+        blank, references = self._blank, self._references
+        if blank:
+            taken = blank[: -count - 1 : -1]
+            del blank[-count:]
+            if len(taken) < count:
+                taken += self._evict(count - len(taken))
+        else:
+            taken = self._evict(count)
+        self.num_free -= count
         for block in taken:
             references[block] = 1
         return taken
@@ -88,20 +101,29 @@ class BlockPool:
         NOWHERE stands for contents that a block has at their turn, and for all of them if no block is free. The copy of
         the other pool counts as this one's, so that the other pool must not remove it from the table.
         """
-        count, block_of = len(numbers), self._block_of
-        if count <= self.num_free and not self._retains and max(_items_at(numbers, block_of)[0]) < 0:
-            blocks = self._cache_new(numbers)
-        elif self.num_free:
-            blocks = self._cache_one_by_one(numbers)
-        else:
-            return [NOWHERE] * count
-        self._shorten_order()
+        count, content_of, block_of = len(numbers), self._content_of, self._block_of
+        if self._skipped or self._may_be_kept or count > self.num_free or max(_items_at(numbers, block_of)) >= 0:
+            return self._cache_one_by_one(numbers) if self.num_free else [NOWHERE] * count
+        # None takes the block of an earlier one, since blocks that get contents are evicted last.
+        blocks = self._blank[: -count - 1 : -1]
+        del self._blank[-count:]
+        if len(blocks) < count:
+            oldest, removed = self._take_oldest(count - len(blocks))
+            for number in removed:
+                block_of[number] = NOWHERE
+            self.contents.remove_copies(removed)
+            blocks += oldest
+        for block, number in zip(blocks, numbers, strict=True):
+            content_of[block], block_of[number] = number, block
+        self._cached += blocks
+        if len(self._cached) > self._most_entries:
+            self._shorten_order()
         return blocks
 
     def share(self, block: int) -> None:
         """Add one reference to a used or cached block."""
         if self._references[block] == 0:
-            self.num_cached -= 1
+            self.num_free -= 1
             if block not in self._skipped:
                 self._void_entry(block)
         self._references[block] += 1
@@ -113,19 +135,21 @@ class BlockPool:
         tail cannot be hit.
         """
         references, content_of, cached, skipped = self._references, self._content_of, self._cached, self._skipped
-        num_before = len(cached)
+        num_freed = 0
         for block in blocks:
             remaining = references[block] = references[block] - 1
             assert remaining >= 0, f"block {block} freed more often than referenced"
             if remaining == 0:
+                num_freed += 1
                 if content_of[block] < 0:
                     self._blank.append(block)
                 else:
                     cached.append(block)
                     if skipped:
                         skipped.pop(block, None)
-        self.num_cached += len(cached) - num_before
-        self._shorten_order()
+        self.num_free += num_freed
+        if len(cached) > self._most_entries:
+            self._shorten_order()
 
     def put_back(self, blocks: Iterable[int], *, first: bool = False) -> None:
         """Drop one reference to each block, as if it had not been used.
@@ -139,7 +163,7 @@ class BlockPool:
                 self.free((block,))
                 continue
             references[block] -= 1
-            self.num_cached += 1
+            self.num_free += 1
             if block in num_void:
                 self._pass_void_entry(block)  # it counts again
             else:
@@ -154,7 +178,6 @@ class BlockPool:
         if block not in self._skipped:
             self._void_entry(block)
         self._remove_contents(block)
-        self.num_cached -= 1
         self._blank.append(block)
         return True
 
@@ -224,12 +247,7 @@ class BlockPool:
         self._begin = 0
         self._num_void.clear()
         self._skipped.clear()
-        self.num_cached = 0
-
-    @property
-    def _retains(self) -> bool:
-        """True if the least recently used cached block may not be the first to be evicted."""
-        return bool(self._skipped or self.kept)
+        self.num_free = self.num_blocks
 
     def _remove_contents(self, block: int) -> None:
         """Remove the contents of a block that has some."""
@@ -238,27 +256,6 @@ class BlockPool:
         self._skipped.pop(block, None)
         self.contents.remove_copies((number,))
         self.contents.count_removed()
-
-    def _cache_new(self, numbers: Sequence[int]) -> list[int]:
-        """Give free blocks these contents, which are distinct and new. There are enough blocks, and none is retained.
-
-        No contents take the block of earlier ones, since blocks that get contents are evicted last.
-        """
-        blank, content_of, block_of = self._blank, self._content_of, self._block_of
-        count = len(numbers)
-        blocks = blank[: -count - 1 : -1]
-        del blank[-count:]
-        self.num_cached += len(blocks)
-        if len(blocks) < count:
-            oldest, removed = self._take_oldest(count - len(blocks))
-            for number in removed:
-                block_of[number] = NOWHERE
-            self.contents.remove_copies(removed)
-            blocks += oldest
-        for block, number in zip(blocks, numbers, strict=True):
-            content_of[block], block_of[number] = number, block
-        self._cached += blocks
-        return blocks
 
     def _cache_one_by_one(self, numbers: Sequence[int]) -> list[int]:
         """Give free blocks the contents that they lack, as `cache_moved` describes. At least one block is free."""
@@ -272,7 +269,6 @@ class BlockPool:
                 continue
             if blank:
                 block = blank.pop()
-                self.num_cached += 1
             else:
                 block = next(evictions)
                 evicted = content_of[block]
@@ -282,40 +278,41 @@ class BlockPool:
             cached.append(block)
             blocks.append(block)
         self.contents.remove_copies(removed)
+        if len(cached) > self._most_entries:
+            self._shorten_order()
         return blocks
 
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         content_of, block_of = self._content_of, self._block_of
-        if self._retains:
+        if self._skipped or self._may_be_kept:
             blocks = list(islice(self._evictions(), count))
-            numbers = [content_of[block] for block in blocks]
+            numbers = _items_at(blocks, content_of)
         else:
-            blocks, numbers = self._take_oldest(count)
+            blocks, numbers = self._take_oldest(count)  # the usual case
         removed = numbers if self.on_evict is None else self.on_evict(blocks, numbers)
         for block, number in zip(blocks, numbers, strict=True):
             content_of[block] = block_of[number] = NOWHERE
-        self.contents.remove_copies(removed)
-        self.num_cached -= count
-        self._shorten_order()
+        if removed:
+            self.contents.remove_copies(removed)
         return blocks
 
-    def _take_oldest(self, count: int) -> tuple[list[int], list[int]]:
+    def _take_oldest(self, count: int) -> tuple[list[int], Sequence[int]]:
         """Remove the `count` least recently used cached blocks from the order of eviction.
 
         Return the blocks and the numbers of their contents. Only without retained blocks. The caller evicts them, or
         gives them other contents.
         """
         cached, num_void = self._cached, self._num_void
-        oldest: list[int] = []
-        while num_missing := count - len(oldest):
-            blocks = cached[self._begin : self._begin + num_missing]
-            self._begin += num_missing
-            if not num_void.keys().isdisjoint(blocks):
-                blocks = [block for block in blocks if not self._pass_void_entry(block)]
-            oldest += blocks
-        (numbers,) = _items_at(oldest, self._content_of)
-        return oldest, list(numbers)
+        begin, self._begin = self._begin, self._begin + count
+        oldest = cached[begin : self._begin]
+        if num_void and not num_void.keys().isdisjoint(oldest):
+            oldest = [block for block in oldest if not self._pass_void_entry(block)]
+            while num_missing := count - len(oldest):
+                further = cached[self._begin : self._begin + num_missing]
+                self._begin += num_missing
+                oldest += [block for block in further if not self._pass_void_entry(block)]
+        return oldest, _items_at(oldest, self._content_of)
 
     def _evictions(self) -> Iterator[int]:
         """Yield the cached blocks in the order of eviction.
@@ -325,7 +322,7 @@ class BlockPool:
         """
         cached, references, skipped = self._cached, self._references, self._skipped
         content_of, hash_of = self._content_of, self.contents.hash_of
-        kept = self.kept or ()  # most pools retain nothing
+        kept = self._kept if self._may_be_kept else ()
         while True:
             is_kept = self._begin == len(cached)
             if is_kept:
@@ -366,7 +363,7 @@ class BlockPool:
             self._cached.insert(0, block)
 
     def _shorten_order(self) -> None:
-        """Delete the entries before `_begin`, and all void ones, when they are many."""
+        """Delete the entries before `_begin`, or all void ones, of more than `_most_entries`."""
         if self._begin > self.num_blocks:
             del self._cached[: self._begin]
             self._begin = 0
@@ -378,8 +375,6 @@ class BlockPool:
             self._num_void.clear()
 
 
-def _items_at(places: Sequence[int], *lists: list[int]) -> list[tuple[int, ...]]:
-    """Return the items of each list at these places, of which there is at least one."""
-    if len(places) == 1:
-        return [(items[places[0]],) for items in lists]
-    return list(map(itemgetter(*places), lists))
+def _items_at(places: Sequence[int], items: list[int]) -> Sequence[int]:
+    """Return the items at these places, of which there is at least one."""
+    return itemgetter(*places)(items) if len(places) > 1 else (items[places[0]],)

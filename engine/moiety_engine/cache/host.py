@@ -107,7 +107,9 @@ class HostTier:
         """
         host_blocks = self.pool.cache_moved(numbers)
         if NOWHERE not in host_blocks:
-            assert self._in_to.keys().isdisjoint(device_blocks), "an evicted device block has no contents yet"
+            assert not self._in_to or self._in_to.keys().isdisjoint(device_blocks), (
+                "an evicted device block has no contents yet"
+            )
             self._out_to.update(zip(host_blocks, device_blocks, strict=True))
             return ()
         not_kept = []

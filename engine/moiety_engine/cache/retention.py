@@ -46,15 +46,15 @@ class PrefixRetention(Generic[Key]):
         self._on_release: Callable[[Key], None] = end_retention
         self._clock = clock
         self._accounts: dict[bytes | str, _TenantRetention[Key]] = {}
-        self._owner_of: dict[Key, bytes | str] = {}
+        self.owner_of: dict[Key, bytes | str] = {}  # of retained keys, some of which may have expired; callers read it
         self._swept_s = 0.0
 
     def __contains__(self, key: object) -> bool:
-        owner = self._owner_of.get(key)  # type: ignore[call-overload]
+        owner = self.owner_of.get(key)  # type: ignore[call-overload]
         return owner is not None and self._accounts[owner].prefixes[key].until_s > self._clock()  # type: ignore[index]
 
     def __len__(self) -> int:
-        return len(self._owner_of)
+        return len(self.owner_of)
 
     @property
     def size(self) -> int:
@@ -73,23 +73,23 @@ class PrefixRetention(Generic[Key]):
             self._accounts[owner] = account  # `_forget` removed the account if it held nothing else
             account.prefixes[key] = _RetainedPrefix(size, until_s if before is None else max(until_s, before.until_s))
             account.size += size
-            self._owner_of[key] = owner
+            self.owner_of[key] = owner
         self._enforce_shares()
 
     def drop(self, key: Key) -> None:
         """End the retention of a key that is no longer cached."""
-        if key in self._owner_of:
+        if key in self.owner_of:
             self._forget(key)
 
     def forget(self) -> None:
         """Clear the retention: nothing is cached any longer."""
         self._accounts.clear()
-        self._owner_of.clear()
+        self.owner_of.clear()
 
     def sweep(self) -> None:
         """End the retention of expired keys; does nothing more often than every `_SWEEP_INTERVAL_S` seconds."""
         now_s = self._clock()
-        if not self._owner_of or now_s - self._swept_s < _SWEEP_INTERVAL_S:
+        if not self.owner_of or now_s - self._swept_s < _SWEEP_INTERVAL_S:
             return
         self._swept_s = now_s
         for account in list(self._accounts.values()):
@@ -107,7 +107,7 @@ class PrefixRetention(Generic[Key]):
                 self._on_release(key)
 
     def _forget(self, key: Key) -> _RetainedPrefix | None:
-        owner = self._owner_of.pop(key, None)
+        owner = self.owner_of.pop(key, None)
         if owner is None:
             return None
         account = self._accounts[owner]

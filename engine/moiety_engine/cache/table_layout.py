@@ -64,13 +64,17 @@ class TableLayout:
 
     def held_for(self, num_tokens: int) -> int:
         """Return the blocks of all tables with which a sequence can reach `num_tokens` tokens."""
+        if self.is_plain:
+            return -(-num_tokens // self.block_size)
         return self.missing_for(num_tokens, 0, (0,) * self.num_tables)
 
     def missing_for(self, num_tokens: int, num_blocks: int, firsts: tuple[int, ...]) -> int:
         """Return `held_for`, for a sequence that must hold blocks `firsts` to `num_blocks` - 1 of its tables."""
-        end, total = max(-(-num_tokens // self.block_size), num_blocks), 0
+        end = -(-num_tokens // self.block_size)
+        end = max(end, num_blocks)
         if self.is_plain:
             return end
+        total = 0
         for most, first in zip(self.most_held, firsts, strict=True):
             total += end - first if most is None else max(num_blocks - first, min(end - first, most))
         return total

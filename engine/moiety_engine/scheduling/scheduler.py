@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from moiety_engine.images.encoder_cost import EncoderWork
 from moiety_engine.messages import CoreAdmission, CoreFailure, CoreFinish, CoreLogprob, CoreOutput, CoreSubmit
 from moiety_engine.scheduling.admission.admission_queue import AdmissionQueue
-from moiety_engine.scheduling.admission.batching_strategies import Strategy, queue_view
+from moiety_engine.scheduling.admission.batching_strategies import Strategy
 from moiety_engine.scheduling.fairness.service_exchange import ServiceExchange
 from moiety_engine.scheduling.kv.kv_groups import KvGroups
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
@@ -201,9 +201,8 @@ class Scheduler:
         continue wait for the running step; and if there is no speculative prefill to do or `may_prefill_ahead` is
         false.
         """
-        fixed = None if self.policy.sizes_chunks else self.limits.chunk_tokens
+        rows = (not self.policy.sizes_chunks and self.limits.chunk_tokens) or self.limits.max_batch_tokens
         answers = self.limits.max_running if self.kv.answers_apart else None
-        rows = fixed or self.limits.max_batch_tokens
         planner = StepPlanner(self.groups, rows, self.step_time, answers, self.encoder_work)
         self._preemptor.preempted = []
         self._plan_into(planner, now_ns)
@@ -359,10 +358,9 @@ class Scheduler:
             planner.limit_prefill(division.max_prefill_rows())
         slack_s = due_s - self._step_timing.free_s(now_ns)
         if self.policy.num_queued and planner.rows_left > 0:
-            queues, pool = self.queues, self.kv.pool
-            running = queues.running, queues.counts.worst_rank
-            blocks = pool.num_free, pool.num_blocks
-            view = BatchView(planner.shape, slack_s, decoding, *running, *blocks, queues.remaining_output)
+            queues, blocks = self.queues, (self.kv.pool.num_free, self.kv.pool.num_blocks)
+            running = queues.running, queues.counts.worst_rank, *blocks, queues.remaining_output
+            view = BatchView(planner.shape, slack_s, decoding, *running)
             self._fill(planner, view, now_ns)
         if self.speculator is not None:
             overlaps = bool(self._running) and not self._division.is_active  # in a pipeline, tokens are known
@@ -371,12 +369,14 @@ class Scheduler:
             self._prefill_planner.requeue_examined()
 
     def _fill(self, planner: StepPlanner, view: BatchView, now_ns: int) -> None:
-        joinable = self._strategy.joinable(queue_view(self.queues, self.limits, now_ns))
+        joinable = self._strategy.joinable(self.queues, self.limits, now_ns)
         if self._strategy.padded:
             self._padded.fill(planner, joinable, now_ns)
         else:
             planner.limit_time(self.policy.step_budget(view, now_ns / 1e9))
-            self._prefill_planner.fill(planner, view, joinable, now_ns, must_fill=not self._running)
+            self._prefill_planner.fill(planner, view, joinable, now_ns)
+            if not planner.num_rows and not self._running:
+                self._prefill_planner.fill_empty(planner, now_ns / 1e9)
 
     def _pause_sequence(self, sequence: Sequence) -> None:
         self.queues.pause(sequence)

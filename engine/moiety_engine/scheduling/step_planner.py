@@ -56,6 +56,7 @@ class StepPlanner:
         self._encoder_rows = 0
         self._encoded: set[bytes] = set()  # keys of the images that the step encodes
         self._attended_pairs = 0
+        self._shape: StepShape | None = None  # None: outdated
         self.num_rows = 0
 
     @property
@@ -88,12 +89,14 @@ class StepPlanner:
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(
-            len(self._decodes) + self.num_drafted,
-            self._prefill_rows + self._encoder_rows,
-            self._decode_context,
-            self._attended_pairs,
-        )
+        if self._shape is None:
+            self._shape = StepShape(
+                len(self._decodes) + self.num_drafted,
+                self._prefill_rows + self._encoder_rows,
+                self._decode_context,
+                self._attended_pairs,
+            )
+        return self._shape
 
     def limit_prefill(self, max_rows: int) -> None:
         """Limit the rows of prefill, because other steps get the other rows."""
@@ -137,7 +140,7 @@ class StepPlanner:
         `context` is the total number of tokens whose KV the rows read.
         """
         self._decodes = self._decodes + chunks if self._decodes else chunks
-        self._decoding = None
+        self._decoding = self._shape = None
         self._decode_context += context
         self.num_rows += len(chunks)
         if self._answer_rows_left is not None:
@@ -150,7 +153,7 @@ class StepPlanner:
         """Remove the sequence's decode from this step, so that it can be preempted."""
         if self._decodes_now(sequence):
             self._decodes = [chunk for chunk in self._decodes if chunk.sequence is not sequence]
-            self._decoding = None
+            self._decoding = self._shape = None
             self._decode_context -= sequence.kv.num_computed
             self.num_rows -= 1
             self._taken_of_group[sequence.kv.group] -= 1
@@ -173,6 +176,7 @@ class StepPlanner:
         grown = kv.grow(sequence, first + 1 + limit)
         assert grown, "blocks that were free are not there"
         self._decodes[place] = Chunk(sequence, 1 + limit, True, draft=tuple(draft[:limit]))
+        self._shape = None
         self.num_rows += limit
         self.num_drafted += limit
         self._decode_context += limit * first
@@ -207,24 +211,29 @@ class StepPlanner:
         num_tokens = min(limit, tokens_left)
         if num_tokens <= 0:
             return False
-        first = sequence.kv.num_computed
-        if sequence.kv.snapshot_ends:  # the state after a block is known only where a chunk ends
-            num_tokens = min(num_tokens, sequence.kv.snapshot_ends[0] * kv.block_size - first)
+        state = sequence.kv
+        first = state.num_computed
+        if state.snapshot_ends:  # the state after a block is known only where a chunk ends
+            num_tokens = min(num_tokens, state.snapshot_ends[0] * kv.block_size - first)
         if kv.answers_apart and kv.states is not None and first < sequence.request.num_prompt:
             num_tokens = min(num_tokens, sequence.request.num_prompt - first)  # a step runs its output tokens first
         end = first + num_tokens
         grown = kv.grow(sequence, end)
         assert grown, "available_tokens counted blocks that are not free"
         ends = end == len(sequence.tokens)
-        pad = min(max(sequence.padded_row.length - end, 0), max(0, self.rows_left - num_tokens)) if ends else 0
-        pad = min(pad, len(sequence.kv.blocks) * kv.block_size - end)
+        pad = 0
+        if ends and sequence.padded_row.length > end:
+            pad = min(sequence.padded_row.length - end, max(0, self.rows_left - num_tokens))
+            pad = min(pad, len(state.blocks) * kv.block_size - end)
+        self._shape = None
         self._completing.append((sequence, min(end, sequence.num_known)))
         embeds = ends and sequence.request.submit.embed
         self._prefills[sequence] = Chunk(sequence, num_tokens, ends and not embeds, pad, embeds)
         self.num_rows += num_tokens + pad
-        self._taken_of_group[sequence.kv.group] += num_tokens + pad
+        self._taken_of_group[state.group] += num_tokens + pad
         self._prefill_rows += num_tokens + pad
-        self._take_answer_rows(max(0, end - max(first, sequence.request.num_prompt)))
+        if self._answer_rows_left is not None:
+            self._answer_rows_left -= max(0, end - max(first, sequence.request.num_prompt))
         self._attended_pairs += num_tokens * (first + num_tokens // 2)
         if sequence.request.images is not None:
             for encoding in self._encodings(sequence, num_tokens):
@@ -285,7 +294,7 @@ class StepPlanner:
         if self.num_drafted:  # recurrent layers take runs of single tokens first
             self._decodes.sort(key=lambda chunk: bool(chunk.draft))
         return Plan(
-            chunks=[*self._decodes, *self._prefills.values()],
+            chunks=self._decodes + list(self._prefills.values()),
             num_decode=len(self._decodes),
             num_rows=self.num_rows,
             preempted=preempted,

@@ -13,59 +13,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.queues.request_queues import RequestQueues
 from moiety_wire.engine_choices import Batching
 
 
-class QueueView(NamedTuple):
-    """Input of a strategy."""
-
-    num_running: int
-    num_waiting: int
-    oldest_wait_ms: Callable[[], float]
-    max_running: int
-    batch_size: int
-    batch_timeout_ms: float
-
-
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Batching strategy. `joinable` returns how many waiting requests may join; `padded` pads rows to the longest."""
 
-    joinable: Callable[[QueueView], int]
+    joinable: Callable[[RequestQueues, SchedulerLimits, int], int]  # the last argument is the time in nanoseconds
     padded: bool = False
 
 
-def _join_none(view: QueueView) -> int:
-    return 0 if view.num_running else 1
+def _join_none(queues: RequestQueues, _limits: SchedulerLimits, _now_ns: int) -> int:
+    return 0 if queues.running else 1
 
 
-def _join_static(view: QueueView) -> int:
-    return 0 if view.num_running else min(view.batch_size, view.max_running)
+def _join_static(queues: RequestQueues, limits: SchedulerLimits, _now_ns: int) -> int:
+    return 0 if queues.running else min(limits.batch_size, limits.max_running)
 
 
-def _join_dynamic(view: QueueView) -> int:
-    full = view.num_waiting >= view.batch_size
-    return _join_static(view) if full or view.oldest_wait_ms() >= view.batch_timeout_ms else 0
+def _join_dynamic(queues: RequestQueues, limits: SchedulerLimits, now_ns: int) -> int:
+    if len(queues.waiting) + len(queues.returning) < limits.batch_size:
+        waited_ms = (now_ns - queues.oldest_unix_ns(now_ns)) / 1e6
+        if waited_ms < limits.batch_timeout_ms:
+            return 0
+    return _join_static(queues, limits, now_ns)
 
 
-def _join_continuous(view: QueueView) -> int:
-    return view.max_running - view.num_running
-
-
-def queue_view(queues: RequestQueues, limits: SchedulerLimits, now_ns: int) -> QueueView:
-    """Return the current input of a strategy."""
-    return QueueView(
-        num_running=len(queues.running),
-        num_waiting=len(queues.waiting) + len(queues.returning),
-        oldest_wait_ms=lambda: (now_ns - queues.oldest_unix_ns(now_ns)) / 1e6,
-        max_running=limits.max_running,
-        batch_size=limits.batch_size,
-        batch_timeout_ms=limits.batch_timeout_ms,
-    )
+def _join_continuous(queues: RequestQueues, limits: SchedulerLimits, _now_ns: int) -> int:
+    return limits.max_running - len(queues.running)
 
 
 STRATEGIES = {

@@ -200,23 +200,24 @@ class FairQueue:
 
     def pop(self) -> Sequence | None:
         """Remove and return the first sequence; None if there is none."""
-        while self.order:
-            counter, tie, version, account = self.order[0]
+        order = self.order
+        while order:
+            counter, tie, version, account = order[0]
             heap = self._heaps.get(account)
             if heap is None or version != account.version:
-                heappop(self.order)
+                heappop(order)
                 continue
             if account in self._held:
                 self._passed[account] = version
-                heappop(self.order)
+                heappop(order)
                 continue
-            if heap.first() is None:
-                del self._heaps[account]
-                heappop(self.order)
-            elif counter < account.counter:
-                heapreplace(self.order, (account.counter, tie, version, account))
+            if counter < account.counter and heap.first() is not None:
+                heapreplace(order, (account.counter, tie, version, account))
+            elif (found := heap.pop_until(None)) is not None:
+                return found
             else:
-                return heap.pop_first()
+                del self._heaps[account]
+                heappop(order)
         return None
 
     def hold(self, account: TenantCounter) -> None:

@@ -132,7 +132,8 @@ class KvGroups:
         Block numbers of a group follow those of the groups before it.
         """
         if self.count == 1:
-            return self.first.take_copies()
+            tier = self.first.host
+            return Copies([], []) if tier is None else tier.take_copies()
         outs: list[tuple[int, int]] = []
         ins: list[tuple[int, int]] = []
         for group, kv in enumerate(self._ledgers):

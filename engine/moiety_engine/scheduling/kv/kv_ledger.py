@@ -61,12 +61,12 @@ class KvLedger(StateLedger):
         self.on_release: Callable[[Sequence], None] | None = None  # called with a sequence before it gives up blocks
         self.kv_loads: dict[int, KvLoad] = {}  # queued, by the sequences' keys
         self.retention: PrefixRetention[bytes] = PrefixRetention(pool.num_blocks, end_retention=self._end_retention)
-        pool.kept = self.retention
+        pool.evict_last(self.retention, self.retention.owner_of)
         if states is not None:
-            states.pool.kept = self.retention
+            states.pool.evict_last(self.retention, self.retention.owner_of)
         if host is not None:
             host.attach(pool)
-            host.pool.kept = self.retention
+            host.pool.evict_last(self.retention, self.retention.owner_of)
         else:
             pool.on_evict = self._evicted
 
@@ -85,12 +85,14 @@ class KvLedger(StateLedger):
             has_state = None if self.states is None else self.states.has_snapshot
             return longest_prefix(sequence, self.layout, most, self._find, has_state)
         hits: list[Hit] = []
+        hashes, size, numbers = sequence.block_hashes, self.block_size, self.pool.contents.numbers
         for index in range(most):
-            hit = self._find(sequence.block_hashes.at(index, self.block_size))
+            block_hash = hashes.at(index, size)
+            hit = self._find(block_hash) if block_hash in numbers else None
             if hit is None:
                 break
             hits.append(hit)
-        return PrefixHits(len(hits), hits, len(hits))
+        return PrefixHits(len(hits), hits, len(hits)) if hits else NO_HITS
 
     @property
     def caches_prefixes(self) -> bool:
@@ -117,16 +119,20 @@ class KvLedger(StateLedger):
 
         Return False, with nothing taken, otherwise.
         """
-        firsts = self._firsts(len(prefix) * self.block_size)
-        on_device = [hit.block for hit in prefix.hits if not hit.on_host]
-        num_blocks = self.layout.missing_for(num_tokens, len(prefix), firsts)
+        num_hits = prefix.num_blocks
+        firsts = self._firsts(num_hits * self.block_size) if num_hits else self._from_start
+        num_blocks = self.layout.missing_for(num_tokens, num_hits, firsts)
+        on_device = [hit.block for hit in prefix.hits if not hit.on_host] if num_hits else []
         if not self.has_state_slot or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
         if self.states is not None:
             self._start_state(sequence, prefix, self.states)
-        sequence.kv.num_sealed = len(prefix)
-        self._take_hits(sequence, prefix.hits, firsts, len(prefix))
-        sequence.kv.num_computed = len(prefix) * self.block_size
+        sequence.kv.num_sealed = num_hits
+        if num_hits:
+            self._take_hits(sequence, prefix.hits, firsts, num_hits)
+        else:
+            self._set_tables(sequence, [], firsts, 0)
+        sequence.kv.num_computed = num_hits * self.block_size
         self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True
 
@@ -136,8 +142,10 @@ class KvLedger(StateLedger):
         A hit on the host needs a new block; an unreferenced hit on the device is no longer free.
         """
         num_hits = prefix.num_blocks
+        if not num_hits:
+            return self.layout.missing_for(num_tokens, 0, self._from_start)
         missing = self.layout.missing_for(num_tokens, num_hits, self._firsts(num_hits * self.block_size))
-        return missing - self._num_in_use(prefix.hits) if num_hits else missing
+        return missing - self._num_in_use(prefix.hits)
 
     def queue_kv_load(self, sequence: Sequence) -> None:
         """Queue the load of the KV from another engine into the sequence's blocks, after its prefix hits.

@@ -6,6 +6,8 @@ pool. The ledger above decides what is cached, retained and swapped.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from moiety_engine.cache.block_pool import BlockPool
 from moiety_engine.cache.host import HostTier
 from moiety_engine.cache.table_layout import TableLayout
@@ -13,6 +15,7 @@ from moiety_engine.scheduling.kv.prefix_search import Cell, Hit, PrefixHits, cel
 from moiety_engine.sequence import Sequence
 from moiety_wire.block_hashes import MARK_BYTES
 
+_first_table = attrgetter("kv.blocks")
 VOID = 0  # block number in the entries of a table that no query reads
 
 
@@ -36,7 +39,7 @@ class TableBlocks:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens in all. Return False, with nothing taken, if too few are free."""
         kv = sequence.kv
-        end = self.blocks_for(num_tokens)
+        end = -(-num_tokens // self.block_size)
         missing = end - len(kv.blocks)
         if missing <= 0:
             return True
@@ -58,8 +61,9 @@ class TableBlocks:
     def grow_each(self, sequences: list[Sequence]) -> None:
         """Allocate one more block of each table for each sequence. The caller has checked that enough are free."""
         if self.num_tables == 1:
-            for sequence, block in zip(sequences, self.pool.allocate(len(sequences)), strict=True):
-                sequence.kv.blocks.append(block)
+            new = self.pool.allocate(len(sequences))
+            for table, block in zip(map(_first_table, sequences), new, strict=True):
+                table.append(block)
             return
         blocks = iter(self.pool.allocate(len(sequences) * self.num_tables))
         for sequence in sequences:
@@ -69,7 +73,8 @@ class TableBlocks:
 
     def num_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks that growth to `num_tokens` tokens takes from the pool at once."""
-        return max(0, self.blocks_for(num_tokens) - len(sequence.kv.blocks)) * self.num_tables
+        missing = -(-num_tokens // self.block_size) - len(sequence.kv.blocks)
+        return missing * self.num_tables if missing > 0 else 0
 
     def num_to_complete(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the free blocks with which a sequence that holds blocks reaches `num_tokens` tokens step by step."""
@@ -141,7 +146,7 @@ class TableBlocks:
 
     def _can_have(self, num_new: int, *, beside: list[int]) -> bool:
         """Return whether `num_new` blocks can be allocated once the blocks `beside` are shared."""
-        num_revived = sum(map(self.pool.is_free, beside))
+        num_revived = sum(map(self.pool.is_free, beside)) if beside else 0
         return num_new <= self.pool.num_free - num_revived
 
     def _take_hits(self, sequence: Sequence, hits: list[Hit], firsts: tuple[int, ...], num_blocks: int) -> None:

@@ -42,10 +42,6 @@ class _Histogram:
             self.total /= self.scale
             self.scale = 1.0
 
-    @property
-    def weight(self) -> float:
-        return self.total / self.scale
-
 
 class OutputPredictor:
     """Expected and high output lengths by tenant. `bias` multiplies every prediction, for experiments."""
@@ -114,13 +110,13 @@ class OutputPredictor:
         """
         everyone = self._all
         own = self._by_tenant.get(tenant)
-        share = min(_BLEND, everyone.weight) / everyone.total / _thin(own) if everyone.total else 0.0
+        if not everyone.total:
+            share = 0.0
+        else:
+            share = min(_BLEND, everyone.total / everyone.scale) / everyone.total
+            if own is not None:  # the part of all tenants falls as the tenant's own outputs become many
+                share /= 1.0 + own.total / own.scale
         return ((everyone, 0.0) if own is None else (own, 1 / own.scale)), (everyone, share)
-
-
-def _thin(own: _Histogram | None) -> float:
-    """Return the divisor of all tenants' histogram, which grows with the tenant's own number of outputs."""
-    return 1.0 if own is None else 1.0 + own.weight
 
 
 def _bin(length: int) -> int:

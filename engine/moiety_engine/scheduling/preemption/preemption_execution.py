@@ -62,6 +62,7 @@ class Preemptor:
         decoding = self._queues.decoding
         short = self._short_of_a_block() if self._queues.filled else []
         if not short:
+            self._queues.filled = {}
             return list(decoding.values())
         waiting: list[Sequence] = []
         for kv in self._kv:
@@ -185,11 +186,8 @@ class Preemptor:
 
     def _short_of_a_block(self) -> list[Sequence]:
         """Return the decoding sequences whose blocks are full."""
-        size, decoding = self._kv.first.block_size, self._queues.decoding
-        filled = self._queues.filled
-        short = [s for s in filled if (kv := s.kv).num_computed >= len(kv.blocks) * size and s in decoding]
-        self._queues.filled = dict.fromkeys(short)
-        return short
+        size, decoding, filled = self._kv.first.block_size, self._queues.decoding, self._queues.filled
+        return [s for s in filled if (kv := s.kv).num_computed >= len(kv.blocks) * size and s in decoding]
 
     def _num_decoding(self, group: int) -> int:
         decoding = self._queues.decoding

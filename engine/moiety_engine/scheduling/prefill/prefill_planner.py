@@ -51,22 +51,18 @@ class PrefillPlanner:
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
-    def fill(
-        self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int, *, must_fill: bool = False
-    ) -> None:
-        """Add prefill of running sequences, and of up to `joinable` sequences that join the batch.
-
-        `must_fill`: no step is running, so that nothing is computed until the next one if this one is empty.
-        """
-        now_s = now_ns / 1e9
+    def fill(self, planner: StepPlanner, view: BatchView, joinable: int, now_ns: int) -> None:
+        """Add prefill of running sequences, and of up to `joinable` sequences that join the batch."""
+        now_s, pop = now_ns / 1e9, self._policy.pop
         self.requeue_examined()
         deferred: list[Sequence] = []
         blocked: list[Sequence] = []
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
         some_wait = self._waits_for_tokens or self._kv.count > 1
-        while planner.prefill_rows_left > 0 and len(deferred) < MAX_EXAMINED:
-            sequence = self._policy.pop(now_s)
+        rows_left = planner.prefill_rows_left  # at most: what a sequence without a place leaves free is not counted
+        while rows_left > 0 and len(deferred) < MAX_EXAMINED:
+            sequence = pop(now_s)
             if sequence is None:
                 break
             reason = None
@@ -89,23 +85,24 @@ class PrefillPlanner:
                     break
                 continue
             given = self._advance(sequence, planner)
+            rows_left = planner.prefill_rows_left
             if given is not _Given.ALL:
                 deferred.append(sequence)
             if given is _Given.NOTHING and self._fills_the_last(sequence.kv.group, full):
                 break
         self._requeue_later(deferred, now_s)
-        if planner.prefill_rows_left > 0 and len(full) < self._kv.count:
+        if rows_left > 0 and len(full) < self._kv.count:
             self.continue_prefills(planner, now_s)
-        self._fill_empty(planner, now_s, must_fill=must_fill)
 
-    def _fill_empty(self, planner: StepPlanner, now_s: float, *, must_fill: bool) -> None:
+    def fill_empty(self, planner: StepPlanner, now_s: float) -> None:
         """Lift the limit of worse ranks in a step that would be empty, and decode what gave way to waiting requests.
 
-        A prompt of a worse rank then has the place in the batch that the best rank waits for.
+        Call it if no step is running, so that nothing would be computed until the next one. A prompt of a worse rank
+        then has the place in the batch that the best rank waits for.
         """
-        if must_fill and planner.empty and planner.lift_rank_limit():
+        if planner.lift_rank_limit():
             self.continue_prefills(planner, now_s)
-        if must_fill and planner.empty:
+        if planner.empty:
             waiting, decoding = self._queues.filled, self._queues.decoding
             held = [chunk for sequence, chunk in decoding.items() if sequence not in waiting][: planner.rows_left]
             planner.add_decodes(held, sum(chunk.sequence.kv.num_computed for chunk in held))
@@ -169,26 +166,28 @@ class PrefillPlanner:
 
     def mark_started(self, sequence: Sequence, now_ns: int) -> None:
         """Put a sequence into the batch and count it as started or resumed."""
-        tally = self._tally.of(sequence.service.name)
+        tally, timeline, kv = self._tally.of(sequence.service.name), sequence.timeline, sequence.kv
         tally.num_waiting -= 1
         tally.num_running += 1
         self._queues.run(sequence)
-        if sequence.timeline.scheduled_unix_ns == 0:
-            sequence.timeline.scheduled_unix_ns = now_ns
-            sequence.kv.num_cached = min(sequence.kv.num_computed - sequence.kv.num_landed, sequence.request.num_prompt)
-            self._speculative_prefill.joined(sequence, now_ns)
-            self.cached_tokens_total += sequence.kv.num_cached
-            self.prompt_tokens_total += sequence.request.num_prompt - min(
-                sequence.kv.num_landed, sequence.request.num_prompt
-            )
-            if sequence.timeline.delay is not None:
-                sequence.timeline.note(now_ns, EventKind.DELAYED, sequence.timeline.delay)
-            encoding = self._encoder_work.cost_from(sequence.request.images, sequence.kv.num_computed)
-            self._policy.started(sequence, sequence.num_uncomputed + encoding, now_ns / 1e9)
-        elif sequence.timeline.num_preemptions or sequence.timeline.num_pauses:
-            again = Reason.RECOMPUTE if sequence.kv.num_computed < sequence.kv.peak_computed else Reason.SWAP
-            sequence.timeline.note(now_ns, EventKind.RESUMED, again)
-        sequence.timeline.delay = None
+        if timeline.scheduled_unix_ns == 0:
+            timeline.scheduled_unix_ns = now_ns
+            num_prompt, num_landed = sequence.request.num_prompt, kv.num_landed
+            kv.num_cached = min(kv.num_computed - num_landed, num_prompt)
+            if self._speculative_prefill.is_used:
+                self._speculative_prefill.joined(sequence, now_ns)
+            self.cached_tokens_total += kv.num_cached
+            self.prompt_tokens_total += num_prompt - min(num_landed, num_prompt)
+            if timeline.delay is not None:
+                timeline.note(now_ns, EventKind.DELAYED, timeline.delay)
+            num_uncomputed, images = len(sequence.tokens) - kv.num_computed, sequence.request.images
+            if images is not None:
+                num_uncomputed += self._encoder_work.cost_from(images, kv.num_computed)
+            self._policy.started(sequence, num_uncomputed, now_ns / 1e9)
+        elif timeline.num_preemptions or timeline.num_pauses:
+            again = Reason.RECOMPUTE if kv.num_computed < kv.peak_computed else Reason.SWAP
+            timeline.note(now_ns, EventKind.RESUMED, again)
+        timeline.delay = None
 
     def requeue_examined(self) -> None:
         """Queue the sequences again that the newest plan examined in vain, unless that was done.
@@ -202,8 +201,11 @@ class PrefillPlanner:
     def _requeue_later(self, sequences: list[Sequence], now_s: float) -> None:
         """Let `requeue_examined` queue the sequences: at once if any is running, since it can get more of this step."""
         self.examined, self._examined_s = sequences, now_s
-        if any(sequence.state is SequenceState.RUNNING for sequence in sequences):
-            self.requeue_examined()
+        running = SequenceState.RUNNING
+        for sequence in sequences:
+            if sequence.state is running:
+                self.requeue_examined()
+                return
 
     def put_back(self, sequences: list[Sequence], now_s: float) -> None:
         """Queue sequences again that need more prefill."""
@@ -218,14 +220,14 @@ class PrefillPlanner:
 
         Return False, with nothing taken, if too few blocks are free.
         """
-        if sequence.kv.is_on_device:
+        state, kv = sequence.kv, self._kv.of(sequence)
+        if state.is_on_device:
             return True  # it kept its blocks, and grows with each chunk
-        kv = self._kv.of(sequence)
-        if sequence.kv.host_blocks:
+        if state.host_blocks:
             return kv.swap_in(sequence, num_tokens)
         if not kv.start(sequence, kv.find_prefix(sequence) if hits is None else hits, num_tokens):
             return False
-        if sequence.kv.num_transferred_tokens:
+        if state.num_transferred_tokens:
             kv.queue_kv_load(sequence)
         return True
 
@@ -235,7 +237,9 @@ class PrefillPlanner:
         if limit <= 0:
             return _Given.NOTHING
         kv = self._kv.of(sequence)
-        self._preemptor.reclaim(kv.num_to_grow(sequence, sequence.kv.num_computed + limit), kv)
+        num_new = kv.num_to_grow(sequence, sequence.kv.num_computed + limit)
+        if num_new > kv.pool.num_free:
+            self._preemptor.reclaim(num_new, kv)
         if planner.add_prefill(sequence, limit):
             return _Given.ALL
         return _Given.SOME if planner.prefills(sequence) else _Given.NOTHING
@@ -248,22 +252,22 @@ class PrefillPlanner:
         victim = None
         if joinable <= 0 and (victim := self._preemptor.place_victim(sequence, planner, now_ns)) is None:
             return Reason.BATCH_FULL
-        num_tokens, kv = len(sequence.tokens), self._kv.of(sequence)
+        num_tokens, kv, state = len(sequence.tokens), self._kv.of(sequence), sequence.kv
         hits: PrefixHits | None = None
-        if sequence.kv.is_on_device:
+        if state.is_on_device:
             num_new = kv.num_to_complete(sequence, num_tokens)
-        elif sequence.kv.host_blocks:
+        elif state.host_blocks:
             num_new = kv.num_blocks_to_swap_in(sequence, num_tokens)
         else:
             hits = kv.find_prefix(sequence)
-            if planner.completes_blocks and not sequence.kv.num_transferred_tokens:
+            if planner.completes_blocks and not state.num_transferred_tokens:
                 next_hash = kv.next_hash(sequence, hits.num_blocks)
-                if planner.will_compute(next_hash, hits.num_blocks, sequence.kv.group):
+                if planner.will_compute(next_hash, hits.num_blocks, state.group):
                     return Reason.SHARED_PREFIX
             num_new = kv.num_blocks_to_start(hits, num_tokens)
         view.blocks_free = kv.pool.num_free
         if self._kv.count > 1:
-            view.select_group(self._preemptor.peers(sequence.kv.group), view.blocks_free)
+            view.select_group(self._preemptor.peers(state.group), view.blocks_free)
         view.shape = planner.shape
         view.worst_rank = self._queues.counts.worst_rank
         reason = self._policy.delays(sequence, view, num_new, now_s)

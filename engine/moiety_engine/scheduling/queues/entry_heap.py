@@ -19,19 +19,19 @@ _SMALL = 64
 class EntryHeap:
     """Heap with the smallest key first, ties by arrival. O(log n), amortised."""
 
-    __slots__ = ("_compact_at", "_entries")
+    __slots__ = ("_compact_at", "entries")
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []  # void ones included; callers read the first key
         self._compact_at = _SMALL
 
     def __bool__(self) -> bool:
         """Return whether the heap has entries, void ones included."""
-        return bool(self._entries)
+        return bool(self.entries)
 
     def push(self, key: Any, sequence: Sequence) -> None:
         """Push the sequence with its current entry number."""
-        entries = self._entries
+        entries = self.entries
         heappush(entries, (key, sequence.request.order, sequence.entry, sequence))
         if len(entries) > self._compact_at:
             entries[:] = [item for item in entries if item[2] == item[3].entry]
@@ -40,7 +40,7 @@ class EntryHeap:
 
     def first(self) -> Entry | None:
         """Return the first valid entry without removing it."""
-        entries = self._entries
+        entries = self.entries
         while entries and entries[0][2] != entries[0][3].entry:
             heappop(entries)
         return entries[0] if entries else None
@@ -54,7 +54,7 @@ class EntryHeap:
 
         Written out, since it is called several times for each sequence that a step examines.
         """
-        entries = self._entries
+        entries = self.entries
         while entries:
             first_key, _, entry, sequence = entries[0]
             if entry != sequence.entry:
@@ -66,11 +66,6 @@ class EntryHeap:
                 break
         return None
 
-    def pop_first(self) -> Sequence:
-        """Remove the first entry and return its sequence. Call `first` before."""
-        sequence: Sequence = heappop(self._entries)[3]
-        return sequence
-
     def rekey_first(self, key: Any) -> None:
         """Change the key of the first entry. Call `first` before."""
-        heapreplace(self._entries, (key, *self._entries[0][1:]))
+        heapreplace(self.entries, (key, *self.entries[0][1:]))

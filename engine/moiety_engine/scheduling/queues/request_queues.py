@@ -109,7 +109,7 @@ class RequestQueues:
             self._remaining_output += sequence.predicted_output + 1
         self.counts.add(sequence)
         self.prefilling[sequence] = None
-        if self.computed(sequence):
+        if len(sequence.tokens) > sequence.request.num_prompt and self.computed(sequence):
             self._remaining_output = None
 
     def computed(self, sequence: Sequence) -> bool:

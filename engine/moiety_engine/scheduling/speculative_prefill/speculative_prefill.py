@@ -84,6 +84,7 @@ class SpeculativePrefill:
         self._wanted: dict[int, _Wanted] = {}  # by key
         self._watch = ConversationWatch[_Wanted](self.patterns)  # by the hash of the prompt's last full block
         self._served: dict[str, float] = {}  # tokens divided by weight, of tenants with requested prefills
+        self.is_used = False  # whether any was requested since the start
         self._planned: _Wanted | None = None
         self.ended: list[CoreOutput] = []  # since the last `take_ended`
 
@@ -95,7 +96,7 @@ class SpeculativePrefill:
         `take_ended` reports the outcome.
         """
         assert submit.speculative_prefill is not None, "only speculative prefills are submitted here"
-        now_s = now_ns / 1e9
+        self.is_used, now_s = True, now_ns / 1e9
         self._advance(now_s)
         apart = self._groups.first.answers_apart
         sequence = Sequence(submit, order=0, seed=0, queued_unix_ns=now_ns, answer_apart=apart)

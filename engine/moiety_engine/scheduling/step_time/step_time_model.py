@@ -79,7 +79,8 @@ class StepTimeModel:
             if rows > _BENDS[1]:
                 total += past_second * ((rows - _BENDS[1]) / 100)
         total += context * (decode_context / 10_000) + pairs * (attended_pairs / 1_000_000)
-        return max(1e-6, total * self._bias)
+        total *= self._bias
+        return total if total > 1e-6 else 1e-6
 
     def decode_costs(self) -> tuple[float, float]:
         """Return the learned seconds of a decode row, and of a token of context that it reads; not both are 0."""
@@ -137,13 +138,14 @@ class StepTimeModel:
         """
         rows, decode_context, pairs = shape.decode_rows + shape.prefill_rows, shape.decode_context, shape.attended_pairs
         low, high = 0, limit
+        attended_pairs = pairs + limit * (context + limit // 2)
+        if self._seconds(rows + limit, decode_context, attended_pairs, has_prefill=True) <= budget_s:
+            return limit
 
         def predict_s(more: int) -> float:
             attended_pairs = pairs + more * (context + more // 2)
             return self._seconds(rows + more, decode_context, attended_pairs, has_prefill=True)
 
-        if predict_s(limit) <= budget_s:
-            return limit
         while low < high:
             middle = (low + high + 1) // 2
             if predict_s(middle) <= budget_s:

@@ -40,6 +40,7 @@ class DecodePacing:
         self._step_time = step_time
         self.limit_s = math.inf  # limit of the newest step if worse ranks are held to the best rank's pace
         self.leaves_floor = True  # whether prompts of worse ranks get their minimum of tokens in the newest step
+        self._predicted: tuple[StepShape, float] | None = None  # newest step with all decodes, and its seconds
         self._num_turns = 0  # steps in which the floor of worse ranks takes turns
 
     def select(self, decoding: list[Chunk], num_context: int, now_s: float, *, best_waits: bool) -> list[Chunk]:
@@ -49,11 +50,13 @@ class DecodePacing:
         wait for the step or are part of it. All chunks are returned if the step is predicted to be short enough, or if
         only the best rank decodes. Otherwise O(n log n) in the number of chunks.
         """
-        pace, self.limit_s, self.leaves_floor = self._slo, math.inf, True
+        pace, self.limit_s, self.leaves_floor, self._predicted = self._slo, math.inf, True, None
         if pace.best_tpot_s == math.inf and pace.best_ttft_s == math.inf:
             return decoding
         best_rank = pace.best_rank
-        step_s = self._step_time.predict_s(StepShape(len(decoding), 0, num_context))
+        shape = StepShape(len(decoding), 0, num_context)
+        step_s = self._step_time.predict_s(shape)
+        self._predicted = shape, step_s
         if best_waits and step_s <= (limit_s := self._longest_decode_s(best_is_there=True)):
             self._take_turn_of_floor()
             self.limit_s = limit_s  # no deadline bounds the step
@@ -82,6 +85,11 @@ class DecodePacing:
         else:
             taken = {chunk.sequence for chunk in worse[:num_taken]}
         return [c for c in decoding if c.sequence.service.rank <= best_rank or c.sequence in taken]
+
+    def predict_s(self, shape: StepShape) -> float:
+        """Return the predicted seconds of a step; known if all chunks of the newest `select` are its only rows."""
+        known = self._predicted
+        return known[1] if known is not None and known[0] == shape else self._step_time.predict_s(shape)
 
     def _first_with_slack(self, worse: list[Chunk], num_taken: int, until_s: float) -> int:
         """Return the first of the sorted requests whose next token is wanted later; at most `num_taken`."""

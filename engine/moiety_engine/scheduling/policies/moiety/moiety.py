@@ -227,14 +227,13 @@ class Moiety(Policy):
         return self._pacing.select(decoding, num_context, now_s, best_waits=best_waits)
 
     def step_budget(self, view: BatchView, now_s: float) -> StepBudget | None:
-        self._queue.release()
-        self._queue.hold_spot()
+        self._queue.begin_step()
         self._kv_admission.victims.slots_changed()
         if not self.tuning.chunk_sizing:
             return None
         urgent = self._queue.has_at_risk(self._slo.best_rank)
         part = self.tuning.slack_used_if_urgent if urgent else self.tuning.slack_used
-        alone_s = self.context.step_time.predict_s(view.shape)
+        alone_s = self._pacing.predict_s(view.shape)
         seconds = min(max(self._slo.longest_step_s, 2 * alone_s), part * view.slack_s)
         floor_tokens, pacing = self.tuning.floor_tokens, self._pacing
         of_spot = self._spot.budget(view, seconds) if self._spot.num_open else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from moiety_engine.scheduling.fairness.tenant_counters import TenantCounter, TenantCounters
@@ -19,15 +19,7 @@ class _BatchSlots(NamedTuple):
 
     held: Mapping[str, int]  # by tenant
     of_weight: float  # slots per unit of weight
-    several: Mapping[str, int]  # the same of tenants that hold at least two
-    accounts: TenantCounters
-
-    def over_share(self) -> Iterator[TenantCounter]:
-        """Yield the tenants that hold at least their share of slots even with one slot less."""
-        for tenant, count in self.several.items():
-            account = self.accounts.get(tenant)
-            if account is not None and count - 1 >= self.of_weight * account.weight:
-                yield account
+    over_share: set[TenantCounter]  # tenants that hold at least their share of slots even with one slot less
 
 
 class PreemptionVictims:
@@ -64,7 +56,7 @@ class PreemptionVictims:
 
     def some_tenant_exceeds_slots(self, rank: int) -> bool:
         """Return whether a tenant of the rank holds more than its share of batch slots."""
-        return any(True for _ in self._slots_of(rank).over_share())
+        return bool(self._slots_of(rank).over_share)
 
     def may_reclaim(self, sequence: Sequence, view: BatchView) -> bool:
         """Return whether sequences of its rank would be preempted for it.
@@ -85,7 +77,8 @@ class PreemptionVictims:
         sequences that were preempted as often as allowed may pause as well, after all others. Sequences of spot classes
         are victims for every better rank.
         """
-        if beneficiary is not None and not takes_blocks and self._is_worst(beneficiary.service.rank):
+        worst_rank = self._context.running.worst_rank
+        if beneficiary is not None and not takes_blocks and worst_rank <= beneficiary.service.rank:
             return self._over_their_slots(running, beneficiary)  # the usual case in a full batch
         batch = list(running) if beneficiary is None else self._of_worse_ranks(running, beneficiary, takes_blocks)
         if beneficiary is not None and takes_blocks:
@@ -97,14 +90,10 @@ class PreemptionVictims:
             return victims
         return victims + [s for s in batch if is_guaranteed(s)] + self._over_their_slots(running, beneficiary)
 
-    def _is_worst(self, rank: int) -> bool:
-        """Return whether no sequence of a worse rank runs."""
-        return self._context.running.worst_rank <= rank
-
     def _of_worse_ranks(self, running: Iterable[Sequence], beneficiary: Sequence, takes_blocks: bool) -> list[Sequence]:
         """Return the sequences of worse ranks that give way to the beneficiary."""
         rank = beneficiary.service.rank
-        if self._is_worst(rank):
+        if self._context.running.worst_rank <= rank:
             return []
         outranks = self._records[beneficiary].bucket == AT_RISK or (
             not takes_blocks and beneficiary.service.ttft_s is not None
@@ -127,7 +116,7 @@ class PreemptionVictims:
         num_held = slots.held.get(own.tenant)
         if num_held and num_held + 1 > slots.of_weight * own.weight:
             return []
-        over = set(slots.over_share())
+        over = slots.over_share
         if not over:
             return []
         records, is_guaranteed = self._records, self._reservations.is_guaranteed
@@ -143,8 +132,12 @@ class PreemptionVictims:
         if slots is None:
             running, accounts = self._context.running, self._accounts[rank]
             of_weight = running.num_of_rank(rank) / max(1e-9, accounts.total_weight)
-            several = dict(running.several_by_tenant(rank))
-            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, several, accounts)
+            over_share = set[TenantCounter]()
+            for tenant, count in running.several_by_tenant(rank).items():
+                account = accounts.get(tenant)
+                if account is not None and count - 1 >= of_weight * account.weight:
+                    over_share.add(account)
+            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, over_share)
         return slots
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:

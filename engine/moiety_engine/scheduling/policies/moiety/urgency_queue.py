@@ -26,6 +26,7 @@ from moiety_engine.scheduling.policies.moiety.tuning import Tuning
 from moiety_engine.scheduling.queues.class_counters import ClassCounters
 from moiety_engine.scheduling.queues.entry_heap import EntryHeap
 from moiety_engine.sequence import Sequence, SequenceState
+from moiety_wire.classes import ServiceClass
 from moiety_wire.trace_events import EventKind, Reason
 
 _LAST_KEY = 1e12  # a key after every deadline
@@ -74,9 +75,10 @@ class UrgencyQueue:
         self._enqueue(sequence, now_s)
 
     def pop(self, now_s: float) -> Sequence | None:
-        while (sequence := self._moves.pop_until(now_s)) is not None:
-            sequence.enter_queue()  # its old entry is void
-            self._enqueue(sequence, now_s)
+        moves = self._moves
+        while moves.entries and moves.entries[0][0] <= now_s and (moved := moves.pop_until(now_s)) is not None:
+            moved.enter_queue()  # its old entry is void
+            self._enqueue(moved, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
             for level, queue in self._levels:
@@ -100,14 +102,13 @@ class UrgencyQueue:
                 queue.requeue(account)
 
     def hold(self, account: TenantCounter, rank: int) -> None:
-        """Skip the account's requests until `release`, except on the boost lane."""
+        """Skip the account's requests until the next step, except on the boost lane."""
         for level, queue in self._levels:
             if level[1] == rank:
                 queue.hold(account)
                 self._holding.append(queue)
 
-    def release(self) -> None:
-        """End all holds."""
+    def _release(self) -> None:
         for queue in self._holding:
             queue.release()
         self._holding.clear()
@@ -117,10 +118,11 @@ class UrgencyQueue:
         """True while requests of other classes than spot classes need prefill."""
         return self.num_queued > self.num_spot_queued
 
-    def hold_spot(self) -> bool:
-        """Skip spot requests until the next call if others wait, and return whether they are skipped."""
+    def begin_step(self) -> None:
+        """End all holds, and skip spot requests until the next call if others wait."""
+        if self._holding:
+            self._release()
         self._holds_spot = bool(self._spot_ranks) and self.others_wait
-        return self._holds_spot
 
     def update_boost_lane(self, seconds: float) -> None:
         """Give the boost lane its part of a step's time, and refund time that it took and did not use."""
@@ -134,15 +136,16 @@ class UrgencyQueue:
 
     def has_at_risk(self, rank: int) -> bool:
         """Return whether a request of this rank may be at risk."""
-        queues = self._queues
-        return bool(queues.get((AT_RISK, rank, False)) or queues.get((AT_RISK, rank, True)))
+        begun, others = self._queues.get((AT_RISK, rank, False)), self._queues.get((AT_RISK, rank, True))
+        return bool((begun is not None and begun.order) or (others is not None and others.order))
 
     def _dequeue(self, sequence: Sequence) -> None:
-        num_left = sequence.leave_queue()
-        self.num_queued -= num_left
-        if sequence.service.spot:
-            self.num_spot_queued -= num_left
-        self._accounts[sequence.service.rank].remove_waiting(self._records[sequence].tenant)
+        service = sequence.service
+        if sequence.entry & 1:
+            sequence.entry += 1  # as `Sequence.leave_queue`
+            self.num_queued -= 1
+            self.num_spot_queued -= service.spot
+        self._accounts[service.rank].remove_waiting(self._records[sequence].tenant)
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         """Add the sequence to the queue of its bucket, and schedule its move to the next. Voids older entries."""
@@ -157,7 +160,7 @@ class UrgencyQueue:
             self._tally.of(service.name).demoted += 1
         record.bucket = bucket
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
-        first = bucket == AT_RISK or self._is_best_stream(sequence)
+        first = bucket == AT_RISK or self._is_best_stream(service)
         if spot:
             self._spot_ranks.add(rank)
         level = (AT_RISK if first else SAFE, rank, scheduled_ns == 0 or not self._has_begun(sequence))
@@ -200,7 +203,7 @@ class UrgencyQueue:
         rank = sequence.service.rank
         if rank in self._slo.by_work:  # no request of the rank goes first for being nearly late
             return (AT_RISK if rank <= self._slo.best_rank else SAFE), (risk_s if now_s < risk_s else demotes_at_s)
-        if now_s >= risk_s or self._is_best_stream(sequence):
+        if now_s >= risk_s or self._is_best_stream(sequence.service):
             return AT_RISK, demotes_at_s
         return SAFE, risk_s
 
@@ -227,9 +230,9 @@ class UrgencyQueue:
             sequence.timeline.num_preemptions > 0 or need_s <= self._tuning.nearly_done_steps * self._slo.longest_step_s
         )
 
-    def _is_best_stream(self, sequence: Sequence) -> bool:
-        rank = sequence.service.rank
-        return sequence.service.ttft_s is not None and rank <= self._slo.best_rank and rank not in self._slo.by_work
+    def _is_best_stream(self, service: ServiceClass) -> bool:
+        slo = self._slo
+        return service.ttft_s is not None and service.rank <= slo.best_rank and service.rank not in slo.by_work
 
     # ── the boost lane ──
 
