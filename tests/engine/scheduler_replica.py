@@ -363,8 +363,8 @@ class Replica:
         assert places.counts.worst_rank == max((s.service.rank for s in running), default=-1)
         for rank in {s.service.rank for s in sequences}:
             held = Counter(s.request.tenant for s in running if s.service.rank == rank)
-            assert (places.counts.by_tenant(rank), places.counts.num_of_rank(rank)) == (held, held.total())
-            assert places.counts.several_by_tenant(rank) == {one: num for one, num in held.items() if num > 1}
+            several = {one: num for one, num in held.items() if num > 1}
+            assert places.counts.of_rank(rank) == (held.total(), held, several)
         self._check_sums(running)
         self._check_tally(sequences)
 

@@ -307,7 +307,7 @@ class BlockPool:
         begin, self._begin = self._begin, self._begin + count
         oldest = cached[begin : self._begin]
         if num_void and not num_void.keys().isdisjoint(oldest):
-            oldest = [block for block in oldest if not self._pass_void_entry(block)]
+            oldest = [block for block in oldest if block not in num_void or not self._pass_void_entry(block)]
             while num_missing := count - len(oldest):
                 further = cached[self._begin : self._begin + num_missing]
                 self._begin += num_missing

@@ -206,7 +206,7 @@ class StepPlanner:
 
         Return whether its tokens are complete with this step.
         """
-        kv = self._kv.of(sequence)
+        kv = self._kv.ledgers[sequence.kv.group]
         tokens_left = kv.available_tokens(sequence) - sequence.kv.num_computed
         num_tokens = min(limit, tokens_left)
         if num_tokens <= 0:
@@ -301,14 +301,14 @@ class StepPlanner:
             shape=self.shape,
             planned_ns=planned_ns,
             catch_ups=self._catch_ups,
-            **({} if self._kv.moves_nothing else self._take_moves()),
+            **self._take_moves(),
         )
 
     def _take_moves(self) -> dict[str, Any]:
         """Return the plan's copies, replays and KV loads."""
-        kv = self._kv
-        copies = kv.take_copies()
-        moves: dict[str, Any] = {"swap_out": copies.outs, "swap_in": copies.ins}
+        kv, moves = self._kv, dict[str, Any]()
+        if kv.has_host:
+            moves["swap_out"], moves["swap_in"] = kv.take_copies()
         if kv.has_kv_loads:
             moves["kv_loads"] = kv.take_kv_loads()
         if kv.has_states:

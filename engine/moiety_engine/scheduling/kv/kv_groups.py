@@ -47,18 +47,18 @@ class KvGroups:
     """KV ledgers of all rank groups, one per group, all of the same size."""
 
     def __init__(self, ledgers: Sequence[KvLedger]) -> None:
-        self._ledgers = tuple(ledgers)
-        self.first = self._ledgers[0]
-        self.count = len(self._ledgers)
-        self.has_states = any(kv.states is not None for kv in self._ledgers)
-        self._has_host = any(kv.host is not None for kv in self._ledgers)
+        self.ledgers = tuple(ledgers)  # by group
+        self.first = self.ledgers[0]
+        self.count = len(self.ledgers)
+        self.has_states = any(kv.states is not None for kv in self.ledgers)
+        self.has_host = any(kv.host is not None for kv in self.ledgers)
 
     def __iter__(self) -> Iterator[KvLedger]:
-        return iter(self._ledgers)
+        return iter(self.ledgers)
 
     def of(self, request: Request) -> KvLedger:
         """Return the ledger of the request's group."""
-        return self._ledgers[request.kv.group]
+        return self.ledgers[request.kv.group]
 
     def record_prefix_changes(self) -> PrefixChangeLog | None:
         """Record from now on which blocks the caches of all groups store and evict, on the device and in host memory.
@@ -68,7 +68,7 @@ class KvGroups:
         if self.has_states:
             return None
         contents = ContentTable()
-        for kv in self._ledgers:
+        for kv in self.ledgers:
             kv.pool.share_contents(contents)
             if kv.host is not None:
                 kv.host.pool.share_contents(contents)
@@ -77,20 +77,20 @@ class KvGroups:
     @property
     def num_blocks(self) -> int:
         """Blocks of all groups."""
-        return sum(kv.pool.num_blocks for kv in self._ledgers)
+        return sum(kv.pool.num_blocks for kv in self.ledgers)
 
     @property
     def num_used(self) -> int:
-        return sum(kv.pool.num_used for kv in self._ledgers)
+        return sum(kv.pool.num_used for kv in self.ledgers)
 
     @property
     def hosts(self) -> list[HostTier]:
         """Host tiers of the groups, if any."""
-        return [kv.host for kv in self._ledgers if kv.host is not None]
+        return [kv.host for kv in self.ledgers if kv.host is not None]
 
     def num_cached(self, request: Request) -> int:
         """Return the largest number of the request's tokens in any single group's prefix cache."""
-        return max([len(kv.find_prefix(request)) for kv in self._ledgers]) * self.first.block_size
+        return max([len(kv.find_prefix(request)) for kv in self.ledgers]) * self.first.block_size
 
     def choose(self, request: Request, running: Iterable[Request], full: set[int]) -> None:
         """Assign a request without blocks to a group, not to one in `full` if there are others.
@@ -104,7 +104,7 @@ class KvGroups:
             load_tokens[other.kv.group] += len(other.tokens)
         num_tokens = len(request.tokens)
         candidates = []
-        for group, kv in enumerate(self._ledgers):
+        for group, kv in enumerate(self.ledgers):
             if group not in full:
                 hits = kv.find_prefix(request)
                 blocks_left = kv.pool.num_free - kv.num_blocks_to_start(hits, num_tokens)
@@ -112,18 +112,13 @@ class KvGroups:
         request.kv.group = best_group(candidates, num_tokens)
 
     @property
-    def moves_nothing(self) -> bool:
-        """True if no copies, replays or KV loads are queued, as in most steps without a host tier."""
-        return not (self.has_states or self._has_host or self.has_kv_loads)
-
-    @property
     def has_kv_loads(self) -> bool:
         """True if KV loads from other engines are queued."""
-        return bool(self.first.kv_loads) if self.count == 1 else any(kv.kv_loads for kv in self._ledgers)
+        return bool(self.first.kv_loads) if self.count == 1 else any(kv.kv_loads for kv in self.ledgers)
 
     def count_evicted(self) -> None:
         """Record what the newest plan has evicted; no plan needs it, so that it can follow the launch."""
-        for kv in self._ledgers:
+        for kv in self.ledgers:
             kv.pool.contents.count_removed()
 
     def take_copies(self) -> Copies:
@@ -136,7 +131,7 @@ class KvGroups:
             return Copies([], []) if tier is None else tier.take_copies()
         outs: list[tuple[int, int]] = []
         ins: list[tuple[int, int]] = []
-        for group, kv in enumerate(self._ledgers):
+        for group, kv in enumerate(self.ledgers):
             copies, device = kv.take_copies(), group * kv.pool.num_blocks
             host = 0 if kv.host is None else group * kv.host.pool.num_blocks
             outs += [(block + device, to + host) for block, to in copies.outs]
@@ -162,18 +157,18 @@ class KvGroups:
 
     def _first_slots(self) -> Iterator[tuple[int, KvLedger]]:
         """Yield each group's ledger with the number of its first state slot."""
-        for group, kv in enumerate(self._ledgers):
+        for group, kv in enumerate(self.ledgers):
             yield 0 if kv.states is None else group * (kv.states.num_slots + kv.states.num_host_slots), kv
 
     def take_kv_loads(self) -> list[KvLoad]:
         """Return the KV loads from other engines of all groups, once per plan, to run after the copies."""
-        return [kv_load for kv in self._ledgers for kv_load in kv.take_kv_loads()]
+        return [kv_load for kv in self.ledgers for kv_load in kv.take_kv_loads()]
 
     def forget_tenants(self, marks: frozenset[bytes]) -> int:
         """Delete the cached blocks of these tenants, and return how many there were."""
-        return sum(kv.forget_tenants(marks) for kv in self._ledgers)
+        return sum(kv.forget_tenants(marks) for kv in self.ledgers)
 
     def forget(self) -> None:
         """Drop the contents of all caches. No sequence may hold blocks."""
-        for kv in self._ledgers:
+        for kv in self.ledgers:
             kv.forget()

@@ -122,16 +122,19 @@ class KvLedger(StateLedger):
         num_hits = prefix.num_blocks
         firsts = self._firsts(num_hits * self.block_size) if num_hits else self._from_start
         num_blocks = self.layout.missing_for(num_tokens, num_hits, firsts)
-        on_device = [hit.block for hit in prefix.hits if not hit.on_host] if num_hits else []
+        if not num_hits and self.states is None:
+            if num_blocks > self.pool.num_free:
+                return False
+            sequence.kv.num_sealed = sequence.kv.num_computed = 0
+            self._set_tables(sequence, [], firsts, 0)
+            return True
+        on_device = [hit.block for hit in prefix.hits if not hit.on_host]
         if not self.has_state_slot or not self._can_have(num_blocks - len(on_device), beside=on_device):
             return False
         if self.states is not None:
             self._start_state(sequence, prefix, self.states)
         sequence.kv.num_sealed = num_hits
-        if num_hits:
-            self._take_hits(sequence, prefix.hits, firsts, num_hits)
-        else:
-            self._set_tables(sequence, [], firsts, 0)
+        self._take_hits(sequence, prefix.hits, firsts, num_hits)
         sequence.kv.num_computed = num_hits * self.block_size
         self.host_hit_blocks_total += len(prefix.hits) - len(on_device)
         return True

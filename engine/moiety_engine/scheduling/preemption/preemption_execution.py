@@ -59,15 +59,12 @@ class Preemptor:
 
         Other decoding sequences stay out of the step or are preempted.
         """
-        decoding = self._queues.decoding
-        short = self._short_of_a_block() if self._queues.filled else []
-        if not short:
-            self._queues.filled = {}
-            return list(decoding.values())
+        decoding, size = self._queues.decoding, self._kv.first.block_size
+        short = [s for s in self._queues.filled if (kv := s.kv).num_computed >= len(kv.blocks) * size and s in decoding]
         waiting: list[Sequence] = []
-        for kv in self._kv:
-            of_group = short if self._kv.count == 1 else [s for s in short if self._kv.of(s) is kv]
-            waiting += self._give_blocks(of_group, kv, now_ns) if of_group else []
+        for ledger in self._kv.ledgers if short else ():
+            of_group = short if self._kv.count == 1 else [s for s in short if self._kv.of(s) is ledger]
+            waiting += self._give_blocks(of_group, ledger, now_ns) if of_group else []
         self._queues.filled = dict.fromkeys(waiting)
         if waiting:
             return [chunk for s, chunk in decoding.items() if s not in waiting]
@@ -183,11 +180,6 @@ class Preemptor:
             self.preempt(victim, Reason.DECODE_NEEDS_BLOCKS, now_ns, None, take_blocks=True)
             if victim in short:
                 short.remove(victim)
-
-    def _short_of_a_block(self) -> list[Sequence]:
-        """Return the decoding sequences whose blocks are full."""
-        size, decoding, filled = self._kv.first.block_size, self._queues.decoding, self._queues.filled
-        return [s for s in filled if (kv := s.kv).num_computed >= len(kv.blocks) * size and s in decoding]
 
     def _num_decoding(self, group: int) -> int:
         decoding = self._queues.decoding

@@ -220,7 +220,8 @@ class PrefillPlanner:
 
         Return False, with nothing taken, if too few blocks are free.
         """
-        state, kv = sequence.kv, self._kv.of(sequence)
+        state = sequence.kv
+        kv = self._kv.ledgers[state.group]
         if state.is_on_device:
             return True  # it kept its blocks, and grows with each chunk
         if state.host_blocks:
@@ -236,7 +237,7 @@ class PrefillPlanner:
         limit = planner.max_prefill_tokens(sequence)
         if limit <= 0:
             return _Given.NOTHING
-        kv = self._kv.of(sequence)
+        kv = self._kv.ledgers[sequence.kv.group]
         num_new = kv.num_to_grow(sequence, sequence.kv.num_computed + limit)
         if num_new > kv.pool.num_free:
             self._preemptor.reclaim(num_new, kv)
@@ -252,7 +253,8 @@ class PrefillPlanner:
         victim = None
         if joinable <= 0 and (victim := self._preemptor.place_victim(sequence, planner, now_ns)) is None:
             return Reason.BATCH_FULL
-        num_tokens, kv, state = len(sequence.tokens), self._kv.of(sequence), sequence.kv
+        num_tokens, state = len(sequence.tokens), sequence.kv
+        kv = self._kv.ledgers[state.group]
         hits: PrefixHits | None = None
         if state.is_on_device:
             num_new = kv.num_to_complete(sequence, num_tokens)

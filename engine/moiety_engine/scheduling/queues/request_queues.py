@@ -46,7 +46,8 @@ class RequestQueues:
         self.by_key[sequence.key] = sequence
         self.waiting[sequence.key] = sequence
         self._num_waiting_tokens += sequence.kv.num_uncached
-        self._waiting_of.setdefault(_queue_of(sequence), {})[sequence.key] = sequence
+        queue = sequence.service.rank, sequence.service.name
+        self._waiting_of.setdefault(queue, {})[sequence.key] = sequence
 
     def newest_of_worst_rank(self) -> Sequence | None:
         """Return the waiting request to shed first: the newest of the worst rank; None if none waits."""
@@ -72,7 +73,7 @@ class RequestQueues:
     def sums_of(self, decoding: list[Chunk]) -> tuple[float, int]:
         """Return (earliest on-time deadline, total tokens of KV read) of all decodes or of those in a step."""
         if len(decoding) == len(self.decoding):
-            return self._sums_of_all()[:2]
+            return (self._decode_sums or self._sums_of_all())[:2]
         due_s = min([chunk.sequence.deadlines.next_due_s for chunk in decoding], default=math.inf)
         return due_s, sum([chunk.sequence.kv.num_computed for chunk in decoding])
 
@@ -223,10 +224,7 @@ class RequestQueues:
         self.counts.remove(sequence)
 
     def _remove_waiting(self, sequence: Sequence) -> None:
-        del self.waiting[sequence.key]
+        key, service = sequence.key, sequence.service
+        del self.waiting[key]
         self._num_waiting_tokens -= sequence.kv.num_uncached
-        del self._waiting_of[_queue_of(sequence)][sequence.key]
-
-
-def _queue_of(sequence: Sequence) -> tuple[int, str]:
-    return sequence.service.rank, sequence.service.name
+        del self._waiting_of[service.rank, service.name][key]

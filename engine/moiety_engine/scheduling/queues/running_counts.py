@@ -17,17 +17,12 @@ class RunningCounts:
         self._by_tenant: dict[int, dict[str, int]] = {}  # by rank
         self._several: dict[int, dict[str, int]] = {}  # the same of tenants with at least two
 
-    def num_of_rank(self, rank: int) -> int:
-        """Return the number of running sequences of this rank."""
-        return self._of_rank[rank]
+    def of_rank(self, rank: int) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
+        """Return the number of running sequences of this rank, by tenant, and by tenant with at least two.
 
-    def by_tenant(self, rank: int) -> Mapping[str, int]:
-        """Return the number of running sequences of this rank by tenant, without tenants that have none."""
-        return self._by_tenant.get(rank, {})
-
-    def several_by_tenant(self, rank: int) -> Mapping[str, int]:
-        """Return the same for the tenants that have at least two."""
-        return self._several.get(rank, {})
+        The numbers by tenant change with the batch, and have no tenant without any.
+        """
+        return self._of_rank[rank], self._by_tenant.get(rank, {}), self._several.get(rank, {})
 
     def add(self, sequence: Sequence) -> None:
         """Count a sequence that joins the batch."""

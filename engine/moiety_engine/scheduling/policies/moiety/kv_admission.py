@@ -62,8 +62,10 @@ class KvAdmission:
     def keeps_guarantees(self, candidate: Sequence) -> bool:
         """Return whether all reservations, including that of the candidate if it has one, can be honoured."""
         if not candidate.service.preemptible:
-            reserved_tokens = self._guarantees.reserved_tokens(candidate)
-            return self._guarantees.can_join(candidate, max(self._predicted_peak(candidate), reserved_tokens))
+            num_tokens = self._predicted_peak(candidate)
+            if candidate.timeline.scheduled_unix_ns:  # it may have a reservation
+                num_tokens = max(num_tokens, self._guarantees.reserved_tokens(candidate))
+            return self._guarantees.can_join(candidate, num_tokens)
         if candidate.service.spot or candidate.timeline.num_preemptions < self._tuning.max_preemptions:
             return True
         return self._guarantees.can_join(candidate, 0)
@@ -100,19 +102,19 @@ class KvAdmission:
         When one of the sequences ends, those that last longer have grown as much as it, and those before it are gone
         (Past-Future, arXiv 2507.10150). Requests of spot classes are preempted for others, so they count as gone.
         """
-        layout = self._context.layout
-        size, slots_for, each = layout.block_size, layout.slots_for, layout.slots_per_token
+        layout, num_tokens, remaining = self._context.layout, len(candidate.tokens), candidate.remaining_output
+        size, slots_for, each, is_plain = layout.block_size, layout.slots_for, layout.slots_per_token, layout.is_plain
         total = self._overcommit * view.blocks_total * size
-        held = (view.blocks_total - view.blocks_free) * size + slots_for(len(candidate.tokens))
-        if held + (view.remaining_output() + candidate.remaining_output) * each <= total:
+        held = (view.blocks_total - view.blocks_free) * size + (num_tokens if is_plain else slots_for(num_tokens))
+        if held + (view.remaining_output() + remaining) * each <= total:
             return True  # even if all ended together
-        with_spot, is_plain, held = candidate.service.spot, layout.is_plain, 0
+        with_spot, held = candidate.service.spot, 0
         batch = [  # (`remaining_output`, tokens): written out, since it is computed for the whole batch
             (left if (left := s.predicted_output - len(s.tokens) + s.request.num_prompt) > 1.0 else 1.0, len(s.tokens))
             for s in view.peers
             if with_spot or not s.service.spot
         ]
-        batch.append((candidate.remaining_output, len(candidate.tokens)))
+        batch.append((remaining, num_tokens))
         batch.sort(reverse=True)
         for position, (left, num_tokens) in enumerate(batch, start=1):
             held += num_tokens if is_plain else slots_for(num_tokens)

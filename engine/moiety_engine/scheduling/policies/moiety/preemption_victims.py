@@ -130,14 +130,15 @@ class PreemptionVictims:
         """
         slots = self._slots.get(rank)
         if slots is None:
-            running, accounts = self._context.running, self._accounts[rank]
-            of_weight = running.num_of_rank(rank) / max(1e-9, accounts.total_weight)
+            accounts = self._accounts[rank]
+            num_running, held, several = self._context.running.of_rank(rank)
+            of_weight = num_running / max(1e-9, accounts.total_weight)
             over_share = set[TenantCounter]()
-            for tenant, count in running.several_by_tenant(rank).items():
+            for tenant, count in several.items():
                 account = accounts.get(tenant)
                 if account is not None and count - 1 >= of_weight * account.weight:
                     over_share.add(account)
-            slots = self._slots[rank] = _BatchSlots(running.by_tenant(rank), of_weight, over_share)
+            slots = self._slots[rank] = _BatchSlots(held, of_weight, over_share)
         return slots
 
     def _over_their_share(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
