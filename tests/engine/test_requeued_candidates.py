@@ -1,4 +1,7 @@
-"""Candidates that a plan examines in vain are queued again after the launch, which changes no decision."""
+"""Candidates that a plan examines in vain are queued again after the launch, which changes no decision.
+
+Those that find a batch full which nobody leaves are not even examined before.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from moiety_engine.scheduling.limits import SchedulerLimits
 from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies.registry import POLICIES
 from moiety_engine.scheduling.scheduler import Scheduler
+from moiety_engine.sequence import SequenceState
 from moiety_wire.classes import SHIPPED, OverloadAction
 from moiety_wire.engine_choices import Batching
 from moiety_wire.messages import FinishReason
+from moiety_wire.trace_events import Reason
 
 CLASSES = [msgspec.structs.replace(one, on_overload=OverloadAction.QUEUE) for one in SHIPPED]
 MS = 1_000_000
@@ -58,6 +63,8 @@ class Replica:
 
     def step(self, meanwhile: list[tuple[str, int]], now_ns: int) -> list[object]:
         plan = self.scheduler.plan(now_ns)
+        if self.scheduler._prefill_planner._stopped_early:
+            self._check_that_nobody_gets_a_place(now_ns)
         if self._requeues_at_once:
             self.scheduler._prefill_planner.requeue_examined()
         came: list[object] = [[(chunk.sequence.key, *chunk[1:]) for chunk in plan.chunks], plan.num_decode]
@@ -71,6 +78,13 @@ class Replica:
         if plan.chunks:
             self.scheduler.launched(plan)
         return [*came, self.scheduler.policy.num_queued]
+
+    def _check_that_nobody_gets_a_place(self, now_ns: int) -> None:
+        queues, policy = self.scheduler.queues, self.scheduler.policy
+        assert len(queues.running) == self.scheduler.limits.max_running
+        for sequence in (one for one in queues.by_key.values() if one.entry & 1):
+            assert sequence.state is not SequenceState.RUNNING
+            assert not policy.victims(queues.running, sequence, now_ns / 1e9, takes_blocks=False)
 
 
 EVENTS = st.one_of(
@@ -94,3 +108,19 @@ def test_plans_are_those_of_a_scheduler_that_queues_candidates_at_once(
         ]
         assert came[0] == came[1]
         now_ns += 150 * MS
+
+
+def test_a_full_batch_that_nobody_leaves_is_looked_past_after_the_launch() -> None:
+    scheduler = Replica("moiety", requeues_at_once=False).scheduler
+    for key in list(scheduler.queues.by_key):
+        scheduler.abort(key, FinishReason.ABORT, now_ns=10**15)
+    for key in range(100, 104):
+        scheduler.add(make_submit(key, len(CLASSES) * (key - 100)), seed=0, now_ns=10**15)  # of one class
+    plan = scheduler.plan(10**15 + MS)
+    assert len(plan.chunks) == scheduler.limits.max_running == 2
+    waiting = list(scheduler.queues.waiting.values())
+    assert [one.timeline.delay for one in waiting] == [None] * 2
+    assert scheduler.policy.num_queued == len(waiting)
+    scheduler.launched(plan)
+    assert Reason.BATCH_FULL in [one.timeline.delay for one in waiting]
+    assert scheduler.policy.num_queued == len(waiting)

@@ -176,7 +176,9 @@ class FairQueue:
     """Queue of sequences by tenant: the tenant with the lowest counter first, within a tenant by key."""
 
     def __init__(self) -> None:
-        self._heaps: dict[TenantCounter, EntryHeap] = {}
+        self.heaps: dict[
+            TenantCounter, EntryHeap
+        ] = {}  # by account, held ones included; callers read whether any is there
         # (counter, tie, version, account); without entries, there is no sequence
         self.order: list[tuple[float, int, int, TenantCounter]] = []
         self._ties = 0
@@ -187,15 +189,15 @@ class FairQueue:
         return bool(self.order)
 
     def push(self, account: TenantCounter, sequence: Sequence, key: float) -> None:
-        heap = self._heaps.get(account)
+        heap = self.heaps.get(account)
         if heap is None:
-            heap = self._heaps[account] = EntryHeap()
+            heap = self.heaps[account] = EntryHeap()
             self._enqueue(account)
         heap.push(key, sequence)
 
     def requeue(self, account: TenantCounter) -> None:
         """Enter the account anew in the order after its counter fell and its version was incremented."""
-        if account in self._heaps:
+        if account in self.heaps:
             self._enqueue(account)
 
     def pop(self) -> Sequence | None:
@@ -203,7 +205,7 @@ class FairQueue:
         order = self.order
         while order:
             counter, tie, version, account = order[0]
-            heap = self._heaps.get(account)
+            heap = self.heaps.get(account)
             if heap is None or version != account.version:
                 heappop(order)
                 continue
@@ -216,7 +218,7 @@ class FairQueue:
             elif (found := heap.pop_until(None)) is not None:
                 return found
             else:
-                del self._heaps[account]
+                del self.heaps[account]
                 heappop(order)
         return None
 
@@ -234,7 +236,7 @@ class FairQueue:
 
     def pop_of(self, account: TenantCounter) -> Sequence | None:
         """Remove and return the tenant's first sequence out of turn; None if it has none here."""
-        heap = self._heaps.get(account)
+        heap = self.heaps.get(account)
         return None if heap is None else heap.pop()
 
     def _enqueue(self, account: TenantCounter) -> None:

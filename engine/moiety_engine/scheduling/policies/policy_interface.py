@@ -242,6 +242,13 @@ class Policy:
         """Return whether another tenant's request may still get a slot in a full batch after `blocked` found none."""
         return False
 
+    def full_batch_is_final(self) -> bool:
+        """Return whether `victims` is empty for each queued sequence that needs a slot in the full batch.
+
+        False if that is not known. The rest of the search for prompts is then left until the step is launched.
+        """
+        return False
+
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         """Return the decoding sequences, of those that need one more block, that must wait for others to end."""
         return []

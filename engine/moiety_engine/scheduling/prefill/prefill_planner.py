@@ -2,7 +2,8 @@
 
 A sequence remembers why it could not join. A sequence without blocks lets others pass only where the policy allows it;
 a sequence that waits for a prefix which this step computes always does. The plan does not need the sequences that were
-examined in vain any longer: `requeue_examined` queues them again after the launch.
+examined in vain any longer: `requeue_examined` queues them again after the launch. If the batch is full and no further
+sequence can get a place in it, those that the plan would examine in vain are examined then as well.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class PrefillPlanner:
         self._preemptor, self._speculative_prefill = preemptor, speculative_prefill
         self.examined: list[Sequence] = []  # in vain, by the newest plan, and not queued again yet
         self._examined_s = 0.0
+        self._may_stop_early = False  # whether the plan has not asked yet if the full batch is final
+        self._stopped_early = False  # the newest plan left the rest of its search to `requeue_examined`
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
@@ -60,9 +63,11 @@ class PrefillPlanner:
         full: set[int] = set()  # groups that get no more in this step
         closed: set[int] = set()  # groups that no further sequence may join
         some_wait = self._waits_for_tokens or self._kv.count > 1
+        self._may_stop_early = not some_wait
         rows_left = planner.prefill_rows_left  # at most: what a sequence without a place leaves free is not counted
         while rows_left > 0 and len(deferred) < MAX_EXAMINED:
-            sequence = pop(now_s)
+            stops_early = joinable <= 0 and self._may_stop_early and self._stop_early(deferred)
+            sequence = None if stops_early else pop(now_s)
             if sequence is None:
                 break
             reason = None
@@ -194,9 +199,38 @@ class PrefillPlanner:
 
         Call it after the plan, before any other change of the queues.
         """
+        if self._stopped_early:
+            self._examine_the_rest()
         if self.examined:
             examined, self.examined = self.examined, []
             self.put_back(examined, self._examined_s)
+
+    def _stop_early(self, deferred: list[Sequence]) -> bool:
+        """Leave the rest of the search to `requeue_examined` if it cannot change the step. Return whether it is left.
+
+        It cannot if no queued sequence is in the full batch or would get a place in it.
+        """
+        self._may_stop_early = False
+        if self._queues.verifying:
+            return False
+        for sequence in self._queues.prefilling:
+            if sequence.entry & 1:
+                return False
+        running = SequenceState.RUNNING
+        for sequence in deferred:
+            if sequence.state is running:
+                return False
+        self._stopped_early = self._policy.full_batch_is_final()
+        return self._stopped_early
+
+    def _examine_the_rest(self) -> None:
+        """Examine the sequences that the newest plan would have examined in vain, and note why they cannot join."""
+        self._stopped_early, now_s = False, self._examined_s
+        while len(self.examined) < MAX_EXAMINED and (sequence := self._policy.pop(now_s)) is not None:
+            sequence.timeline.delay = Reason.BATCH_FULL
+            self.examined.append(sequence)
+            if not self._policy.looks_past_full_batch(sequence, self._queues.running):
+                break
 
     def _requeue_later(self, sequences: list[Sequence], now_s: float) -> None:
         """Let `requeue_examined` queue the sequences: at once if any is running, since it can get more of this step."""

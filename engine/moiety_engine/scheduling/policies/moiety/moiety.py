@@ -282,6 +282,12 @@ class Moiety(Policy):
         self._queue.hold(record.tenant, rank)
         return True
 
+    def full_batch_is_final(self) -> bool:
+        worst_rank = self.context.running.worst_rank
+        if self._queue.may_have_better(worst_rank):
+            return False
+        return not self._kv_admission.victims.some_tenant_exceeds_slots(worst_rank)
+
     def waiting_for_others(self, growing: list[Sequence]) -> list[Sequence]:
         return self._kv_admission.waiting_for_others(growing)
 

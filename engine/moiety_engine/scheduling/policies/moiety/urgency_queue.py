@@ -139,6 +139,11 @@ class UrgencyQueue:
         begun, others = self._queues.get((AT_RISK, rank, False)), self._queues.get((AT_RISK, rank, True))
         return bool((begun is not None and begun.order) or (others is not None and others.order))
 
+    def may_have_better(self, rank: int) -> bool:
+        """Return whether requests of a better rank may be queued, held ones included."""
+        ranks = [level[1] for level, queue in self._levels if queue.heaps]
+        return bool(ranks) and min(ranks) < rank
+
     def _dequeue(self, sequence: Sequence) -> None:
         service = sequence.service
         if sequence.entry & 1:
