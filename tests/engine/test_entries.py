@@ -47,6 +47,6 @@ def test_void_entries_do_not_pile_up() -> None:
     for number in range(10_000):
         who.entry += 1
         heap.push(10_000 - number, who)
-    assert len(heap._entries) <= 128
+    assert len(heap.entries) <= 128
     assert heap.pop() is who
     assert heap.pop() is None
