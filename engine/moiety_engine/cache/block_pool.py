@@ -102,7 +102,8 @@ class BlockPool:
         the other pool counts as this one's, so that the other pool must not remove it from the table.
         """
         count, content_of, block_of = len(numbers), self._content_of, self._block_of
-        if self._skipped or self._may_be_kept or count > self.num_free or max(_items_at(numbers, block_of)) >= 0:
+        last = max(itemgetter(*numbers)(block_of)) if count > 1 else block_of[numbers[0]]  # NOWHERE if all are new
+        if last >= 0 or self._skipped or self._may_be_kept or count > self.num_free:
             return self._cache_one_by_one(numbers) if self.num_free else [NOWHERE] * count
         # None takes the block of an earlier one, since blocks that get contents are evicted last.
         blocks = self._blank[: -count - 1 : -1]
@@ -285,9 +286,10 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used cached blocks, retained ones last, and return them."""
         content_of, block_of = self._content_of, self._block_of
+        numbers: Sequence[int]
         if self._skipped or self._may_be_kept:
             blocks = list(islice(self._evictions(), count))
-            numbers = _items_at(blocks, content_of)
+            numbers = [content_of[block] for block in blocks]
         else:
             blocks, numbers = self._take_oldest(count)  # the usual case
         removed = numbers if self.on_evict is None else self.on_evict(blocks, numbers)
@@ -312,7 +314,8 @@ class BlockPool:
                 further = cached[self._begin : self._begin + num_missing]
                 self._begin += num_missing
                 oldest += [block for block in further if not self._pass_void_entry(block)]
-        return oldest, _items_at(oldest, self._content_of)
+        content_of = self._content_of
+        return oldest, itemgetter(*oldest)(content_of) if count > 1 else (content_of[oldest[0]],)
 
     def _evictions(self) -> Iterator[int]:
         """Yield the cached blocks in the order of eviction.
@@ -373,8 +376,3 @@ class BlockPool:
             last = [block for block in newest if not held[block] and content_of[block] >= 0]
             self._cached, self._begin = last[::-1], 0
             self._num_void.clear()
-
-
-def _items_at(places: Sequence[int], items: list[int]) -> Sequence[int]:
-    """Return the items at these places, of which there is at least one."""
-    return itemgetter(*places)(items) if len(places) > 1 else (items[places[0]],)

@@ -89,15 +89,14 @@ class HostTier:
 
     def take_copies(self) -> Copies:
         """Return the queued copies and clear the queue. They must run, in order, before those of the next call."""
-        copies = Copies(
-            list(zip(self._out_to.values(), self._out_to, strict=True)),
-            list(zip(self._in_to.values(), self._in_to, strict=True)),
-        )
+        copies = Copies(list(zip(self._out_to.values(), self._out_to, strict=True)), [])
         if self._in_to:
+            copies.ins.extend(zip(self._in_to.values(), self._in_to, strict=True))
             self.pool.free(self._in_to.values())
-        self._out_to, self._in_to = {}, {}
+            self._in_to = {}
+            self.copied_in_total += len(copies.ins)
+        self._out_to = {}
         self.copied_out_total += len(copies.outs)
-        self.copied_in_total += len(copies.ins)
         return copies
 
     def _keep(self, device_blocks: Sequence[int], numbers: Sequence[int]) -> Sequence[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import islice
 
 _GROWTH = 1.25
 _NUM_BINS = 64  # up to about a million tokens
@@ -93,7 +94,7 @@ class OutputPredictor:
             return 4 * _UNKNOWN_TOKENS
         seen, wanted = 0.0, quantile * whole
         first = everyone.first_bin
-        of_bins = zip(own.counts[first:], everyone.counts[first:], strict=True)
+        of_bins = zip(islice(own.counts, first, None), islice(everyone.counts, first, None), strict=True)
         for index, (count, count_of_all) in enumerate(
             of_bins, start=first + 1
         ):  # plain: for every request that may join

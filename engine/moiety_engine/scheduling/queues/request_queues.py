@@ -9,7 +9,7 @@ will run again, after a preemption or with new credit; it also keeps its blocks 
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from itertools import islice
 from operator import attrgetter
@@ -32,6 +32,7 @@ class RequestQueues:
         self._waiting_of: dict[tuple[int, str], dict[int, Sequence]] = {}  # by rank and class
         self._num_waiting_tokens = 0  # uncached tokens of the waiting sequences
         self.running: list[Sequence] = []
+        self._orders: list[int] = []  # orders of arrival of the running sequences
         self.decoding: dict[Sequence, Chunk] = {}  # those that lack only the newest token's KV
         self.verifying: dict[Sequence, None] = {}  # running sequences that wait for the result of a running step
         self.prefilling: dict[Sequence, None] = {}  # all other running sequences
@@ -104,7 +105,10 @@ class RequestQueues:
             self._remove_waiting(sequence)
         else:
             self.returning.remove(sequence)
-        insort(self.running, sequence, key=by_arrival)
+        order = sequence.request.order
+        place = bisect_right(self._orders, order)
+        self._orders.insert(place, order)
+        self.running.insert(place, sequence)
         sequence.state = SequenceState.RUNNING
         if self._remaining_output is not None:
             self._remaining_output += sequence.predicted_output + 1
@@ -216,7 +220,9 @@ class RequestQueues:
         return self._decode_sums
 
     def _remove_running(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        place = bisect_left(self._orders, sequence.request.order)
+        assert self.running[place] is sequence, "two requests have the same order of arrival"
+        del self.running[place], self._orders[place]
         self._decode_sums = self._remaining_output = None
         self.decoding.pop(sequence, None)
         self.verifying.pop(sequence, None)

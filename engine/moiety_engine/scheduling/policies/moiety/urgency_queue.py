@@ -77,7 +77,7 @@ class UrgencyQueue:
     def pop(self, now_s: float) -> Sequence | None:
         moves = self._moves
         while moves.entries and moves.entries[0][0] <= now_s and (moved := moves.pop_until(now_s)) is not None:
-            moved.enter_queue()  # its old entry is void
+            moved.entry += 2  # it stays queued, and its old entry is void
             self._enqueue(moved, now_s)
         found = self._pop_lane(now_s) if self._lane_s > 0 else None
         if found is None:
@@ -165,7 +165,7 @@ class UrgencyQueue:
             self._tally.of(service.name).demoted += 1
         record.bucket = bucket
         # a demoted stream of the best rank stays in the first bucket: it yields only to its own tenant's requests
-        first = bucket == AT_RISK or self._is_best_stream(service)
+        first = bucket == AT_RISK or (rank <= self._slo.best_rank and self._is_best_stream(service))
         if spot:
             self._spot_ranks.add(rank)
         level = (AT_RISK if first else SAFE, rank, scheduled_ns == 0 or not self._has_begun(sequence))
