@@ -94,3 +94,13 @@ def test_packed_spans_equal_those_of_the_opentelemetry_sdk(
     assert list(found.scope_spans) == list(expected.scope_spans)
     told = {one.key: one.value.string_value for one in expected.resource.attributes}
     assert {one.key: one.value.string_value for one in found.resource.attributes}.items() <= told.items()
+
+
+@pytest.mark.parametrize("num_spans", [1, 2, 200])
+def test_messages_of_any_size_have_their_length(num_spans: int) -> None:
+    """A length takes one to four bytes."""
+    span = Span("0a" * 16, "0b" * 8, None, "x" * 100, SpanKind.SERVER, 1, 2, {"name": "y" * 20_000})
+    found = ExportTraceServiceRequest.FromString(packed(RESOURCE, [span] * num_spans))
+    spans = found.resource_spans[0].scope_spans[0].spans
+    assert len(spans) == num_spans
+    assert (spans[-1].name, spans[-1].attributes[0].value.string_value) == (span.name, "y" * 20_000)

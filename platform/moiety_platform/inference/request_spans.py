@@ -134,12 +134,12 @@ def _of_end(record: RequestRecord, row: UsageRow) -> dict[str, Attribute | None]
 
 def _phases(record: RequestRecord, own: Span) -> Iterator[Span]:
     """Yield the gateway's phases, without gaps. An error belongs to the last phase before SETTLE."""
-    marks = [*record.trace.marks, (None, own.end_ns)]
+    marks, common = [*record.trace.marks, (None, own.end_ns)], _common(record)
     broken = next((phase for phase, _ in reversed(record.trace.marks) if phase is not Phase.SETTLE), None)
     for (phase, start_ns), (_, end_ns) in pairwise(marks):
         assert phase is not None, "only the end has no phase"
         error = own.error if phase is broken and record.outcome not in COMPLETED else None
-        yield _child(own, phase.value, start_ns, end_ns, _common(record), error=error)
+        yield _child(own, phase.value, start_ns, end_ns, common, error=error)
 
 
 def _at_engines(record: RequestRecord, own: Span) -> Iterator[Span]:
@@ -172,6 +172,9 @@ def _of_attempt(record: RequestRecord, attempt: EngineAttempt, own: Span, before
     if notes.num_seen > len(notes.steps):  # a long sequence does not keep all steps
         attributes["moiety.steps_seen"] = notes.num_seen
     phases = list(_engine_phases(finished))
+    ran_in: dict[str, list[Link]] = {}
+    for step in notes.steps:
+        ran_in.setdefault(_phase_of(step.end_unix_ns - 1, phases), []).append(link_to(step))
     for name, start_ns, end_ns in phases:
         events = tuple(
             SpanEvent(f"moiety.{event.kind.value}", event.unix_ns + shift_ns, _of_event(event))
@@ -179,9 +182,8 @@ def _of_attempt(record: RequestRecord, attempt: EngineAttempt, own: Span, before
             if _phase_of(event.unix_ns, phases) == name
         )
         more = attributes | _of_engine_phase(name, finished)
-        ran_in = tuple(link_to(step) for step in notes.steps if _phase_of(step.end_unix_ns - 1, phases) == name)
         begin, end = start_ns + shift_ns, end_ns + shift_ns
-        yield _child(own, name, begin, end, more, events=events, links=links + ran_in)
+        yield _child(own, name, begin, end, more, events=events, links=(*links, *ran_in.get(name, ())))
         links = ()
 
 
@@ -246,8 +248,7 @@ def _of_engine_phase(name: str, finished: Finished) -> Attributes:
 
 def _phase_of(unix_ns: int, phases: list[tuple[str, int, int]]) -> str:
     """Return the phase at a time: the last one that had begun, except the transfer."""
-    begun = [name for name, start_ns, _ in phases if name != TRANSFER and start_ns <= unix_ns]
-    return begun[-1] if begun else QUEUE
+    return next((name for name, start_ns, _ in reversed(phases) if start_ns <= unix_ns and name != TRANSFER), QUEUE)
 
 
 def _of_event(event: Event) -> Attributes:

@@ -1,6 +1,7 @@
-"""OTLP encoding of our own spans: takes a third of the time of the SDK's objects.
+"""OTLP encoding of our own spans, which accounts for most of the cost of a kept trace in a gateway.
 
-It accounts for most of the cost of a kept trace in a gateway.
+The bytes of spans are written directly; objects for each message take several times as long. Field numbers are those of
+OpenTelemetry's `trace/v1/trace.proto`. Encoded attributes are cached, since most of them recur.
 """
 
 from __future__ import annotations
@@ -8,67 +9,100 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.metadata import version
+from struct import Struct
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 from opentelemetry.trace import SpanKind
 
-from moiety_platform.traces.span import SCOPE, Attribute, Span
+from moiety_platform.traces.span import SCOPE, Attribute, Link, Span, SpanEvent
 
 KNOWN_ATTRIBUTES = 4096  # cached names with their values, most of which recur: a class, an engine, a small count
-_KINDS = {kind: otlp.Span.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind}
-_UNSET = otlp.Status()
-_NOT_REMOTE = int(otlp.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK)
+_KINDS = {kind: bytes([otlp.Span.SpanKind.Value(f"SPAN_KIND_{kind.name}")]) for kind in SpanKind}
+_VARINT_LIMIT = 0x80  # a length below it is one byte
+
+# tags of fields, eight times the number of the field and its type: 0 a varint, 1 eight bytes, 2 a length and bytes
+_TRACE_ID, _SPAN_ID, _PARENT_ID = b"\x0a\x10", b"\x12\x08", b"\x22\x08"  # with their lengths
+_NAME, _KIND, _ATTRIBUTE, _EVENT, _LINK, _STATUS = b"\x2a", b"\x30", b"\x4a", b"\x5a", b"\x6a", b"\x7a"
+_TIMES, _EVENT_TIME = Struct("<cQcQ"), Struct("<cQ")
+_START, _END, _OF_EVENT = b"\x39", b"\x41", b"\x09"
+_EVENT_NAME, _EVENT_ATTRIBUTE = b"\x12", b"\x1a"
+_SCOPE, _SPANS, _RESOURCE, _SCOPE_SPANS, _RESOURCE_SPANS = b"\x0a", b"\x12", b"\x0a", b"\x12", b"\x0a"
+_NOT_REMOTE = Struct("<I").pack(int(otlp.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK))
+_SPAN_FLAGS, _LINK_FLAGS = b"\x85\x01" + _NOT_REMOTE, b"\x35" + _NOT_REMOTE
 
 
 def packed(resource: Mapping[str, str], spans: Sequence[Span]) -> bytes:
     """Return an ExportTraceServiceRequest of all spans."""
-    told = otlp.ResourceSpans(
-        resource=Resource(attributes=_attributes(resource)),
-        scope_spans=[otlp.ScopeSpans(scope=_scope(), spans=map(_span, spans))],
-    )
-    return bytes(ExportTraceServiceRequest(resource_spans=[told]).SerializeToString())
+    parts = [_SCOPE, _scope()]
+    for span in spans:
+        parts.append(_SPANS)
+        parts.append(_sized(_span(span)))
+    scope_spans = b"".join(parts)
+    told = Resource(attributes=[KeyValue(key=name, value=_value(value)) for name, value in resource.items()])
+    of_resource = b"".join((_RESOURCE, _sized(told.SerializeToString()), _SCOPE_SPANS, _sized(scope_spans)))
+    return _RESOURCE_SPANS + _sized(of_resource)
 
 
 @cache
-def _scope() -> InstrumentationScope:
-    return InstrumentationScope(name=SCOPE, version=version("moiety"))
+def _scope() -> bytes:
+    return _sized(InstrumentationScope(name=SCOPE, version=version("moiety")).SerializeToString())
 
 
-def _span(span: Span) -> otlp.Span:
-    return otlp.Span(
-        trace_id=bytes.fromhex(span.trace_id),
-        span_id=bytes.fromhex(span.span_id),
-        parent_span_id=bytes.fromhex(span.parent_id or ""),
-        name=span.name,
-        kind=_KINDS[span.kind],
-        start_time_unix_nano=span.start_ns,
-        end_time_unix_nano=span.end_ns,
-        attributes=_attributes(span.attributes),
-        events=[
-            otlp.Span.Event(name=event.name, time_unix_nano=event.unix_ns, attributes=_attributes(event.attributes))
-            for event in span.events
-        ],
-        links=[
-            otlp.Span.Link(
-                trace_id=bytes.fromhex(link.trace_id), span_id=bytes.fromhex(link.span_id), flags=_NOT_REMOTE
-            )
-            for link in span.links
-        ],
-        status=_UNSET if span.error is None else otlp.Status(code=otlp.Status.STATUS_CODE_ERROR, message=span.error),
-        flags=_NOT_REMOTE,
-    )
+def _span(span: Span) -> bytes:
+    parts = [_TRACE_ID, bytes.fromhex(span.trace_id), _SPAN_ID, bytes.fromhex(span.span_id)]
+    if span.parent_id is not None:
+        parts += (_PARENT_ID, bytes.fromhex(span.parent_id))
+    parts += (_NAME, _text(span.name), _KIND, _KINDS[span.kind], _TIMES.pack(_START, span.start_ns, _END, span.end_ns))
+    for attribute in span.attributes.items():
+        parts += (_ATTRIBUTE, _attribute(*attribute))
+    for event in span.events:
+        parts += (_EVENT, _sized(_event(event)))
+    for link in span.links:
+        parts += (_LINK, _sized(_link(link)))
+    parts += (_STATUS, _status(span.error), _SPAN_FLAGS)
+    return b"".join(parts)
 
 
-def _attributes(attributes: Mapping[str, Attribute]) -> list[KeyValue]:
-    return [_attribute(name, value) for name, value in attributes.items()]
+def _event(event: SpanEvent) -> bytes:
+    parts = [_EVENT_TIME.pack(_OF_EVENT, event.unix_ns), _EVENT_NAME, _text(event.name)]
+    for attribute in event.attributes.items():
+        parts += (_EVENT_ATTRIBUTE, _attribute(*attribute))
+    return b"".join(parts)
+
+
+def _link(link: Link) -> bytes:
+    return b"".join((_TRACE_ID, bytes.fromhex(link.trace_id), _SPAN_ID, bytes.fromhex(link.span_id), _LINK_FLAGS))
+
+
+@lru_cache(KNOWN_ATTRIBUTES)
+def _status(error: str | None) -> bytes:
+    told = otlp.Status() if error is None else otlp.Status(code=otlp.Status.STATUS_CODE_ERROR, message=error)
+    return _sized(told.SerializeToString())
+
+
+def _sized(data: bytes) -> bytes:
+    """Return the bytes with their length before them."""
+    size = len(data)
+    if size < _VARINT_LIMIT:
+        return bytes((size,)) + data
+    length = bytearray()
+    while size >= _VARINT_LIMIT:
+        length.append(size & 0x7F | _VARINT_LIMIT)
+        size >>= 7
+    length.append(size)
+    return bytes(length) + data
+
+
+@lru_cache(KNOWN_ATTRIBUTES)
+def _text(text: str) -> bytes:
+    return _sized(text.encode())
 
 
 @lru_cache(KNOWN_ATTRIBUTES, typed=True)
-def _attribute(name: str, value: Attribute) -> KeyValue:
-    return KeyValue(key=name, value=_value(value))
+def _attribute(name: str, value: Attribute) -> bytes:
+    return _sized(KeyValue(key=name, value=_value(value)).SerializeToString())
 
 
 def _value(value: Attribute) -> AnyValue:

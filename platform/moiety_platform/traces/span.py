@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 from opentelemetry.trace import SpanKind
 
 SCOPE = "moiety_platform"  # name of OpenTelemetry's instrumentation scope
@@ -20,15 +20,15 @@ class Link(NamedTuple):
     span_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
+class SpanEvent(msgspec.Struct, frozen=True):
+    """An event within a span."""
+
     name: str
     unix_ns: int
     attributes: Mapping[str, Attribute]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """One span. Ids are hexadecimal. `error` is a code, None for success."""
 
     trace_id: str
