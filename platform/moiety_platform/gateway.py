@@ -17,6 +17,7 @@ import uvloop
 
 from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.bootstrap.server import GatewayServer
+from moiety_platform.huge_pages import start_using_huge_pages
 from moiety_platform.listening import bind
 from moiety_platform.logs import configure_logging
 from moiety_platform.reloading.reloader import watching
@@ -70,6 +71,7 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         gc.collect()
         gc.freeze()  # collections need not scan objects that live as long as the process
+        start_using_huge_pages()
         async with watching(gateway.services.reloader):
             engines = list(source.first.engines)
             log.info("gateway_listening", host=host, port=port, engines=engines)
