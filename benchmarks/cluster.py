@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ NUM_ENGINES = 2
 STEP_MS = 4
 
 
+@dataclass(frozen=True)
+class GatewayPlan:
+    """The engines of one gateway, by number, and its own settings."""
+
+    engines: tuple[int, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
 class Cluster:
     """Gateways and engines of one deployment.
 
     `cores`, where given, are those of the gateways and those of the engines; `engine` replaces the options of a
-    scripted one.
+    scripted one. `gateways`, where given, has a plan for each gateway, which otherwise connects to all engines;
+    `engine_options`, where given, has further options for each engine.
     """
 
     def __init__(
@@ -42,6 +52,8 @@ class Cluster:
         engine: Sequence[str] = ("--scripted", "--scripted-step-ms", str(STEP_MS)),
         environment: Mapping[str, str] | None = None,
         num_engines: int = NUM_ENGINES,
+        gateways: Sequence[GatewayPlan] = (),
+        engine_options: Sequence[Sequence[str]] = (),
     ) -> None:
         self.folder = folder
         self.journals = [folder / f"engine-{number}.jsonl" for number in range(num_engines)]
@@ -49,7 +61,8 @@ class Cluster:
         self.ports = [claim_port("127.0.0.1", 0, "--port") for _ in range(num_gateways)]
         self._database_url = database_url
         self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)} | dict(environment or {})
-        self._engine_options = engine
+        self._engine_options = [[*engine, *own] for own in engine_options or [()] * num_engines]
+        self.gateway_plans = list(gateways) or [GatewayPlan(tuple(range(num_engines)))] * num_gateways
         self._cores = cores
         self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
 
@@ -71,14 +84,15 @@ class Cluster:
     def command(self, kind: str, number: int) -> tuple[list[str], Mapping[str, str]]:
         """Command line and environment of a process."""
         arguments = self._engine(number) if kind == "engine" else self._gateway(number)
-        return [sys.executable, "-m", "moiety_platform.cli", *arguments], self._environment
+        own = {} if kind == "engine" else self.gateway_plans[number].environment
+        return [sys.executable, "-m", "moiety_platform.cli", *arguments], {**self._environment, **own}
 
     def process(self, kind: str, number: int) -> subprocess.Popen[bytes]:
         """Return the running process, or the last one."""
         return self._processes[kind, number]
 
     def _engine(self, number: int) -> list[str]:
-        arguments = ["engine", *self._engine_options, "--listen", self.addresses[number]]
+        arguments = ["engine", *self._engine_options[number], "--listen", self.addresses[number]]
         arguments += ["--unacknowledged-usage", str(self.folder / f"engine-{number}.unacknowledged")]
         return [*arguments, "--usage-journal", str(self.journals[number])]
 
@@ -88,7 +102,8 @@ class Cluster:
         arguments += ["--database-url", self._database_url, "--log-format", "json"]
         arguments += ["--object-store-url", (self.folder / "objects").absolute().as_uri()]
         arguments += ["--first-keys", str(self.folder / "keys.json")] if number == 0 else []
-        return arguments + [part for address in self.addresses for part in ("--engine", address)]
+        addresses = [self.addresses[engine] for engine in self.gateway_plans[number].engines]
+        return arguments + [part for address in addresses for part in ("--engine", address)]
 
     def kill(self, kind: str, number: int) -> None:
         process = self._processes[kind, number]

@@ -8,7 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,38 @@ def print_runs(runs: Iterable[dict[str, Any]], *, without: str = "") -> list[dic
         print({name: value for name, value in run.items() if name != without}, file=sys.stderr)
         ended.append(run)
     return ended
+
+
+def median_and_range(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median, the least and the largest of the values, rounded to four digits."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "range": [round(min(values), 4), round(max(values), 4)],
+    }
+
+
+def summarize_runs(
+    runs: Sequence[dict[str, Any]], fixed: Sequence[str], changing: Sequence[str] = ("seed", "took_s")
+) -> list[dict[str, Any]]:
+    """Return one row for the runs with the same settings `fixed`: the median and the range of each other figure.
+
+    The figures `changing` are left out. Rows are in the order of their first runs.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run[name] for name in fixed), []).append(run)
+    return [
+        {
+            **dict(zip(fixed, settings, strict=True)),
+            "runs": len(group),
+            **{
+                name: median_and_range([run[name] for run in group])
+                for name in group[0]
+                if name not in fixed and name not in changing
+            },
+        }
+        for settings, group in groups.items()
+    ]
 
 
 def find_or_make_checkpoint(work: Path, family: str = "qwen3_moe") -> Path:
