@@ -1,6 +1,7 @@
 """Routing by experts beside KV-aware routing alone: expert bytes a token, TTFT, TPOT and throughput, simulated.
 
-    python benchmarks/expert_routing.py [--seconds 30] [--seeds 1] [--jobs 2] [--out FILE]
+    python benchmarks/expert_routing.py [--seconds 30] [--seeds 3] [--jobs 2] [--out FILE]
+    python benchmarks/expert_routing.py --real [--rounds 3] [--out FILE]
 
 Each replica is the real scheduler and block pool under the step times of an H200 with Qwen3-30B-A3B, in which the time
 to read experts follows the share of experts that the step's tokens are routed to. Each request decodes tokens of its
@@ -12,10 +13,18 @@ The routings are those of the demo model on its own tasks (a kind is a domain; 4
 generated ones for 8 layers of 128 experts, top 8. In these, the logit of an expert is a normal number of the kind times
 `skew`, plus a Gumbel number of the token: skew 0 is the same uniform routing for all kinds, and with skew 1 a fifth of
 a layer's experts get half of a kind's tokens. No checkpoint of such a model was available to record.
+
+With `--real`, three engines with the demo model and two gateways are processes, one gateway without expert routing and
+one with it, and clients send the demo model's tasks over HTTP. In `a kind each`, each of 8 tenants has tasks of one
+domain, and in `all kinds` tasks of all domains; answers go on to 96 tokens, so that most steps only decode. In `short
+answers`, each tenant has one domain again, and answers end by themselves. Expert bytes are those that the engines count
+in their steps, with and without prompt tokens, divided by the output tokens. Each case begins with an unmeasured run
+through each gateway, so that it knows the tenants' experts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import statistics
@@ -23,15 +32,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 from zlib import crc32
 
 import msgspec
 import numpy as np
+from cluster import GatewayPlan
 from core_requests import batch_request
 from kv_routing import NUM_GATEWAYS, WARM_UP_PART, Replica, _card, _submit, send_workload, states_of
-from on_checkpoint import make_simulation_parser, print_runs, write_simulation
+from kv_traces import lognormal_tokens
+from on_checkpoint import make_simulation_parser, median_and_range, print_runs, summarize_runs, write_simulation
+from real_fleet import Answer, RealFleet, describe_real_runs, real_fleet, run_in_turn
 from tokenizers import Tokenizer
 
 from moiety_demo.domains import DOMAINS, Split, sample_tasks
@@ -58,6 +71,9 @@ SPARES = (0, 4096, 8192)  # prompt tokens; 0: without expert routing
 POOL_TOKENS = 2000  # generated tokens of a kind
 TASKS = 60  # of a domain of the demo model
 MEAN_PROMPT, MEAN_OUTPUT = 512, 300  # tokens
+REAL_ENGINES, REAL_SPARE, REAL_CLIENTS, REAL_TASKS = 3, 8192, 24, 12  # tasks of a domain in a run
+REAL_CASES = ("a kind each", "all kinds", "short answers")
+REAL_ARMS = ("kv-aware", "with experts")
 
 
 @dataclass(frozen=True)
@@ -220,7 +236,7 @@ def generate_requests(case: Case, kinds: Sequence[str]) -> Workload:
             break
         tenant = rng.randrange(case.tenants)
         system = [tenant * 1000 + i for i in range(case.system_tokens // BLOCK_TOKENS)]
-        num_tokens = _lognormal(rng, MEAN_PROMPT, 0.8)
+        num_tokens = lognormal_tokens(rng, MEAN_PROMPT, 0.8)
         own = list(range(next_block, next_block + math.ceil(num_tokens / BLOCK_TOKENS)))
         next_block += len(own)
         requests.append(
@@ -228,15 +244,11 @@ def generate_requests(case: Case, kinds: Sequence[str]) -> Workload:
                 at_s,
                 f"tenant-{tenant}/{kinds[tenant % len(kinds)]}",
                 len(system) * BLOCK_TOKENS + num_tokens,
-                _lognormal(rng, MEAN_OUTPUT, 0.8),
+                lognormal_tokens(rng, MEAN_OUTPUT, 0.8),
                 prefix_ids=(*system, *own),
             )
         )
     return Workload("experts", tuple(requests), case.seconds, BLOCK_TOKENS)
-
-
-def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
-    return max(16, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
 
 def measure(case: Case, routings: Routings) -> dict[str, Any]:
@@ -322,29 +334,98 @@ def cases_of(seconds: float, seeds: int, spares: Sequence[int]) -> list[Case]:
     return [Case(*plan, spare, seed, seconds) for plan, spare in plans for seed in range(seeds)]
 
 
-def _mean_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    fixed = ("routings", "replicas", "rate", "tenants", "system_tokens", "spare", "seconds")
-    figures = {name for name in runs[0] if name not in (*fixed, "seed", "took_s")}
-    means = {name: round(statistics.fmean(run[name] for run in runs), 3) for name in runs[0] if name in figures}
-    return {name: runs[0][name] for name in fixed} | means | {"seeds": len(runs)}
+def summarize(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the median and range of each figure by case, and of its change by expert routing, in pairs of a seed."""
+    plan = ("routings", "replicas", "rate", "tenants", "system_tokens", "seconds")
+    without = {(*(run[name] for name in plan), run["seed"]): run for run in runs if not run["spare"]}
+    rows = summarize_runs(runs, (*plan, "spare"))
+    for row in rows:
+        pairs = [
+            (run, without[*(run[name] for name in plan), run["seed"]])
+            for run in runs
+            if run["spare"] and all(run[name] == row[name] for name in (*plan, "spare"))
+        ]
+        for name in ("expert_mb_per_token", "tpot_mean_ms") if pairs else ():
+            row[f"{name}_change"] = median_and_range([run[name] / off[name] - 1 for run, off in pairs])
+    return rows
+
+
+# ── real processes ──
+
+
+async def measure_real(rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of all runs; the gateways take turns."""
+    engines = [("--name", "demo", "--expert-profiles")] * REAL_ENGINES
+    everywhere = tuple(range(REAL_ENGINES))
+    gateways = [GatewayPlan(everywhere, {"MOIETY_EXPERT_ROUTING_TOKENS": str(n)}) for n in (0, REAL_SPARE)]
+    runs = []
+    async with real_fleet(engines, gateways) as fleet:
+        for case in REAL_CASES:
+            keys = await fleet.add_tenants([f"{case} {number}" for number in range(len(DOMAINS))])
+            for gateway in range(len(REAL_ARMS)):
+                await _real_run(fleet, gateway, keys, case, rounds)
+            for number in range(rounds):
+                for gateway in (0, 1) if number % 2 else (1, 0):
+                    figures = await _real_run(fleet, gateway, keys, case, number)
+                    runs.append({"case": case, "arm": REAL_ARMS[gateway], "round": number} | figures)
+                    print_runs(runs[-1:])
+    return runs
+
+
+async def _real_run(fleet: RealFleet, gateway: int, keys: Sequence[str], case: str, seed: int) -> dict[str, Any]:
+    rng = random.Random(2 * seed + gateway)  # other tasks, since prompts of the other gateway's run are cached
+    sent = [
+        (rng.choice(keys) if case == "all kinds" else key, task.prompt)
+        for key, domain in zip(keys, DOMAINS, strict=True)
+        for task in sample_tasks(domain, Split.HELD_OUT, REAL_TASKS, 2 * seed + gateway)
+    ]
+    ending = {} if case == "short answers" else {"ignore_eos": True}
+    rng.shuffle(sent)
+
+    async def ask(key: str, content: str) -> list[Answer]:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "demo", "messages": messages, "max_tokens": 96, "temperature": 0}
+        return [await fleet.ask(gateway, key, "/v1/chat/completions", body | ending)]
+
+    before, begin_s = await fleet.loads(), time.monotonic()
+    answers = await run_in_turn([partial(ask, *one) for one in sent], REAL_CLIENTS)
+    took_s, after = time.monotonic() - begin_s, await fleet.loads()
+    names = ("expert_read_bytes_total", "output_tokens_total", "steps_total", "requests_total")
+    grown = {name: [now[name] - old[name] for old, now in zip(before, after, strict=True)] for name in names}
+    outputs = sum(grown["output_tokens_total"])
+    return {
+        "requests": len(answers),
+        "expert_kb_per_token": sum(grown["expert_read_bytes_total"]) / outputs / 1e3,
+        "tokens_per_step": outputs / sum(grown["steps_total"]),
+        "largest_share": max(grown["requests_total"]) / sum(grown["requests_total"]),
+        "ttft_p50_ms": statistics.median(answer.ttft_s for answer in answers) * 1e3,
+        "tokens_per_s": outputs / took_s,
+    }
 
 
 def main() -> None:
     parser = make_simulation_parser(__doc__, 30.0)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each case")
     parser.add_argument("--spares", type=int, nargs="+", default=SPARES)
     parser.add_argument("--only", default="", help="routings whose names contain this")
+    parser.add_argument("--real", action="store_true", help="measure processes over HTTP")
+    parser.add_argument("--rounds", type=int, default=3, help="of real runs")
     args = parser.parse_args()
+    if args.real:
+        settings = {"engines": REAL_ENGINES, "clients": REAL_CLIENTS, "expert_routing_tokens": REAL_SPARE}
+        head = describe_real_runs(settings)
+        runs = asyncio.run(measure_real(args.rounds))
+        write_simulation(head | {"runs": summarize_runs(runs, ("case", "arm"), ("round",))}, args.out)
+        return
     routings = all_routings()
     cases = [one for one in cases_of(args.seconds, args.seeds, args.spares) if args.only in one.routings]
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = print_runs(pool.map(measure, cases, [routings[case.routings] for case in cases]))
-    groups = [runs[at : at + args.seeds] for at in range(0, len(runs), args.seeds)]
     result = {
         "device": DEVICE,
         "policy": POLICY,
         "routings": {name: one.describe() for name, one in routings.items()},
-        "runs": [_mean_of(group) for group in groups],
+        "runs": summarize(runs),
     }
     write_simulation(result, args.out)
 

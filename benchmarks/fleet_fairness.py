@@ -1,6 +1,7 @@
 """Shares of tenants over replicas that exchange the service of tenants, compared with replicas that do not.
 
     python benchmarks/fleet_fairness.py [--replicas 16] [--seconds 120] [--policies vtc,moiety] [--jobs 2] [--out FILE]
+    python benchmarks/fleet_fairness.py --real [--seconds 15] [--rounds 3] [--out FILE]
 
 One tenant (`all`) sends to every replica. Each other tenant sends to one replica, and every second one to the next
 replica as well. All are backlogged everywhere, with equal weights and equal requests, so the fair share of each is one
@@ -8,15 +9,29 @@ part of the fleet; it can be reached, since the tenants of a replica together ca
 real scheduler under the step times of an A10G with Llama-2 7B. `largest_difference` is the largest range of the
 difference of two tenants' service after the warm-up, in prompt tokens plus twice the output tokens, and `bound` is
 VTC's bound for one replica plus the service of the whole fleet within one exchange period.
+
+With `--real`, two engines with the demo model that exchange the service of tenants and two that do not are processes,
+used in turn through the same gateways: one for the first engine of each pair, one for the second, and one that connects
+to all and only exchanges. In `uneven`, tenant `all` keeps both engines of the pair backlogged, `left` and `right` one
+each; in `even`, all three keep both backlogged, so that shares are fair without an exchange. Shares are of prompt
+tokens plus twice the output tokens of the answers that end after the first third of the time.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import random
 import time
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from on_checkpoint import make_simulation_parser, print_runs, write_simulation
+from cluster import GatewayPlan
+from on_checkpoint import make_simulation_parser, print_runs, summarize_runs, write_simulation
+from real_fleet import RealFleet, describe_real_runs, real_fleet
 
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.fleet import Fleet, FleetTenant
@@ -27,6 +42,12 @@ DEVICE = "a10g-llama2-7b"
 PERIODS_S = (None, 0.1, 1.0, 5.0)
 WARM_UP_PART = 1 / 3
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
+ARMS = ("exchange", "no exchange")  # of the real runs, and the names of their engines' models
+GATEWAYS_OF = {  # by case and tenant, the gateways to which it sends
+    "uneven": {"all": (0, 1), "left": (0,), "right": (1,)},
+    "even": {"all": (0, 1), "left": (0, 1), "right": (0, 1)},
+}
+STREAMS, MAX_RUNNING = 8, 6  # open requests of a tenant at an engine; the batch of an engine
 
 
 def tenants_of(num_replicas: int) -> list[FleetTenant]:
@@ -64,11 +85,68 @@ def measure(policy: str, period_s: float | None, num_replicas: int, seconds: flo
     }
 
 
+# ── real processes ──
+
+
+async def measure_real(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of all runs: the arms in turn, and all cases in each round."""
+    engines = [
+        ("--name", arm, "--fleet-fairness", fairness, "--max-running", str(MAX_RUNNING))
+        for arm, fairness in zip(ARMS, ("on", "off"), strict=True)
+        for _ in range(2)
+    ]
+    gateways = [GatewayPlan((0, 2)), GatewayPlan((1, 3)), GatewayPlan((0, 1, 2, 3))]
+    runs = []
+    async with real_fleet(engines, gateways) as fleet:
+        for number in range(options.rounds):
+            for case, gateways_of in GATEWAYS_OF.items():
+                for arm in ARMS if number % 2 else reversed(ARMS):
+                    shares = await _shares(fleet, arm, gateways_of, options.seconds)
+                    runs.append({"case": case, "arm": arm, "round": number} | shares)
+                    print_runs(runs[-1:])
+    return runs
+
+
+async def _shares(
+    fleet: RealFleet, model: str, gateways_of: Mapping[str, tuple[int, ...]], seconds: float
+) -> dict[str, float]:
+    """Return the tenants' shares in one run, with new tenants so that no service of earlier runs counts."""
+    keys = dict(zip(gateways_of, await fleet.add_tenants(list(gateways_of), FLEX.name), strict=True))
+    begin_s, served = time.monotonic(), Counter[str]()
+
+    async def send(tenant: str, gateway: int, rng: random.Random) -> None:
+        while True:
+            prompt = [rng.randrange(10, 2000) for _ in range(INPUT_TOKENS)]
+            body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+            answer = await fleet.ask(gateway, keys[tenant], "/v1/completions", body)
+            if time.monotonic() - begin_s >= WARM_UP_PART * seconds:
+                served[tenant] += answer.prompt_tokens - answer.cached_tokens + 2 * answer.output_tokens
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+            for tenant, gateways in gateways_of.items():
+                for gateway in gateways:
+                    for stream in range(STREAMS):
+                        group.create_task(send(tenant, gateway, random.Random(f"{keys[tenant]} {gateway} {stream}")))
+    total = served.total()
+    return {
+        **{f"share_of_{tenant}": round(served[tenant] / total, 4) for tenant in gateways_of},
+        "tokens_per_s": round(total / (seconds * (1 - WARM_UP_PART))),
+    }
+
+
 def main() -> None:
     parser = make_simulation_parser("Shares of tenants over replicas with and without exchange.", 120.0)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--policies", default="vtc,moiety")
+    parser.add_argument("--real", action="store_true", help="measure processes over HTTP; use --seconds 15")
+    parser.add_argument("--rounds", type=int, default=3, help="of real runs")
     args = parser.parse_args()
+    if args.real:
+        head = describe_real_runs({"engines": 2, "seconds": args.seconds, "rounds": args.rounds})
+        runs = asyncio.run(measure_real(args))
+        write_simulation(head | {"runs": summarize_runs(runs, ("case", "arm"), ("round",))}, args.out)
+        return
     cases = [
         (policy, period_s, args.replicas, args.seconds) for policy in args.policies.split(",") for period_s in PERIODS_S
     ]

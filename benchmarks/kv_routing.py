@@ -1,7 +1,8 @@
-"""KV-aware routing beside affinity and random choice: prefix-cache hit rate and TTFT of simulated replicas.
+"""KV-aware routing beside affinity and random choice: hit rate and TTFT of simulated replicas and of real engines.
 
-    python benchmarks/kv_routing.py [--replicas 16] [--seconds 240] [--jobs 2] [--cases TRACE:RATE …] [--out FILE]
-    python benchmarks/kv_routing.py --mooncake conversation_trace.jsonl --rates 3.4 5 [--seconds 1200] [--out FILE]
+    python benchmarks/kv_routing.py [--seconds 240] [--seeds 3] [--jobs 2] [--cases TRACE:RATE …] [--out FILE]
+    python benchmarks/kv_routing.py --mooncake conversation_trace.jsonl --rates 3.4 6 [--seconds 600] [--out FILE]
+    python benchmarks/kv_routing.py --real [--rounds 3] [--out FILE]
 
 Each replica is the real scheduler and block pool under the step times of an A100 with Llama-3 8B, with a device and a
 host tier of the prefix cache. Two simulated gateways choose with the gateway's own `choose`: they see load reports
@@ -9,16 +10,24 @@ every 0.5 s, cache events every 50 ms, and only their own open requests. The tra
 (blocks of 512 tokens), which `moiety_workload/readers.py` reads; they are not Mooncake's own requests. `conversations`
 has about the published means of its conversation trace: 12,035 prompt tokens, 343 output tokens, and 40 % of the prompt
 tokens in earlier requests. In `agents`, each of these conversations begins with one of 8 system prompts of 20,480
-tokens, drawn with weights 1, 1/2, … 1/8. Figures are of requests that arrive after the first quarter of the time.
+tokens, drawn with weights 1, 1/2, … 1/8. Figures are of requests that arrive after the first quarter of the time, the
+median and the range of runs with different seeds.
 
 With `--mooncake`, the requests are those of a published trace of Mooncake (github.com/kvcache-ai/Mooncake, folder
-FAST25-release/traces), in their order, with the times between them scaled to a mean rate.
+FAST25-release/traces), in their order, with the times between them scaled to a mean rate. The runs begin at the first,
+second and last third of the trace.
+
+With `--real`, three engines with the demo model and their gateways are processes, and clients send conversations over
+HTTP, each run as a new tenant, so that no prefix of earlier runs is cached for it. One gateway has KV-aware routing and
+one has affinity; for random choice, the client chooses between three gateways with one engine each. In `agents`, each
+conversation of three turns begins with one of 8 system prompts of 1,024 tokens, of which the cache of an engine holds
+five; in `one agent`, all begin with the same one; in `no prefix`, each has one turn and no system prompt.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
 import random
 import statistics
 import tempfile
@@ -27,13 +36,17 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
-from on_checkpoint import make_simulation_parser, print_runs, write_simulation
+from cluster import GatewayPlan
+from kv_traces import describe_trace, generate_trace, read_mooncake
+from on_checkpoint import make_simulation_parser, print_runs, summarize_runs, write_simulation
+from real_fleet import Answer, RealFleet, describe_real_runs, real_fleet, run_in_turn
 
 from moiety_engine.simulator.devices import find_device
 from moiety_engine.simulator.driver import START_NS
@@ -55,73 +68,10 @@ ROUTINGS = ("random", "affinity", "kv-aware")
 RATES_PER_S = {"conversations": (3.0, 5.0, 7.0), "agents": (2.0, 3.0, 4.0)}  # by trace, of the fleet
 TICK_S, HEARTBEAT_S = 0.05, 0.5
 NUM_GATEWAYS = 2
-SYSTEM_BLOCKS, NUM_AGENTS = 40, 8
-MAX_PROMPT_TOKENS = 100_000
 WARM_UP_PART = 0.25
-
-
-def generate_trace(path: Path, trace: str, rate: float, seconds: float, seed: int = 0) -> None:
-    """Write a trace in Mooncake's format: JSON lines with the hash ids of blocks of 512 tokens.
-
-    Conversations begin at random; the next turn repeats the prompt and the answer before it, and comes after a pause of
-    30 s on average. The time before 0 fills the process, so that the rate is even from the start.
-    """
-    rng, ids = random.Random(f"{trace} {seed}"), count(NUM_AGENTS * SYSTEM_BLOCKS)
-    size, mean_turns, lead_s = MOONCAKE_BLOCK_TOKENS, 1.75, 120.0
-    rows: list[dict[str, Any]] = []
-    begin_s = -lead_s
-    weights = [1 / (1 + agent) for agent in range(NUM_AGENTS)]
-    while begin_s < seconds:
-        begin_s += rng.expovariate(rate / mean_turns)
-        blocks: list[int] = []
-        if trace == "agents":
-            (agent,) = rng.choices(range(NUM_AGENTS), weights)
-            blocks = list(range(agent * SYSTEM_BLOCKS, (agent + 1) * SYSTEM_BLOCKS))
-        num_tokens, at_s = len(blocks) * size, begin_s
-        num_tokens += _lognormal(rng, 9600, 1.0)
-        while num_tokens <= MAX_PROMPT_TOKENS:
-            blocks += [next(ids) for _ in range(math.ceil(num_tokens / size) - len(blocks))]
-            output_tokens = _lognormal(rng, 343, 0.8)
-            if 0 <= at_s < seconds:
-                row = {"timestamp": round(at_s * 1000), "input_length": num_tokens, "output_length": output_tokens}
-                rows.append({**row, "hash_ids": list(blocks)})
-            if rng.random() < 1 / mean_turns:
-                break
-            del blocks[num_tokens // size :]  # the last block is filled by the answer
-            num_tokens += output_tokens + _lognormal(rng, 3000, 1.0)
-            at_s += output_tokens * 0.04 + rng.expovariate(1 / 30)
-    rows.sort(key=lambda row: row["timestamp"])
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_mooncake(source: Path, path: Path, rate: float, seconds: float) -> None:
-    """Write the part of a published trace that arrives within `seconds` at a mean rate for the whole trace."""
-    rows = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
-    scale = len(rows) / rate / (rows[-1]["timestamp"] / 1000)
-    scaled = [row | {"timestamp": round(row["timestamp"] * scale)} for row in rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in scaled if row["timestamp"] < seconds * 1000))
-
-
-def _lognormal(rng: random.Random, mean: float, sigma: float) -> int:
-    return max(16, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
-
-
-def describe_trace(workload: Workload) -> dict[str, float]:
-    """Return the means of a trace, and the share of its prompt tokens that an unlimited cache would have had."""
-    requests, seen, repeated = workload.requests, set[int](), 0
-    for request in requests:
-        for block in request.prefix_ids:
-            if block not in seen:
-                break
-            repeated += MOONCAKE_BLOCK_TOKENS
-        seen.update(request.prefix_ids)
-    prompt_tokens = sum(request.input_tokens for request in requests)
-    return {
-        "requests": len(requests),
-        "mean_input_tokens": round(prompt_tokens / len(requests)),
-        "mean_output_tokens": round(statistics.fmean(request.output_tokens for request in requests)),
-        "repeated_share": round(min(1.0, repeated / prompt_tokens), 3),
-    }
+SEEDS = 3
+REAL_ENGINES, REAL_KV, REAL_CLIENTS = 3, "12MiB", 6  # 2 KiB of KV per token
+TURN_TOKENS, ANSWER_TOKENS = 96, 16
 
 
 class Replica(PoolDevice):
@@ -188,21 +138,24 @@ def _card() -> ModelCard:
 
 
 def measure(
-    trace: str, routing: str, rate: float, num_replicas: int, seconds: float, mooncake: Path | None = None
+    trace: str, routing: str, rate: float, num_replicas: int, seconds: float, mooncake: Path | None, seed: int
 ) -> dict[str, Any]:
-    """Return the figures of one run, of a generated trace or of one that is published."""
+    """Return the figures of one run, of a generated trace or of one that is published.
+
+    `seed` is that of a generated trace; of a published one it is the third with which the run begins, 0 to 2.
+    """
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{trace}.jsonl"
         if mooncake is None:
-            generate_trace(path, trace, rate, seconds)
+            generate_trace(path, trace, rate, seconds, seed)
         else:
-            read_mooncake(mooncake, path, rate, seconds)
+            read_mooncake(mooncake, path, rate, seconds, seed / SEEDS)
         workload = load_workload(path, num_tenants=1)
     terms = PoolTerms(find_device(DEVICE), POLICY, {service.name: service for service in SHIPPED}, 0.0)
     longest = max(request.output_tokens for request in workload.requests)
     replicas = [Replica(workload, terms, longest, f"tcp://replica-{index}") for index in range(num_replicas)]
-    sent = _serve(workload, replicas, routing)
+    sent = _serve(workload, replicas, routing, seed)
     measured = [
         record
         for replica in replicas
@@ -215,6 +168,7 @@ def measure(
         "trace": trace,
         "rate_per_s": rate,
         "routing": routing,
+        "seed": seed,
         **describe_trace(workload),
         "hit_rate": round(cached / sum(record.request.input_tokens for record in measured), 4),
         "ttft_p50_s": round(ttfts_s[len(ttfts_s) // 2], 3),
@@ -227,9 +181,9 @@ def measure(
     }
 
 
-def _serve(workload: Workload, replicas: list[Replica], routing: str) -> Counter[str]:
+def _serve(workload: Workload, replicas: list[Replica], routing: str, seed: int) -> Counter[str]:
     """Run the workload to its end; return the number of requests of each replica."""
-    rng, card, sent = random.Random(routing), _card(), Counter[str]()
+    rng, card, sent = random.Random(f"{routing} {seed}"), _card(), Counter[str]()
     gateways, by_address = cycle(range(NUM_GATEWAYS)), {replica.address: replica for replica in replicas}
 
     def send(request: TraceRequest, now_s: float) -> None:
@@ -289,6 +243,95 @@ def _submit(request: TraceRequest, replica: Replica) -> Submit:
         "r", 0, "m", request.tenant, STANDARD, replica._prompt(request), Sampling(), Stopping(max_tokens=1),
         1, request.tenant.encode(), 0,
     )  # fmt: skip
+
+
+# ── real processes ──
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """Conversations of one real run: agents with a system prompt each (weights 1, 1/2, …), and turns."""
+
+    name: str
+    num_agents: int
+    system_tokens: int
+    num_conversations: int
+    num_turns: int
+
+    def prompts(self, seed: int) -> list[list[list[int]]]:
+        """Return the prompts of the turns of each conversation; a turn repeats the prompt before it."""
+        rng, weights = random.Random(f"{self.name} {seed}"), [1 / (1 + agent) for agent in range(self.num_agents)]
+        systems = [_random_ids(rng, self.system_tokens) for _ in range(self.num_agents)]
+        found = []
+        for _ in range(self.num_conversations):
+            (prompt,) = rng.choices(systems, weights)
+            turns = []
+            for _ in range(self.num_turns):
+                prompt = [*prompt, *_random_ids(rng, TURN_TOKENS)]
+                turns.append(prompt)
+            found.append(turns)
+        return found
+
+
+REAL_CASES = (
+    RealCase("agents", 8, 1024, 36, 3),
+    RealCase("one agent", 1, 1024, 16, 3),
+    RealCase("no prefix", 1, 0, 36, 1),
+)
+
+
+def _random_ids(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(10, 2000) for _ in range(num_tokens)]
+
+
+async def measure_real(rounds: int) -> list[dict[str, Any]]:
+    """Return the figures of all runs; the routings take turns, in another order in each round."""
+    engines = [("--name", "demo", "--kv-memory-bytes", REAL_KV, "--host-kv-memory-bytes", "0")] * REAL_ENGINES
+    everywhere = tuple(range(REAL_ENGINES))
+    gateways = [GatewayPlan(everywhere, {"MOIETY_PREFIX_ROUTING": name}) for name in ("kv-aware", "affinity")]
+    gateways += [GatewayPlan((engine,)) for engine in everywhere]
+    runs = []
+    async with real_fleet(engines, gateways) as fleet:
+        for number in range(rounds):
+            for case in REAL_CASES:
+                for routing in (*ROUTINGS[number % 3 :], *ROUTINGS[: number % 3]):
+                    figures = await _real_run(fleet, case, routing, number)
+                    runs.append({"case": case.name, "routing": routing, "round": number} | figures)
+                    print_runs(runs[-1:])
+    return runs
+
+
+async def _real_run(fleet: RealFleet, case: RealCase, routing: str, seed: int) -> dict[str, Any]:
+    (key,) = await fleet.add_tenants([case.name])
+    rng = random.Random(f"{routing} {seed}")
+    choices = {"kv-aware": [0], "affinity": [1], "random": range(2, 2 + REAL_ENGINES)}[routing]
+
+    async def converse(turns: list[list[int]]) -> list[Answer]:
+        options = {"model": "demo", "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
+        return [
+            await fleet.ask(rng.choice(choices), key, "/v1/completions", options | {"prompt": prompt})
+            for prompt in turns
+        ]
+
+    before = await fleet.loads()
+    answers = await run_in_turn([partial(converse, turns) for turns in case.prompts(seed)], REAL_CLIENTS)
+    after = await fleet.loads()
+    grown = [
+        {name: now[name] - old[name] for name in ("prompt_tokens_total", "cached_tokens_total", "requests_total")}
+        for old, now in zip(before, after, strict=True)
+    ]
+    ttfts_ms = sorted(answer.ttft_s * 1e3 for answer in answers)
+    requests = [one["requests_total"] for one in grown]
+    return {
+        "requests": len(answers),
+        "cached_share": sum(one["cached_tokens_total"] for one in grown)
+        / sum(one["prompt_tokens_total"] for one in grown),
+        "hit_rate": statistics.fmean(answer.cached_tokens > answer.prompt_tokens / 2 for answer in answers),
+        "ttft_p50_ms": statistics.median(ttfts_ms),
+        "ttft_p95_ms": ttfts_ms[len(ttfts_ms) * 95 // 100],
+        "ttft_mean_ms": statistics.fmean(ttfts_ms),
+        "largest_share": max(requests) / sum(requests),
+    }
 
 
 def measure_lookup(
@@ -369,17 +412,27 @@ def main() -> None:
     )
     parser.add_argument("--mooncake", type=Path, help="a published trace of Mooncake, in place of the generated ones")
     parser.add_argument("--rates", nargs="+", type=float, default=[3.4], help="requests per second of this trace")
+    parser.add_argument("--seeds", type=int, choices=range(1, SEEDS + 1), default=SEEDS, help="runs of each case")
+    parser.add_argument("--real", action="store_true", help="measure processes over HTTP")
+    parser.add_argument("--rounds", type=int, default=3, help="of real runs")
     args = parser.parse_args()
+    if args.real:
+        head = describe_real_runs({"engines": REAL_ENGINES, "kv_of_an_engine": REAL_KV, "clients": REAL_CLIENTS})
+        runs = asyncio.run(measure_real(args.rounds))
+        write_simulation(head | {"runs": summarize_runs(runs, ("case", "routing"), ("round",))}, args.out)
+        return
     traces = [case.split(":") for case in args.cases]
     if args.mooncake is not None:
         traces = [[args.mooncake.stem, rate] for rate in args.rates]
     cases = [
-        (trace, routing, float(rate), args.replicas, args.seconds, args.mooncake)
+        (trace, routing, float(rate), args.replicas, args.seconds, args.mooncake, seed)
         for trace, rate in traces
         for routing in ROUTINGS
+        for seed in range(args.seeds)
     ]
     with ProcessPoolExecutor(args.jobs) as pool:
         runs = print_runs(pool.map(measure, *zip(*cases, strict=True)))
+    runs = summarize_runs(runs, ("trace", "rate_per_s", "routing"))
     settings = {"device": DEVICE, "policy": POLICY, "replicas": args.replicas, "virtual_seconds": args.seconds}
     runs = [run | {"date": date.today().isoformat()} for run in runs]
     if args.mooncake is None and args.out is not None and args.out.exists():
