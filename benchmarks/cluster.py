@@ -62,7 +62,7 @@ class Cluster:
         self._database_url = database_url
         self._environment = os.environ | {"MOIETY_KEY_PEPPER": secrets.token_hex(32)} | dict(environment or {})
         self._engine_options = [[*engine, *own] for own in engine_options or [()] * num_engines]
-        self.gateway_plans = list(gateways) or [GatewayPlan(tuple(range(num_engines)))] * num_gateways
+        self._gateway_plans = gateways
         self._cores = cores
         self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
 
@@ -84,8 +84,12 @@ class Cluster:
     def command(self, kind: str, number: int) -> tuple[list[str], Mapping[str, str]]:
         """Command line and environment of a process."""
         arguments = self._engine(number) if kind == "engine" else self._gateway(number)
-        own = {} if kind == "engine" else self.gateway_plans[number].environment
+        own = {} if kind == "engine" else self.plan_of(number).environment
         return [sys.executable, "-m", "moiety_platform.cli", *arguments], {**self._environment, **own}
+
+    def plan_of(self, gateway: int) -> GatewayPlan:
+        """Return the plan of a gateway; without one, it connects to all engines."""
+        return self._gateway_plans[gateway] if self._gateway_plans else GatewayPlan(tuple(range(len(self.addresses))))
 
     def process(self, kind: str, number: int) -> subprocess.Popen[bytes]:
         """Return the running process, or the last one."""
@@ -102,7 +106,7 @@ class Cluster:
         arguments += ["--database-url", self._database_url, "--log-format", "json"]
         arguments += ["--object-store-url", (self.folder / "objects").absolute().as_uri()]
         arguments += ["--first-keys", str(self.folder / "keys.json")] if number == 0 else []
-        addresses = [self.addresses[engine] for engine in self.gateway_plans[number].engines]
+        addresses = [self.addresses[engine] for engine in self.plan_of(number).engines]
         return arguments + [part for address in addresses for part in ("--engine", address)]
 
     def kill(self, kind: str, number: int) -> None:

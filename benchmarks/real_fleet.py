@@ -68,10 +68,11 @@ class RealFleet:
         """Wait until every gateway has a report of each of its engines. Raises TimeoutError."""
         headers = {"Authorization": f"Bearer {self._cluster.admin_key}"}
         async with asyncio.timeout(START_S):
-            for client, plan in zip(self._clients, self._cluster.gateway_plans, strict=True):
+            for number, client in enumerate(self._clients):
+                num_engines = len(self._cluster.plan_of(number).engines)
                 while True:
                     engines = (await client.get("/admin/v1/engines", headers=headers)).raise_for_status().json()["data"]
-                    if sum(bool(engine["healthy"] and engine["load"]) for engine in engines) == len(plan.engines):
+                    if sum(bool(engine["healthy"] and engine["load"]) for engine in engines) == num_engines:
                         break
                     await asyncio.sleep(0.2)
 
