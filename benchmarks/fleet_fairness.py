@@ -12,9 +12,10 @@ VTC's bound for one replica plus the service of the whole fleet within one excha
 
 With `--real`, two engines with the demo model that exchange the service of tenants and two that do not are processes,
 used in turn through the same gateways: one for the first engine of each pair, one for the second, and one that connects
-to all and only exchanges. In `uneven`, tenant `all` keeps both engines of the pair backlogged, `left` and `right` one
-each; in `even`, all three keep both backlogged, so that shares are fair without an exchange. Shares are of prompt
-tokens plus twice the output tokens of the answers that end after the first third of the time.
+to all and only exchanges. Tenant `all` keeps both engines of the pair backlogged, `left` and `right` one each. In `full
+KV memory`, an engine holds about six of the requests; in `full batch`, requests are short, and the batch has eight
+slots. Shares are of prompt tokens plus twice the output tokens of the answers that end after the first third of the
+time, and the fair share of each tenant is a third.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -43,11 +43,10 @@ PERIODS_S = (None, 0.1, 1.0, 5.0)
 WARM_UP_PART = 1 / 3
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 ARMS = ("exchange", "no exchange")  # of the real runs, and the names of their engines' models
-GATEWAYS_OF = {  # by case and tenant, the gateways to which it sends
-    "uneven": {"all": (0, 1), "left": (0,), "right": (1,)},
-    "even": {"all": (0, 1), "left": (0, 1), "right": (0, 1)},
-}
-STREAMS, MAX_RUNNING = 8, 6  # open requests of a tenant at an engine; the batch of an engine
+GATEWAYS_OF = {"all": (0, 1), "left": (0,), "right": (1,)}  # by tenant, the gateways to which it sends
+REAL_CASES = {"full KV memory": (256, 64), "full batch": (32, 32)}  # prompt and output tokens of a request
+STREAMS = 10  # open requests of a tenant at an engine
+REAL_LIMITS = ("--max-running", "8", "--kv-memory-bytes", "4MiB", "--host-kv-memory-bytes", "0")  # 2 KiB per token
 
 
 def tenants_of(num_replicas: int) -> list[FleetTenant]:
@@ -91,7 +90,7 @@ def measure(policy: str, period_s: float | None, num_replicas: int, seconds: flo
 async def measure_real(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the figures of all runs: the arms in turn, and all cases in each round."""
     engines = [
-        ("--name", arm, "--fleet-fairness", fairness, "--max-running", str(MAX_RUNNING))
+        ("--name", arm, "--fleet-fairness", fairness, *REAL_LIMITS)
         for arm, fairness in zip(ARMS, ("on", "off"), strict=True)
         for _ in range(2)
     ]
@@ -99,38 +98,36 @@ async def measure_real(options: argparse.Namespace) -> list[dict[str, Any]]:
     runs = []
     async with real_fleet(engines, gateways) as fleet:
         for number in range(options.rounds):
-            for case, gateways_of in GATEWAYS_OF.items():
+            for case, tokens in REAL_CASES.items():
                 for arm in ARMS if number % 2 else reversed(ARMS):
-                    shares = await _shares(fleet, arm, gateways_of, options.seconds)
+                    shares = await _shares(fleet, arm, tokens, options.seconds)
                     runs.append({"case": case, "arm": arm, "round": number} | shares)
                     print_runs(runs[-1:])
     return runs
 
 
-async def _shares(
-    fleet: RealFleet, model: str, gateways_of: Mapping[str, tuple[int, ...]], seconds: float
-) -> dict[str, float]:
+async def _shares(fleet: RealFleet, model: str, tokens: tuple[int, int], seconds: float) -> dict[str, float]:
     """Return the tenants' shares in one run, with new tenants so that no service of earlier runs counts."""
-    keys = dict(zip(gateways_of, await fleet.add_tenants(list(gateways_of), FLEX.name), strict=True))
-    begin_s, served = time.monotonic(), Counter[str]()
+    keys = dict(zip(GATEWAYS_OF, await fleet.add_tenants(list(GATEWAYS_OF), FLEX.name), strict=True))
+    begin_s, served, num_input = time.monotonic(), Counter[str](), tokens[0]
 
     async def send(tenant: str, gateway: int, rng: random.Random) -> None:
         while True:
-            prompt = [rng.randrange(10, 2000) for _ in range(INPUT_TOKENS)]
-            body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+            prompt = [rng.randrange(10, 2000) for _ in range(num_input)]
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens[1], "ignore_eos": True}
             answer = await fleet.ask(gateway, keys[tenant], "/v1/completions", body)
             if time.monotonic() - begin_s >= WARM_UP_PART * seconds:
                 served[tenant] += answer.prompt_tokens - answer.cached_tokens + 2 * answer.output_tokens
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-            for tenant, gateways in gateways_of.items():
+            for tenant, gateways in GATEWAYS_OF.items():
                 for gateway in gateways:
                     for stream in range(STREAMS):
                         group.create_task(send(tenant, gateway, random.Random(f"{keys[tenant]} {gateway} {stream}")))
     total = served.total()
     return {
-        **{f"share_of_{tenant}": round(served[tenant] / total, 4) for tenant in gateways_of},
+        **{f"share_of_{tenant}": round(served[tenant] / total, 4) for tenant in GATEWAYS_OF},
         "tokens_per_s": round(total / (seconds * (1 - WARM_UP_PART))),
     }
 
