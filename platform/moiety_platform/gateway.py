@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 import structlog
 import uvloop
 
+from moiety_huge_pages.process_memory import start_using_huge_pages
 from moiety_platform.bootstrap.composition import assembled
 from moiety_platform.bootstrap.server import GatewayServer
-from moiety_platform.huge_pages import start_using_huge_pages
 from moiety_platform.listening import bind
 from moiety_platform.logs import configure_logging
 from moiety_platform.reloading.reloader import watching

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moiety_kernels.cpu.pages import LARGE_PAGE, collapse_into_large_pages, request_large_pages
+from moiety_huge_pages.madvise import HUGE_PAGE_BYTES
+from moiety_kernels.cpu.pages import collapse_into_large_pages, request_large_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 gives_large_pages = pytest.mark.skipif(
@@ -48,16 +49,16 @@ def test_tensors_moved_to_huge_pages_keep_their_addresses_and_values() -> None:
 
 
 def test_less_than_a_large_page_is_left_alone() -> None:
-    assert collapse_into_large_pages([torch.zeros(LARGE_PAGE // 8)]) is None
+    assert collapse_into_large_pages([torch.zeros(HUGE_PAGE_BYTES // 8)]) is None
 
 
 @gives_large_pages
 def test_memory_is_in_large_pages_once_it_is_gathered() -> None:
-    filled = torch.ones(8 * LARGE_PAGE, dtype=torch.uint8)
+    filled = torch.ones(8 * HUGE_PAGE_BYTES, dtype=torch.uint8)
     gathering = collapse_into_large_pages([filled])
     if gathering is not None:
         gathering.join(60)
-    assert gathering is None or in_large_pages(filled) >= LARGE_PAGE
+    assert gathering is None or in_large_pages(filled) >= HUGE_PAGE_BYTES
 
 
 def test_memory_that_is_to_come_in_large_pages_keeps_what_it_has() -> None:
@@ -68,4 +69,4 @@ def test_memory_that_is_to_come_in_large_pages_keeps_what_it_has() -> None:
 
 
 def test_large_pages_are_not_asked_for_where_few_would_be_needed() -> None:
-    assert not request_large_pages([torch.empty(2 * LARGE_PAGE, dtype=torch.uint8)])
+    assert not request_large_pages([torch.empty(2 * HUGE_PAGE_BYTES, dtype=torch.uint8)])

@@ -35,6 +35,7 @@ from moiety_engine.scheduling.plan import Plan
 from moiety_engine.scheduling.policies.registry import POLICIES, counts_tenant_service
 from moiety_engine.scheduling.scheduler import Scheduler
 from moiety_engine.scheduling.step_time.step_time_model import StepTimeModel
+from moiety_huge_pages.process_memory import are_huge_pages_allowed, collapse_memory
 from moiety_kernels.environment import describe_environment
 from moiety_wire.classes import SHIPPED, OverloadAction, ServiceClass
 from moiety_wire.engine_choices import Batching
@@ -279,6 +280,8 @@ def _measure(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], No
         state.warm_up()
         gc.collect()
         gc.freeze()
+        if are_huge_pages_allowed():
+            collapse_memory()
         gc.enable()
         for _ in range(steps):
             state.step()
@@ -288,7 +291,7 @@ def _measure(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], No
 
 @contextmanager
 def _collected_as_in_the_core() -> Iterator[None]:
-    """Disable garbage collection during construction, and freeze what stays, as the core does."""
+    """Disable garbage collection during construction. As in the core, what stays is frozen, and has huge pages."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

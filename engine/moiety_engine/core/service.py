@@ -39,6 +39,7 @@ from moiety_engine.messages import (
 )
 from moiety_engine.model.families import ignored_keys
 from moiety_engine.startup import load_loop
+from moiety_huge_pages.process_memory import start_using_huge_pages
 from moiety_kernels.cpu.compile_progress import progress as compile_progress
 from moiety_wire.engine_choices import Batching, LoadFormat
 from moiety_wire.experts import ExpertLoadQuery, ScaleExpertRanks
@@ -80,6 +81,7 @@ def _serve(link: ServerLink, loop: EngineLoop, config: EngineConfig) -> None:
     link.send(CoreStep([], [], loop.load()))
     gc.freeze()  # present objects are permanent: later collections, in the middle of a step, need not scan them
     gc.enable()
+    start_using_huge_pages()
     log.info("core_ready", kv_blocks=loop.load().kv_blocks_total, block_size=loop.block_size)
     wait_ms = 0
     while True:

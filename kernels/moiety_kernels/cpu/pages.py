@@ -9,24 +9,23 @@ stays as it is.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import statistics
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moiety_huge_pages.madvise import HUGE_PAGE_BYTES, advise, collapse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
 
-LARGE_PAGE = 2 << 20  # bytes, on x86-64, and on ARM with pages of 4 KiB
 NEAR = 64 << 10  # largest gap in bytes between two tensors that may share a large page
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25  # Python's mmap does not name the last two
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Python's mmap does not name the second
 _NUM_TRIED_PAGES, _MAX_FILL_S = 7, 0.006  # pages to try, and the longest time for one; zeroing one takes 0.2 ms
 
 
@@ -39,19 +38,21 @@ def request_large_pages(tensors: Iterable[Tensor]) -> bool:
         return False
     ranges = [(_up(begin), _down(end)) for begin, end in _ranges(tensors)]
     ranges = [(first, end) for first, end in ranges if first < end]
-    tried = [(at, at + LARGE_PAGE) for first, end in ranges for at in range(first, end, LARGE_PAGE)][:_NUM_TRIED_PAGES]
+    tried = [(at, at + HUGE_PAGE_BYTES) for first, end in ranges for at in range(first, end, HUGE_PAGE_BYTES)][
+        :_NUM_TRIED_PAGES
+    ]
     if len(tried) < _NUM_TRIED_PAGES or statistics.median(_filled_s(*page) for page in tried) > _MAX_FILL_S:
         return False
     for first, end in ranges:
-        _madvise()(first, end - first, _MADV_HUGEPAGE)
+        advise(first, end - first, _MADV_HUGEPAGE)
     return True
 
 
 def _filled_s(first: int, end: int) -> float:
     """Return the seconds until a page is present, with its contents kept; infinite if that cannot be measured."""
     begin_s = time.perf_counter()
-    _madvise()(first, end - first, _MADV_HUGEPAGE)
-    failed = _madvise()(first, end - first, _MADV_POPULATE_WRITE)
+    advise(first, end - first, _MADV_HUGEPAGE)
+    failed = advise(first, end - first, _MADV_POPULATE_WRITE)
     return math.inf if failed else time.perf_counter() - begin_s
 
 
@@ -74,7 +75,7 @@ def _collapse(ranges: list[tuple[int, int]]) -> None:
     Failures are ignored: no system support, no contiguous memory, or memory that is freed by now.
     """
     for first, end in ranges:
-        _madvise()(first, end - first, _MADV_COLLAPSE)
+        collapse(first, end - first)
 
 
 def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -90,15 +91,8 @@ def _ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def _up(address: int) -> int:
-    return -(-address // LARGE_PAGE) * LARGE_PAGE
+    return -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _down(address: int) -> int:
-    return address // LARGE_PAGE * LARGE_PAGE
-
-
-@functools.cache
-def _madvise() -> Any:
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+    return address // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moiety_platform.huge_pages import (
-    HUGE_PAGE_BYTES,
+from moiety_huge_pages.madvise import HUGE_PAGE_BYTES
+from moiety_huge_pages.process_memory import (
+    MAX_RANGE_BYTES,
     are_huge_pages_allowed,
     collapse_memory,
     filled_ranges,
@@ -43,6 +44,7 @@ def test_whole_huge_pages_of_filled_private_memory_are_chosen() -> None:
         pytest.param(_mapping(0, 4 * HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES, name="[stack]"), id="the stack"),
         pytest.param(_mapping(0, 4 * HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES, "r-xp", 7, "/lib/a.so"), id="a program"),
         pytest.param(_mapping(0, 4 * HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES, "rw-s"), id="shared memory"),
+        pytest.param(_mapping(0, MAX_RANGE_BYTES + HUGE_PAGE_BYTES, MAX_RANGE_BYTES + HUGE_PAGE_BYTES), id="too large"),
         pytest.param(_mapping(4 * KIB, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES), id="less than a whole huge page"),
     ],
 )

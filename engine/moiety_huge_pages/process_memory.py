@@ -7,7 +7,6 @@ since Linux 6.1), where the operator has not disabled transparent huge pages. No
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 import threading
@@ -17,13 +16,14 @@ from pathlib import Path
 
 import structlog
 
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
+from moiety_huge_pages.madvise import HUGE_PAGE_BYTES, collapse
+
 FILLED_PART = 0.75  # of a mapping, from which huge pages need little more memory than small ones
+MAX_RANGE_BYTES = 4 << 30  # of a range that is moved; moving a gigabyte takes about 0.3 s
 COLLAPSE_AFTER_S = (0.0, 60.0, 600.0)  # pauses before each round, since memory is filled while requests are served
 
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPPINGS = Path("/proc/self/smaps")
-_MADV_COLLAPSE = 25  # of linux/mman.h
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s*(.*)")
 
 log = structlog.get_logger(__name__)
@@ -49,7 +49,7 @@ def are_huge_pages_allowed(switch: Path = _SWITCH) -> bool:
 def filled_ranges(mappings: str) -> Iterator[tuple[int, int]]:
     """Yield the address and the length of each range of whole huge pages in private memory that is mostly filled.
 
-    `mappings` has the format of `/proc/self/smaps`. Stacks and files are left out.
+    `mappings` has the format of `/proc/self/smaps`. Stacks, files and ranges above MAX_RANGE_BYTES are left out.
     """
     begin = end = 0
     for line in mappings.splitlines():
@@ -59,18 +59,13 @@ def filled_ranges(mappings: str) -> Iterator[tuple[int, int]]:
         elif line.startswith("Rss:") and int(line.split()[1]) * 1024 >= FILLED_PART * (end - begin):
             first = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
             last = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-            if last > first:
+            if 0 < last - first <= MAX_RANGE_BYTES:
                 yield first, last - first
 
 
 def collapse_memory() -> int:
     """Move the filled memory of this process to huge pages, and return the number of bytes that now have them."""
-    advise = ctypes.CDLL(None).madvise
-    num_bytes = 0
-    for address, length in filled_ranges(_MAPPINGS.read_text()):
-        if advise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
-            num_bytes += length
-    return num_bytes
+    return sum(length for address, length in filled_ranges(_MAPPINGS.read_text()) if collapse(address, length))
 
 
 def _use_huge_pages(pauses_s: Sequence[float]) -> None:
