@@ -17,7 +17,7 @@ from moiety_platform.bootstrap.engine_waker import open_scaler
 from moiety_platform.clock import SystemClock
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.errors import EnginesAsleep, Unavailable
+from moiety_platform.errors import Unavailable
 from moiety_platform.live_settings import CannotApplySetting
 from moiety_platform.routing.replicas import Replicas
 from moiety_platform.settings import GatewaySettings
@@ -85,26 +85,6 @@ async def test_a_stream_that_waits_gets_keep_alives_and_then_its_answer(
                                       for part in (b"data:" + after).decode().split("data: ")[1:]
                                       if not part.startswith("[DONE]") and json.loads(part)["choices"])  # fmt: skip
         assert answer.rstrip().endswith(b"[DONE]")
-
-
-async def test_a_request_whose_engine_wakes_up_just_before_it_would_wait_is_served(
-    start_gateway: StartGateway, card: ModelCard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = FakeEngineClient(card)
-    async with start_gateway([engine], **ON) as gateway:
-        put_to_sleep(engine)
-        waker = gateway.assembled.services.waker
-        assert waker is not None
-        note = waker.note_request
-
-        def note_and_wake(model: str) -> EnginesAsleep:
-            error = note(model)
-            engine.set_asleep(asleep=False)
-            assert not waker.is_asleep(model)
-            return error
-
-        monkeypatch.setattr(waker, "note_request", note_and_wake)
-        assert (await chat(gateway))[0] == 200
 
 
 async def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with_the_time(
