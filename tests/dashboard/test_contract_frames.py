@@ -74,6 +74,16 @@ def test_the_verdict_says_what_to_add(changes: dict[str, Any], words: str) -> No
     assert contracts.verdict_in_words({**RESULT, **changes}, 16) == words
 
 
+def test_an_accepted_tenant_that_misses_in_a_burst_gets_a_warning() -> None:
+    burst = run("standard", 2, 0.75, ["contract", "standard"], standard=0.8, flex=1.0)
+    accepted = {**RESULT, "verdict": "accepted", "burst_factor": 1.5, "burst": burst}
+    warning = contracts.burst_warning(accepted)
+    assert warning is not None
+    assert warning.startswith("With 1.5 times the recent requests SLOs are missed: new tenant 75.0%, standard 80.0%.")
+    for without in (None, run("standard", 2, 1.0, [], standard=1.0)):
+        assert contracts.burst_warning({**accepted, "burst": without}) is None
+
+
 def test_only_models_of_healthy_engines_are_offered() -> None:
     engines = [
         {"healthy": True, "card": {"model": "b"}},

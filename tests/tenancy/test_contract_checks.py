@@ -80,6 +80,9 @@ async def test_a_small_tenant_is_accepted_beside_the_recent_traffic(api: Admin, 
     assert datetime.fromisoformat(found["window_since"]) == start
     assert found["num_contract_requests"] > 0 and found["before"]["standard"] >= 0.99
     assert [(run["service_class"], run["replicas"], run["missed"]) for run in found["runs"]] == [("standard", 1, [])]
+    assert (found["burst_factor"], found["burst"]["missed"], found["burst"]["replicas"]) == (1.5, [], 1)
+    without = await api.call("POST", "contract-checks", 200, json=GIVEN | {"burst_factor": 1})
+    assert (without["verdict"], without["burst"]) == ("accepted", None)
     assert found["terms"]["requests_per_minute"] == 6
     assert demo.tenant_id not in json.dumps(found)
 

@@ -14,10 +14,11 @@ from moiety_platform.contracts.arrivals import (
     OUTPUT_WEIGHT,
     Arrival,
     ContractTerms,
+    burst_of,
     busiest_window,
     contract_arrivals,
 )
-from moiety_platform.contracts.check import Attainments, ContractCheck, ContractReport, Verdict
+from moiety_platform.contracts.check import Attainments, ContractCheck, ContractReport, ContractRun, Simulate, Verdict
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.simulator import ContractSimulator
 from moiety_wire.classes import FLEX, PRIORITY, STANDARD, ServiceClass
@@ -126,6 +127,56 @@ async def test_others_must_keep_what_they_attained_before_and_no_more() -> None:
     assert report.verdict is Verdict.ACCEPTED
     report = await ContractCheck(TERMS, [arrival(0)], own, CLASSES, broken, required=0.99).run(1, 2)
     assert report.verdict is Verdict.REFUSED and report.runs[0].missed == ["standard"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1800), st.integers(1, 9)), max_size=60), st.floats(1, 4), st.integers(0, 3))
+def test_a_burst_has_more_requests_of_the_same_kind_within_the_window(
+    found: list[tuple[float, int]], factor: float, seed: int
+) -> None:
+    recent = [arrival(at_s, tokens) for at_s, tokens in sorted(found)]
+    burst = burst_of(recent, factor, 1800, seed)
+    assert burst == sorted(burst, key=lambda one: one.at_s) == burst_of(recent, factor, 1800, seed)
+    if factor == 1:
+        assert burst == []
+        return
+    assert int(factor) * len(recent) <= len(burst) <= (int(factor) + 1) * len(recent)
+    assert all(0 <= one.at_s <= 1800 for one in burst)
+    for one in burst:
+        assert any(abs(one.at_s - same.at_s) <= 60 and one[1:] == same[1:] for same in recent)
+
+
+def test_a_burst_has_about_so_many_times_the_requests() -> None:
+    assert 1400 < len(burst_of([arrival(n) for n in range(1000)], 1.5, 1800, 0)) < 1600
+
+
+async def in_burst(simulate: Simulate, verdict: Verdict = Verdict.ACCEPTED) -> ContractRun | None:
+    own, recent = [Arrival(0.0, CONTRACT, 1, 1, CONTRACT)], [arrival(0)] * 10
+    checking = ContractCheck(TERMS, recent, own, CLASSES, simulate, required=0.99, burst=[arrival(0)] * 15)
+    report = await checking.run(1, 1)
+    assert report.verdict is verdict
+    assert len(checking.runs) == 1 or verdict is not Verdict.ACCEPTED, "the burst is no run of the verdict"
+    return report.burst
+
+
+async def test_an_accepted_tenant_is_shown_what_a_burst_does() -> None:
+    """A burst that breaks a class without the tenant does not count against it."""
+
+    async def fragile(arrivals: Sequence[Arrival], classes: Mapping[str, ServiceClass], replicas: int) -> Attainments:
+        return {one.service_class: 0.7 if len(arrivals) > 15 else 1.0 for one in arrivals}
+
+    async def broken_alone(
+        arrivals: Sequence[Arrival], classes: Mapping[str, ServiceClass], replicas: int
+    ) -> Attainments:
+        return {one.service_class: 0.7 if len(arrivals) > 14 else 1.0 for one in arrivals}
+
+    burst = await in_burst(fragile)
+    assert burst is not None
+    assert (burst.tenant_attainment, burst.attainment, sorted(burst.missed)) == (
+        0.7, {"standard": 0.7}, [CONTRACT, "standard"],
+    )  # fmt: skip
+    burst = await in_burst(broken_alone)
+    assert burst is not None and burst.missed == [CONTRACT]
+    assert await in_burst(Fleet({"standard": 1, "flex": 1}), Verdict.REFUSED) is None
 
 
 def test_a_class_that_does_not_exist_is_named() -> None:

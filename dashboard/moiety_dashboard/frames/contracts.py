@@ -75,6 +75,19 @@ def verdict_in_words(result: Result, max_replicas: int) -> str:
     return f"neither {tried} nor a lower class than {name} carry the tenant."
 
 
+def burst_warning(result: Result) -> str | None:
+    """Return what the tenant and the classes lose in a burst of the other traffic, None if they attain their SLOs."""
+    burst = result.get("burst")
+    if not burst or not burst["missed"]:
+        return None
+    shares = {CONTRACT: burst["tenant_attainment"], **burst["attainment"]}
+    names = [f"{NEW_TENANT if one == CONTRACT else one} {shares[one]:.1%}" for one in burst["missed"]]
+    return (
+        f"With {result['burst_factor']:g} times the recent requests SLOs are missed: {', '.join(names)}. Single hours "
+        "can fall below the required attainment."
+    )
+
+
 def replicas_in_words(number: int) -> str:
     return f"{number} replica" if number == 1 else f"{number} replicas"
 

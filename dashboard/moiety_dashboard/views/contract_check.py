@@ -169,6 +169,8 @@ def draw_result(client: AdminClient, answer: Answer, body: Mapping[str, Any]) ->
             st.error(words, icon=icon)
         else:
             st.warning(words, icon=icon)
+    if warning := contracts.burst_warning(result):
+        st.warning(as_text(warning), icon=":material/trending_up:")
     panels.tiles(tiles(result), [answer])
     frame, runs = contracts.attainment_frame(result), contracts.runs_frame(result)
     inks = colours.of_classes(terms["name"] for terms in client.get("/classes").data["data"])

@@ -16,6 +16,8 @@ from moiety_platform.contracts.errors import ContractProblem
 CONTRACT = "contract"  # the tenant's name in the simulation, and that of its class, which has terms of its own there
 HEAD = "arrival_s,tenant,input_tokens,output_tokens,class\n"
 OUTPUT_WEIGHT = 2  # of an output token in the work of a request, as in the scheduler's fairness counters
+BURST_FACTOR = 1.5  # of the busiest traffic of a week to that of the month after it
+BURST_SHIFT_S = 60.0
 MAX_REQUESTS = 200_000  # of the recent traffic, and of the new tenant
 
 
@@ -98,6 +100,24 @@ def contract_arrivals(terms: ContractTerms, recent: Sequence[Arrival], window_s:
             f"the limits allow fewer than one request in {window_s / 60:g} minutes; give a longer window"
         )
     return found
+
+
+def burst_of(arrivals: Sequence[Arrival], factor: float, window_s: float, seed: int) -> list[Arrival]:
+    """Return `factor` times the requests, in order; none for a factor of 1.
+
+    Copies come within BURST_SHIFT_S of the request that they copy, so that the traffic keeps its shape, its lengths and
+    its tenants.
+    """
+    if factor <= 1:
+        return []
+    random = Random(f"burst {seed}")
+    found = list(arrivals)
+    for one in arrivals:
+        num_copies = int(factor - 1) + (random.random() < (factor - 1) % 1)
+        for _ in range(num_copies):
+            at_s = one.at_s + random.uniform(-BURST_SHIFT_S, BURST_SHIFT_S)
+            found.append(one._replace(at_s=min(max(0.0, at_s), window_s)))
+    return sorted(found, key=attrgetter("at_s"))
 
 
 def to_csv(arrivals: Sequence[Arrival]) -> str:

@@ -1,7 +1,8 @@
 """The check of a contract: which replicas and which class carry the new tenant without breaking anybody's SLO.
 
 It simulates the recent traffic without the tenant and with it. If a class misses its SLO with the tenant, further
-runs find the smallest number of replicas that carries it, and the lower classes that need no further replica.
+runs find the smallest number of replicas that carries it, and the lower classes that need no further replica. If none
+misses it, two further runs have more traffic than was seen, and show what remains of the SLOs in a larger burst.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class ContractRun(msgspec.Struct, frozen=True):
 
 
 class ContractReport(msgspec.Struct, frozen=True):
-    """Result of a check. `replicas_needed` is in the tenant's class, `classes` are lower ones that need no replica."""
+    """Result of a check. `replicas_needed` is in the tenant's class, `classes` are lower ones that need no replica.
+
+    `burst` is the run with the tenant and a burst of the other traffic, for an accepted one; `missed` there are the
+    SLOs that hold on the whole, and are broken in a burst.
+    """
 
     verdict: Verdict
     replicas: int
@@ -51,6 +56,7 @@ class ContractReport(msgspec.Struct, frozen=True):
     classes: list[str]
     before: dict[str, float]
     runs: list[ContractRun]
+    burst: ContractRun | None = None
 
 
 class ContractCheck:
@@ -65,14 +71,18 @@ class ContractCheck:
         simulate: Simulate,
         *,
         required: float,
+        burst: Sequence[Arrival] = (),
     ) -> None:
-        """Raise ContractProblem for an unknown class. `required` is the attainment to reach, such as 0.99."""
+        """Raise ContractProblem for an unknown class. `required` is the attainment to reach, such as 0.99.
+
+        `burst` is the recent traffic with a burst (`burst_of`), which is simulated if there is one.
+        """
         if terms.service_class not in classes:
             raise ContractProblem(f"there is no class {terms.service_class!r}; there are: {', '.join(classes)}")
         if CONTRACT in classes:
             raise ContractProblem(f"the name {CONTRACT!r} is reserved in the simulation; rename that class")
         self._terms, self._classes, self._simulate, self._required = terms, classes, simulate, required
-        self._recent, self._all = list(recent), [*recent, *own]
+        self._recent, self._own, self._burst = list(recent), list(own), list(burst)
         self._before: Attainments = {}
         self.runs: list[ContractRun] = []
 
@@ -89,7 +99,13 @@ class ContractCheck:
                 if service.rank > rank and await self._carries(name, replicas):
                     lower.append(name)
         verdict = Verdict.ACCEPTED if needed == replicas else Verdict.NEEDS_MORE if needed or lower else Verdict.REFUSED
-        return ContractReport(verdict, replicas, needed, lower, dict(self._before), self.runs)
+        in_burst = await self._in_burst(replicas) if verdict is Verdict.ACCEPTED and self._burst else None
+        return ContractReport(verdict, replicas, needed, lower, dict(self._before), self.runs, in_burst)
+
+    async def _in_burst(self, replicas: int) -> ContractRun:
+        """Return the run with the tenant in a burst of the other traffic, compared with that burst alone."""
+        before = await self._simulate(self._burst, self._classes, replicas)
+        return await self._run_with_tenant(self._burst, before, self._terms.service_class, replicas)
 
     async def _replicas_needed(self, low: int, most: int) -> int | None:
         """Return the smallest number of replicas above `low` that carries the tenant: doubled, then bisected."""
@@ -110,20 +126,27 @@ class ContractCheck:
         return high
 
     async def _carries(self, service_class: str, replicas: int) -> bool:
-        """Return whether the replicas carry the tenant in this class.
+        """Return whether the replicas carry the tenant in this class, and keep the run."""
+        run = await self._run_with_tenant(self._recent, self._before, service_class, replicas)
+        self.runs.append(run)
+        return not run.missed
+
+    async def _run_with_tenant(
+        self, others: Sequence[Arrival], before: Attainments, service_class: str, replicas: int
+    ) -> ContractRun:
+        """Return the run of the tenant in this class beside other traffic, which attained `before` alone.
 
         The tenant's requests must reach the required attainment, and every other class either that or what it attained
         before.
         """
         own = msgspec.structs.replace(self._classes[service_class], name=CONTRACT)
-        found = await self._simulate(self._all, {**self._classes, CONTRACT: own}, replicas)
+        found = await self._simulate([*others, *self._own], {**self._classes, CONTRACT: own}, replicas)
         missed = [
             name
             for name, attainment in found.items()
-            if attainment < min(self._required, self._before.get(name, self._required)) - TOLERANCE
+            if attainment < min(self._required, before.get(name, self._required)) - TOLERANCE
         ]
         if found[CONTRACT] < self._required and CONTRACT not in missed:
             missed.append(CONTRACT)
-        others = {name: attainment for name, attainment in found.items() if name != CONTRACT}
-        self.runs.append(ContractRun(service_class, replicas, others, found[CONTRACT], missed))
-        return not missed
+        attained = {name: attainment for name, attainment in found.items() if name != CONTRACT}
+        return ContractRun(service_class, replicas, attained, found[CONTRACT], missed)

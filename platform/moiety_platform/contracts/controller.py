@@ -42,6 +42,7 @@ _BOUNDS = {
     "replicas": (1, schemas.MAX_REPLICAS),
     "max_replicas": (1, schemas.MAX_REPLICAS),
     "required": (0, 1),
+    "burst_factor": (1, schemas.MAX_BURST_FACTOR),
 }
 _LIMITS = LimitKind.REQUESTS_PER_MINUTE, LimitKind.TOKENS_PER_MINUTE
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from moiety_platform.contracts.arrivals import Arrival, ContractTerms, busiest_window, contract_arrivals
+from moiety_platform.contracts.arrivals import Arrival, ContractTerms, burst_of, busiest_window, contract_arrivals
 from moiety_platform.contracts.check import ContractCheck, ContractReport, ContractRun
 from moiety_platform.contracts.errors import ContractProblem
 from moiety_platform.contracts.schemas import ContractCheckView, NewContractCheck
@@ -129,7 +129,10 @@ class ContractChecks:
                 (folder / "device.json").write_bytes(msgspec.json.encode(device))
                 device = str(folder / "device.json")
             simulator = ContractSimulator(folder, device, plan.terms.weight, niceness=self.niceness)
-            checking = ContractCheck(plan.terms, recent, own, plan.classes, simulator, required=request.required)
+            burst = burst_of(recent, request.burst_factor, request.window_s, request.seed)
+            checking = ContractCheck(
+                plan.terms, recent, own, plan.classes, simulator, required=request.required, burst=burst
+            )
             progress.runs = checking.runs
             return await checking.run(plan.replicas, max(plan.replicas, request.max_replicas))
 
@@ -169,4 +172,6 @@ def _view(
         classes=[] if report is None else report.classes,
         before={} if report is None else report.before,
         runs=list(progress.runs),
+        burst_factor=plan.request.burst_factor,
+        burst=None if report is None else report.burst,
     )

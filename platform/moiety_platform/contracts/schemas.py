@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from moiety_platform.contracts.arrivals import ContractTerms
+from moiety_platform.contracts.arrivals import BURST_FACTOR, ContractTerms
 from moiety_platform.contracts.check import ContractRun, Verdict
 from moiety_platform.openapi.schemas import shows
 from moiety_workload.simulations import DEVICES
@@ -21,6 +21,7 @@ MAX_HOURS = 744.0
 MIN_HOURS = 0.01
 MIN_WINDOW_S, MAX_WINDOW_S = 60.0, 36_000.0
 MAX_REPLICAS = 1000
+MAX_BURST_FACTOR = 10.0
 
 Length = Annotated[int, shows(minimum=1, maximum=MAX_LENGTH)]
 Replicas = Annotated[int, shows(minimum=1, maximum=MAX_REPLICAS)]
@@ -33,7 +34,8 @@ class NewContractCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     given; without it, lengths that are not given are those of the recent traffic. The busiest `window_s` seconds of the
     last `hours` are simulated, with the step times of the engine `engine_id`, or of the preset `device`; if both are
     left out, with those of a running engine. `replicas` are the healthy engines if they are not given; up to
-    `max_replicas` are tried. `required` is the SLO attainment to reach.
+    `max_replicas` are tried. `required` is the SLO attainment to reach. An accepted tenant is simulated again with
+    `burst_factor` times the recent requests; 1 leaves this out.
     """
 
     service_class: str = "standard"
@@ -49,6 +51,7 @@ class NewContractCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replicas: Replicas | None = None
     max_replicas: Replicas = 16
     required: Annotated[float, shows(minimum=0, maximum=1)] = 0.99
+    burst_factor: Annotated[float, shows(minimum=1, maximum=MAX_BURST_FACTOR)] = BURST_FACTOR
     device: Annotated[str, shows(enum=list(DEVICES))] | None = None
     engine_id: str | None = None
     seed: int = 0
@@ -59,7 +62,8 @@ class ContractCheckView(msgspec.Struct, frozen=True):
 
     `verdict` is `accepted`, `needs_more` or `refused`. `replicas_needed` carry the tenant in its class; in `classes`,
     which are lower, it needs no further replica. `before` is the attainment of each class without the tenant. `missed`
-    of a run are the classes whose SLO it breaks, and `contract` for the new tenant itself.
+    of a run are the classes whose SLO it breaks, and `contract` for the new tenant itself. `burst` is the run of an
+    accepted tenant with `burst_factor` times the recent requests.
     """
 
     state: str
@@ -77,3 +81,5 @@ class ContractCheckView(msgspec.Struct, frozen=True):
     classes: list[str]
     before: dict[str, float]
     runs: list[ContractRun]
+    burst_factor: float
+    burst: ContractRun | None
