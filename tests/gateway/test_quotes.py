@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -301,12 +302,16 @@ async def test_guarantees_get_wider_after_many_were_missed(
 ) -> None:
     engine.step_costs = StepCosts(0.0001, 0.0, (), 0.0, 0.0, 0.0)
     engine.token_s = 0.3
+
+    def has_submitted(num_requests: int) -> bool:
+        return len(engine.submits) == num_requests
+
     narrow = standard(await quote_of(gateway))
     assert narrow["guarantee"]["first_token_s"] == pytest.approx(0.0001 * 1.5 + 0.25)
     async with asyncio.TaskGroup() as tasks:
         for number in range(MIN_MARGINS):  # each is quoted while those before it are in flight
             tasks.create_task(send(gateway, standard(await quote_of(gateway))["quote"]))
-            await until(lambda so_many=number + 1: len(engine.submits) == so_many)
+            await until(partial(has_submitted, number + 1))
     wide = standard(await quote_of(gateway))
     assert wide["guarantee"]["first_token_s"] > wide["prediction"]["first_token_s"] * 1.5 + 0.25 + 0.01
     rows = await stored(gateway)
