@@ -46,3 +46,36 @@ def test_a_key_is_offered_only_to_users_who_may_have_more(num_active: int, is_of
     assert [one.value for one in app.info] == (
         [] if is_offered else ["You have 2 active keys, and your tenant allows 2. Revoke one to make another."]
     )
+
+
+def quotas_of_a_rotated_key() -> None:
+    """Script that draws the quotas of a tenant whose only key was rotated."""
+    import streamlit as st
+
+    from moiety_dashboard import session
+    from moiety_dashboard.client import Answer
+    from moiety_dashboard.views.tenants import limits
+
+    quota = {"id": "quo_a", "level": "key", "scope_id": "old", "kind": "tokens_per_day", "cap": 900, "used": 0,
+             "reserved": 0, "resets_at": None, "created_at": "2026-01-01T00:00:00Z"}  # fmt: skip
+    key = {"name": "laptop", "project_id": "prj_a"}
+    keys = [key | {"id": "old", "hint": "aaaa", "status": "expired", "replaced_by": "new"},
+            key | {"id": "new", "hint": "bbbb", "status": "active", "replaced_by": None}]  # fmt: skip
+
+    class Client:
+        def list(self, path: str, **_: object) -> Answer:
+            return Answer({"/quotas": [quota], "/keys": keys}.get(path, []), path)
+
+        def get(self, path: str, **_: object) -> Answer:
+            return Answer({"data": []}, path)
+
+    st.session_state[session.CALLER] = {"tenant_id": None, "may": ["quotas.write"], "role": "operator"}
+    limits.draw(Client(), {"id": "ten_a", "name": "acme"})  # type: ignore[arg-type]
+
+
+def test_the_quota_of_a_rotated_key_has_the_name_of_its_successor_and_can_be_deleted() -> None:
+    app = AppTest.from_function(quotas_of_a_rotated_key, default_timeout=120).run()
+    assert not app.exception
+    assert list(app.dataframe[0].value["scope"]) == ["key laptop …bbbb"]
+    choices = {one.label: one.options for one in app.selectbox}
+    assert choices["Quota"] == ["900 tokens per day on key laptop …bbbb"]

@@ -42,6 +42,13 @@ def test_a_quota_lasts_as_long_as_the_recent_usage_rate_allows() -> None:
     assert told[-1].endswith("lasts until its reset.")
 
 
+def test_the_quotas_of_a_rotated_key_are_those_of_its_newest_successor() -> None:
+    chain = {"a": "b", "b": "c", "c": None, "d": None}
+    keys = [{"id": key_id, "replaced_by": successor} for key_id, successor in chain.items()]
+    assert limits.newest_keys(keys) == {"a": "c", "b": "c"}
+    assert limits.newest_keys([]) == {}
+
+
 def test_a_quota_has_its_currency_once() -> None:
     assert limits.in_words(quota("money_per_month", cap=20 * 10**9)) == "$20.00 per month"
     assert limits.in_words(quota("tokens_per_day", cap=8_000_000)) == "8.0 M tokens per day"

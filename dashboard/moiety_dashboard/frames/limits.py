@@ -93,6 +93,18 @@ def usage_rates(groups: Rows, seconds: float) -> dict[str, UsageRate]:
     return found
 
 
+def newest_keys(keys: Rows) -> dict[str, str]:
+    """Return the id of the newest successor of each rotated key; the quotas of all have the id of the first one."""
+    next_ids = {key["id"]: key["replaced_by"] for key in keys if key["replaced_by"] is not None}
+    found = {}
+    for key_id in next_ids:
+        newest = key_id
+        for _ in next_ids:  # a chain is no longer than that
+            newest = next_ids.get(newest, newest)
+        found[key_id] = newest
+    return found
+
+
 def is_stock(kind: str) -> bool:
     return kind.endswith(("_day", "_month"))
 

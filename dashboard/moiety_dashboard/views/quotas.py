@@ -18,7 +18,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import limit_columns
 from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
-from moiety_dashboard.views.tenants.names import names_of, read_usage_rates
+from moiety_dashboard.views.tenants.names import read_usage_rates, scope_names_of
 
 VERDICT = "reconciliation"
 
@@ -36,7 +36,7 @@ def draw_live(client: AdminClient) -> None:
     live = client.get("/quotas/leases", limit=500)
     lost = client.get("/quotas/leases", limit=500, lease_state="quarantined")
     usage, by_scope = read_usage_rates(client)
-    names = names_of(client)
+    names = scope_names_of(client)
     frame = limits.quotas_frame(quotas.data, names, by_scope, datetime.now(UTC))
     rejected = limits.num_rejected(usage.data["data"])
     panels.tiles(tiles(frame, live.data, lost.data, rejected), [quotas, live, lost, usage])

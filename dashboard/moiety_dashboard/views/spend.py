@@ -19,7 +19,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import scope_columns, token_columns
 from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
-from moiety_dashboard.views.tenants.names import names_of
+from moiety_dashboard.views.tenants.names import names_of, scope_names_of
 
 DAY = timedelta(days=1)
 MONTH, LAST_MONTH, OTHER = "This month", "Last month", "Other days"
@@ -52,7 +52,7 @@ def draw(page: Page) -> None:
         )
         draw_month(forecast)
         draw_groups(client, groups, grouping, (since, until), given, names)
-        draw_budgets(budgets, names)
+        draw_budgets(budgets, scope_names_of(client))
 
 
 def choose(client: AdminClient, names: Mapping[str, str]) -> tuple[datetime, datetime, str | None, str]:

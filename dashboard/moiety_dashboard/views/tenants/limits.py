@@ -23,11 +23,14 @@ Scope = tuple[str, str]  # level and id
 
 def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
     quotas = client.list("/quotas", tenant_id=tenant["id"])
+    keys = client.list("/keys", tenant_id=tenant["id"]).data
+    newest = limits.newest_keys(keys)
+    listed = [quota | {"scope_id": newest.get(quota["scope_id"], quota["scope_id"])} for quota in quotas.data]
     usage, by_scope = read_usage_rates(client, tenant["id"])
-    scopes = scopes_of(client, tenant)
-    names = {scope_id: name for (_, scope_id), name in scopes.items()}
+    scopes = scopes_of(client, tenant, keys)
+    names = {key["id"]: label_of(key) for key in keys} | {scope_id: name for (_, scope_id), name in scopes.items()}
     now = datetime.now(UTC)
-    frame = limits.quotas_frame(quotas.data, names, by_scope, now)
+    frame = limits.quotas_frame(listed, names, by_scope, now)
     note = "every quota applies to a request; usage rate of the last one to two hours"
     with panels.panel("Quotas", note, [quotas, usage], key="own limits", frame=frame):
         how = session.advice("Set a quota below.", QUOTA_WRITES)
@@ -42,19 +45,23 @@ def draw(client: AdminClient, tenant: Mapping[str, Any]) -> None:
         return
     left, right = st.columns([3, 2])
     with left.container(border=True):
-        ask_change(client, allowed, quotas.data, by_scope, now)
+        ask_change(client, allowed, listed, by_scope, now)
     with right.container(border=True):
-        ask_removal(client, allowed, quotas.data)
+        ask_removal(client, allowed, listed)
 
 
-def scopes_of(client: AdminClient, tenant: Mapping[str, Any]) -> dict[Scope, str]:
+def label_of(key: Mapping[str, Any]) -> str:
+    return f"{key['name']} …{key['hint']}"
+
+
+def scopes_of(client: AdminClient, tenant: Mapping[str, Any], keys: list[dict[str, Any]]) -> dict[Scope, str]:
     """Return all objects of this tenant that can have a limit."""
     found = {("tenant", tenant["id"]): tenant["name"]}
     for project in client.list("/projects", tenant_id=tenant["id"]).data:
         found["project", project["id"]] = project["name"]
-    for key in client.list("/keys", tenant_id=tenant["id"]).data:
+    for key in keys:
         if key["status"] == "active" and key["project_id"]:
-            found["key", key["id"]] = f"{key['name']} …{key['hint']}"
+            found["key", key["id"]] = label_of(key)
     return found
 
 

@@ -9,7 +9,7 @@ import streamlit as st
 
 from moiety_dashboard import session
 from moiety_dashboard.client import AdminClient, Answer
-from moiety_dashboard.frames.limits import UsageRate, usage_rates
+from moiety_dashboard.frames.limits import UsageRate, newest_keys, usage_rates
 from moiety_dashboard.views.windows import HOUR
 
 NAMES = "names"
@@ -18,9 +18,20 @@ FRESH_S = 30.0
 
 def names_of(client: AdminClient) -> dict[str, str]:
     """Return names by id, cached for half a minute, since they seldom change and may be many."""
-    known: tuple[float, dict[str, str]] | None = st.session_state.get(NAMES)
+    return _read(client)[0]
+
+
+def scope_names_of(client: AdminClient) -> dict[str, str]:
+    """Return names by the ids that quotas have: for a rotated key that of its newest successor."""
+    names, newest = _read(client)
+    return names | {old: names[new] for old, new in newest.items() if new in names}
+
+
+def _read(client: AdminClient) -> tuple[dict[str, str], dict[str, str]]:
+    """Return names by id, and the newest successors of rotated keys by their ids."""
+    known: tuple[float, dict[str, str], dict[str, str]] | None = st.session_state.get(NAMES)
     if known is not None and time.monotonic() - known[0] < FRESH_S:
-        return known[1]
+        return known[1], known[2]
     names = {tenant["id"]: tenant["name"] for tenant in client.list("/tenants").data}
     with_tenant = not session.is_of_one_tenant()  # otherwise all are of the same one
     projects = client.list("/projects").data
@@ -28,11 +39,13 @@ def names_of(client: AdminClient) -> dict[str, str]:
         one["id"]: f"{names.get(one['tenant_id'], '–')} / {one['name']}" if with_tenant else one["name"]
         for one in projects
     }
-    for key in client.list("/keys").data:
+    keys = client.list("/keys").data
+    for key in keys:
         whose = names.get(key["project_id"] or (key["tenant_id"] if with_tenant else None) or "", "")
         names[key["id"]] = f"{whose} / {key['name']} …{key['hint']}".removeprefix(" / ")
-    st.session_state[NAMES] = time.monotonic(), names
-    return names
+    newest = newest_keys(keys)
+    st.session_state[NAMES] = time.monotonic(), names, newest
+    return names, newest
 
 
 def forget_names() -> None:
