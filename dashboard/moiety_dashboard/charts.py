@@ -270,6 +270,8 @@ def decades(values: pd.Series[float]) -> tuple[float, float]:
 def _axis_of(figure: Figure, frame: pd.DataFrame) -> alt.Axis:
     """Return an axis of about four lines; a logarithmic one has powers of ten, and their triples if those are few."""
     if not figure.is_log:
+        if not is_share(figure) and not frame[figure.column].any():
+            return alt.Axis(values=[0])  # parts of 1 have no meaning where nothing is counted
         if is_share(figure) or figure.axis != PREFIXED:
             return alt.Axis(tickCount=4, format="%" if is_share(figure) else figure.axis)
         return _prefixed()

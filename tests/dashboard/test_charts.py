@@ -52,3 +52,12 @@ def test_the_durations_of_the_last_spans_have_space_beside_them(is_narrow: bool,
     drawn = waterfall.waterfall(pd.DataFrame([span | {"attributes": ""}]), pd.DataFrame(), is_narrow=is_narrow)
     begin, end = drawn.to_dict()["layer"][0]["encoding"]["x"]["scale"]["domain"]
     assert begin == 0 and end >= 100 * (1 + share)
+
+
+def test_an_axis_of_counts_has_no_parts_of_one_where_nothing_is_counted() -> None:
+    figure = charts.Figure("running", "sequences")
+    span = charts.Span(NOON, NOON + timedelta(minutes=5), timedelta(0))
+    for values, ticks in (([0, 0], [0]), ([0, 3], None)):
+        frame = pd.DataFrame({"slot": [NOON, NOON + timedelta(minutes=1)], "engine": "a", "running": values})
+        drawn = str(charts.lines(frame, figure, "engine", {"a": "#000000"}, span).to_dict())
+        assert ("'values': [0]" in drawn) is (ticks is not None)
