@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moiety_dashboard.frames import limits
+from moiety_dashboard.views.quotas import different_records
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -89,3 +90,12 @@ def test_a_new_cap_says_beforehand_what_it_would_do() -> None:
     none = limits.preview("token_counts_per_minute", 0, None, pace, NOON)
     assert none[1:] == ["**All requests that count tokens are rejected** with 429."]
     assert "All requests are rejected" in " ".join(limits.preview("tokens_per_day", 0, None, pace, NOON))
+
+
+def test_records_that_do_not_agree_have_the_name_of_their_tenant() -> None:
+    books = {"requests": 4, "hours": 5, "ledger": 5}
+    days = [{"tenant_id": "ten_gone", "days": 3, "hours": 4}]
+    found = {"differences": [{"tenant_id": "ten_a", **books}], "days": days, "windows": []}
+    assert [(one["record"], one["found"], one["expected"]) for one in different_records(found, {"ten_a": "acme"})] == [
+        ("requests of acme", "4", "5"), ("days of ten_gone", "3", "4"),
+    ]  # fmt: skip

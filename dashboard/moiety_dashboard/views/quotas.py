@@ -18,7 +18,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import limit_columns
 from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
-from moiety_dashboard.views.tenants.names import read_usage_rates, scope_names_of
+from moiety_dashboard.views.tenants.names import names_of, read_usage_rates, scope_names_of
 
 VERDICT = "reconciliation"
 
@@ -96,8 +96,8 @@ def draw_reconciliation(client: AdminClient) -> None:
     if answer is None:
         return
     found = answer.data
-    note = f"{found['since'][:16]} to {found['until'][:16]} UTC"
-    rows = [*different_tenants(found), *different_days(found), *different_windows(found), *quarantined_usage(found)]
+    note = " to ".join(found[name][:16].replace("T", " ") for name in ("since", "until")) + " UTC"
+    rows = different_records(found, names_of(client))
     frame = pd.DataFrame(rows, columns=["record", "found", "expected"])
     with panels.panel("Result", note, [answer], key="reconciliation", frame=frame):
         total = found["total"]
@@ -110,6 +110,12 @@ def draw_reconciliation(client: AdminClient) -> None:
             panels.table(frame, {"record": "Record", "found": "Found", "expected": "Expected"}, "")
 
 
+def different_records(found: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the records that do not agree. `names` has the names of tenants by their ids."""
+    tenants = [*different_tenants(found, names), *different_days(found, names)]
+    return [*tenants, *different_windows(found), *quarantined_usage(found)]
+
+
 def quarantined_usage(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return unbilled usage: all quarantined rows, and all unreadable lines."""
     unbilled = found.get("quarantined_usage") or {}
@@ -120,18 +126,26 @@ def quarantined_usage(found: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"record": what, "found": str(count), "expected": "0"} for what, count in counts.items() if count]
 
 
-def different_tenants(found: Mapping[str, Any]) -> list[dict[str, str]]:
+def different_tenants(found: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, str]]:
     return [
-        {"record": f"{book} of {one['tenant_id']}", "found": str(one[book]), "expected": str(one["ledger"])}
+        {
+            "record": f"{book} of {names.get(one['tenant_id'], one['tenant_id'])}",
+            "found": str(one[book]),
+            "expected": str(one["ledger"]),
+        }
         for one in found["differences"]
         for book in ("requests", "hours")
         if one[book] != one["ledger"]
     ]
 
 
-def different_days(found: Mapping[str, Any]) -> list[dict[str, str]]:
+def different_days(found: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, str]]:
     return [
-        {"record": f"days of {one['tenant_id']}", "found": str(one["days"]), "expected": str(one["hours"])}
+        {
+            "record": f"days of {names.get(one['tenant_id'], one['tenant_id'])}",
+            "found": str(one["days"]),
+            "expected": str(one["hours"]),
+        }
         for one in found["days"]
     ]
 
