@@ -375,3 +375,17 @@ def put(client: AdminClient, path: str, body: Mapping[str, Any], what: str) -> N
     done = f"{what} is set; it applies to requests that begin from now on."
     if attempt(lambda: client.change("PUT", path, body), done) is not None:
         st.rerun()
+
+
+def form_key(name: str) -> str:
+    """Return the key of a form, whose fields are empty again after `clear_form`."""
+    return f"{name} {st.session_state.get(_cleared(name), 0)}"
+
+
+def clear_form(name: str) -> None:
+    """Empty the fields of a form from the next drawing on: its object is made, and another press makes no second."""
+    st.session_state[_cleared(name)] = st.session_state.get(_cleared(name), 0) + 1
+
+
+def _cleared(name: str) -> str:
+    return f"times that the form was cleared: {name}"

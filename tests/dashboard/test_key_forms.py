@@ -32,6 +32,9 @@ def own_keys_page(num_active: int) -> None:
         def get(self, path: str, **_: object) -> Answer:
             return Answer({"data": []}, path)
 
+        def change(self, *_: object) -> object:
+            return {"secret": "mty_secret"}
+
     policy = {"makes_keys": True, "max_keys": 2, "max_days": None, "allowed_models": None, "limits": {}}
     me = {"key_policy": policy, "num_active_keys": num_active}
     project = {"id": "prj_a", "name": "production", "tenant_id": "ten_a"}
@@ -46,6 +49,16 @@ def test_a_key_is_offered_only_to_users_who_may_have_more(num_active: int, is_of
     assert [one.value for one in app.info] == (
         [] if is_offered else ["You have 2 active keys, and your tenant allows 2. Revoke one to make another."]
     )
+
+
+def test_the_form_of_a_key_is_empty_after_it_made_one() -> None:
+    app = AppTest.from_function(own_keys_page, default_timeout=120, args=(1,)).run()
+    app.text_input[0].input("laptop")
+    app.number_input[0].set_value(60)
+    next(button for button in app.button if button.label == "Make key").click()
+    app.run()
+    assert not app.exception and app.code[-1].value == "mty_secret"
+    assert (app.text_input[0].value, app.number_input[0].value) == ("", None), "a second press makes no second key"
 
 
 def quotas_of_a_rotated_key() -> None:

@@ -20,6 +20,7 @@ from moiety_dashboard.page import Page
 from moiety_dashboard.views.tenants.names import forget_names
 
 MADE = "made key"
+NEW_KEY = "new key"  # form
 PLAYGROUND = "playground"  # path of the page, which all users may see
 PLAYGROUND_KEY = "playground key"
 GRACES = {"none": 0, "1 hour": 3600, "1 day": 86_400, "7 days": 7 * 86_400}
@@ -79,6 +80,7 @@ def show_made(page: Page) -> None:
 def keep(made: Mapping[str, Any]) -> None:
     """Keep the text of a new key for the next drawing."""
     st.session_state[MADE] = made["secret"]
+    panels.clear_form(NEW_KEY)
     forget_names()
     st.rerun()
 

@@ -18,7 +18,7 @@ from moiety_dashboard.frames.tenants import keys_frame, limits_text, own_project
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
 from moiety_dashboard.views.columns import limit_columns
-from moiety_dashboard.views.key_forms import ask_change, ask_terms, keep, key_columns, show_made
+from moiety_dashboard.views.key_forms import NEW_KEY, ask_change, ask_terms, keep, key_columns, show_made
 from moiety_dashboard.views.windows import DAY, Window
 
 MONTH = Window("30 d", 30 * DAY, DAY)
@@ -86,7 +86,7 @@ def ask_new(
 ) -> None:
     """Draw the form of a new key. The models that are `served` are offered if the policy names none."""
     names = {project["id"]: project["name"] for project in projects}
-    with st.form("new own key", border=True):
+    with st.form(panels.form_key(NEW_KEY), border=True):
         st.markdown("**New key**")
         left, right = st.columns(2)
         name = left.text_input("Key name", placeholder="laptop")

@@ -16,6 +16,7 @@ from moiety_dashboard.views.key_forms import dollars_of, nano_of
 from moiety_dashboard.views.tenants.keys import priced_models
 
 MADE = "made invitation"
+INVITATION = "invitation"  # form
 ALL_TENANTS = ""  # in place of a tenant's id
 ROLES_OF_TENANT = ("developer", "viewer", "tenant-admin")
 ROLES_OF_ALL = ("viewer", "operator", "owner")
@@ -79,8 +80,9 @@ def ask_invitation(client: AdminClient, tenants: Mapping[str, str], projects: li
     """Draw the fields of a new user; the choice of roles and projects follows the tenant."""
     with st.container(border=True):
         st.markdown("**Invite a user**")
-        email = st.text_input("Email address", placeholder="ada@example.com")
-        name = st.text_input("Name", placeholder="Ada")
+        form = panels.form_key(INVITATION)
+        email = st.text_input("Email address", placeholder="ada@example.com", key=f"{form} email")
+        name = st.text_input("Name", placeholder="Ada", key=f"{form} name")
         places = {tenant_id: show_unseen(tenant) for tenant_id, tenant in tenants.items()}
         if session.may("admin_users.write"):
             places[ALL_TENANTS] = "All tenants"
@@ -103,6 +105,7 @@ def ask_invitation(client: AdminClient, tenants: Mapping[str, str], projects: li
         if st.button("Invite", type="primary", icon=":material/mail:"):
             made = panels.attempt(lambda: invite(client, body), "Invitation made.")
             if made is not None:
+                panels.clear_form(INVITATION)
                 _keep(made)
 
 

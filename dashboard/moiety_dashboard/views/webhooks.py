@@ -15,6 +15,7 @@ from moiety_dashboard.frames.catalogue import webhooks_frame
 from moiety_dashboard.page import Page
 
 SECRET = "webhook secret"
+NEW = "new webhook"  # form
 REPORT = "webhook test"
 FORMATS = {"json": "JSON: the event itself", "slack": "Slack: a message", "pagerduty": "PagerDuty: an incident"}
 EXAMPLES = {
@@ -62,7 +63,7 @@ def ask_new(client: AdminClient) -> None:
     with st.container(border=True):
         st.markdown("**New webhook**")
         form = st.selectbox("Format", list(FORMATS), format_func=lambda name: FORMATS[name], key="webhook format")
-        with st.form("new webhook", border=False):
+        with st.form(panels.form_key(NEW), border=False):
             url = st.text_input("Address", placeholder=EXAMPLES[form])
             key = None
             if form == "pagerduty":
@@ -78,6 +79,7 @@ def ask_new(client: AdminClient) -> None:
                 made = panels.attempt(lambda: client.change("POST", "/webhooks", body), "The webhook is created.")
                 if made is not None:
                     st.session_state[SECRET] = made["secret"]
+                    panels.clear_form(NEW)
                     st.rerun()
 
 

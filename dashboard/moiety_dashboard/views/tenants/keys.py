@@ -11,7 +11,7 @@ from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient
 from moiety_dashboard.frames.tenants import keys_frame
 from moiety_dashboard.page import Page
-from moiety_dashboard.views.key_forms import ask_change, ask_terms, keep, key_columns, show_made
+from moiety_dashboard.views.key_forms import NEW_KEY, ask_change, ask_terms, keep, key_columns, show_made
 
 
 def draw(page: Page, client: AdminClient, tenant: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ def draw(page: Page, client: AdminClient, tenant: Mapping[str, Any]) -> None:
 
 def ask_new(client: AdminClient, tenant: Mapping[str, Any], projects: list[dict[str, Any]]) -> None:
     names = [project["name"] for project in projects]
-    with st.form("new key", border=True):
+    with st.form(panels.form_key(NEW_KEY), border=True):
         st.markdown("**New key**")
         left, right = st.columns(2)
         name = left.text_input("Key name", placeholder="website")
