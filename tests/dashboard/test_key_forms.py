@@ -70,7 +70,8 @@ def quotas_of_a_rotated_key() -> None:
     from moiety_dashboard.views.tenants import limits
 
     quota = {"id": "quo_a", "level": "key", "scope_id": "old", "kind": "tokens_per_day", "cap": 900, "used": 0,
-             "reserved": 0, "resets_at": None, "created_at": "2026-01-01T00:00:00Z"}  # fmt: skip
+             "reserved": 0, "resets_at": None, "created_at": "2026-01-01T00:00:00Z",
+             "alert_at": [80]}  # fmt: skip
     key = {"name": "laptop", "project_id": "prj_a"}
     keys = [key | {"id": "old", "hint": "aaaa", "status": "expired", "replaced_by": "new"},
             key | {"id": "new", "hint": "bbbb", "status": "active", "replaced_by": None}]  # fmt: skip
@@ -82,6 +83,9 @@ def quotas_of_a_rotated_key() -> None:
         def get(self, path: str, **_: object) -> Answer:
             return Answer({"data": []}, path)
 
+        def change(self, _method: str, _path: str, body: object) -> None:
+            st.session_state["put"] = body
+
     st.session_state[session.CALLER] = {"tenant_id": None, "may": ["quotas.write"], "role": "operator"}
     limits.draw(Client(), {"id": "ten_a", "name": "acme"})  # type: ignore[arg-type]
 
@@ -92,3 +96,19 @@ def test_the_quota_of_a_rotated_key_has_the_name_of_its_successor_and_can_be_del
     assert list(app.dataframe[0].value["scope"]) == ["key laptop …bbbb"]
     choices = {one.label: one.options for one in app.selectbox}
     assert choices["Quota"] == ["900 tokens per day on key laptop …bbbb"]
+
+
+def test_a_quota_has_the_percentages_at_which_it_alerts() -> None:
+    app = AppTest.from_function(quotas_of_a_rotated_key, default_timeout=120).run()
+    assert list(app.dataframe[0].value["alerts"]) == ["80 %"]
+    (field,) = app.multiselect
+    assert field.value == [80]
+    field.set_value([100, 80])
+    next(button for button in app.button if button.label == "Set quota").click()
+    app.run()
+    assert not app.exception
+    kept = {"level": "key", "scope_id": "new", "kind": "tokens_per_day", "cap": 900}
+    assert app.session_state["put"] == kept | {"alert_at": [80, 100]}
+    next(one for one in app.selectbox if one.label == "Kind").set_value("requests_per_minute")
+    app.run()
+    assert not app.multiselect, "a rate has no share that is used up"

@@ -11,9 +11,12 @@ from moiety_dashboard.client import AdminClient
 from moiety_dashboard.frames.catalogue import alerts_frame, firing_frame
 from moiety_dashboard.page import Page
 from moiety_dashboard.panels import Tile
+from moiety_dashboard.views.tenants.limits import QUOTA_WRITES
 from moiety_dashboard.views.tenants.names import names_of
 
 STATES = {"firing": colours.BAD, "resolved": colours.GOOD}
+NONE = "No alert yet. A quota alerts at the percentages of its cap that are set for it."
+HOW = "Set them on the Tenants page, with the quota."
 WEBHOOKS = "webhooks"  # path of the page of webhooks, which not every user may see
 
 
@@ -39,8 +42,7 @@ def draw_live(client: AdminClient) -> None:
     with panels.panel(
         "Newest alerts", "each is sent once to every webhook of its group", [answer], key="alerts", frame=alerts
     ):
-        none = "No alert yet. A quota alerts at the percentages of its cap that are set for it."
-        panels.table(alerts, columns(), none, states=STATES, max_rows=16)
+        panels.table(alerts, columns(), f"{NONE}{session.advice(HOW, QUOTA_WRITES)}", states=STATES, max_rows=16)
 
 
 def firing_columns() -> dict[str, Any]:

@@ -64,4 +64,5 @@ def limit_columns() -> dict[str, Any]:
         "cap": "Cap",
         "lasts": column.TextColumn("Exhausted in", help="At the usage rate of the last one to two hours"),
         "resets": column.TextColumn("Resets"),
+        "alerts": column.TextColumn("Alerts at", help="Percentages of the cap at which webhooks are notified"),
     }

@@ -17,6 +17,7 @@ from moiety_dashboard.views.columns import limit_columns
 from moiety_dashboard.views.key_forms import dollars_of, nano_of
 from moiety_dashboard.views.tenants.names import read_usage_rates
 
+THRESHOLDS, MAX_THRESHOLDS = (50, 75, 80, 90, 95, 100), 5
 QUOTA_WRITES = "quotas.write", "tenant_quotas.write"
 Scope = tuple[str, str]  # level and id
 
@@ -79,11 +80,12 @@ def ask_change(
     kind = second.selectbox("Kind", list(limits.KINDS), 3, format_func=lambda kind: limits.KINDS[kind])
     current = next((quota for quota in quotas if (quota["scope_id"], quota["kind"]) == (scope[1], kind)), None)
     cap = ask_cap(third, kind, current, scope)
+    more = ask_thresholds(kind, current, scope)
     for sentence in limits.preview(kind, cap, current, by_scope.get(scope[1]), now):
         st.markdown(f"- {sentence}")
     if not st.button("Set quota", type="primary"):
         return
-    body = {"level": scope[0], "scope_id": scope[1], "kind": kind, "cap": cap}
+    body = {"level": scope[0], "scope_id": scope[1], "kind": kind, "cap": cap, **more}
     done = f"Quota set: {limits.amount(kind, cap)} {limits.KINDS[kind].removeprefix('dollars ')}."
 
     def put() -> Any:
@@ -106,6 +108,18 @@ def ask_cap(place: Any, kind: str, current: Mapping[str, Any] | None, scope: Sco
         return current["cap"] if current and dollars == shown else nano_of(dollars)
     cap: int = place.number_input("Cap", 0, value=current["cap"] if current else 1000, key=key)
     return cap
+
+
+def ask_thresholds(kind: str, current: Mapping[str, Any] | None, scope: Scope) -> dict[str, Any]:
+    """Return the percentages of the cap that alert, as the API takes them; nothing for quotas that have none."""
+    if not limits.is_stock(kind):
+        return {}
+    known = list(current["alert_at"]) if current else []
+    chosen = st.multiselect(
+        "Alert at, % of the cap", sorted({*THRESHOLDS, *known}), known, placeholder="no alert",
+        max_selections=MAX_THRESHOLDS, key=f"alerts {scope[1]} {kind}", help="Webhooks are notified at each, once.",
+    )  # fmt: skip
+    return {"alert_at": sorted(chosen)}
 
 
 def ask_removal(client: AdminClient, scopes: Mapping[Scope, str], quotas: list[dict[str, Any]]) -> None:
