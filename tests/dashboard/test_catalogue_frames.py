@@ -89,8 +89,10 @@ def test_alerts_of_quotas_have_the_name_of_their_tenant() -> None:
         "id": "evt_1", "type": "quota.threshold", "at": "2026-01-01T00:00:00Z", "status": "firing",
         "severity": "warning", "subject": "tenant ten_1", "summary": "80 %", "tenant_id": "ten_1",
     }  # fmt: skip
-    other = alert | {"type": "engine.down", "tenant_id": None}
-    tenants = frames.alerts_frame([alert, other], {"ten_1": "acme"})["tenant"]
+    other = alert | {"type": "engine.down", "tenant_id": None, "subject": "tcp://e:1"}
+    found = frames.alerts_frame([alert, other], {"ten_1": "acme"})
+    tenants = found["tenant"]
+    assert list(found["subject"]) == ["tenant acme", "tcp://e:1"]
     assert (tenants[0], tenants.isna().tolist()) == ("acme", [False, True])
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.webhook_receivers import Receiver
 
 from moiety_platform.alerts.models import OperationalAlert
+from moiety_platform.alerts.schemas import AlertView
 from moiety_platform.backoff import Backoff
 from moiety_platform.clock import ManualClock
 from moiety_platform.controllers import with_services
@@ -81,6 +82,13 @@ def test_a_slack_message_shows_names_as_plain_text() -> None:
     assert "<" not in message["text"]
     assert "&lt;!channel&gt;" in message["text"]
     assert context["elements"][0]["text"] == "quota.threshold evt_2"
+
+
+def test_the_list_of_alerts_has_amounts_in_the_units_of_people() -> None:
+    alert = make_quota_alert()
+    assert AlertView.of_quota(alert).summary == "80 % of money_per_month is used: $400.012 of $500"
+    alert.kind, alert.used, alert.cap = "tokens_per_day", 5_141_234, 8_000_000
+    assert AlertView.of_quota(alert).summary == "80 % of tokens_per_day is used: 5,141,234 of 8,000,000"
 
 
 def test_a_slack_message_keeps_to_slacks_limits() -> None:

@@ -172,11 +172,18 @@ def alerts_frame(alerts: Rows, names: Mapping[str, str]) -> pd.DataFrame:
         {
             "at": moment(one["at"]),
             "tenant": names.get(one["tenant_id"] or "", one["tenant_id"]),
-            **{name: one[name] for name in ("type", "status", "severity", "summary", "subject", "id")},
+            "subject": _subject(one["subject"], names),
+            **{name: one[name] for name in ("type", "status", "severity", "summary", "id")},
         }
         for one in alerts
     ]
     return pd.DataFrame(rows, columns=list(ALERT_COLUMNS))
+
+
+def _subject(subject: str, names: Mapping[str, str]) -> str:
+    """Return the subject of an alert, with the name of a quota's scope in place of its id."""
+    level, _, scope_id = subject.partition(" ")
+    return f"{level} {names[scope_id]}" if scope_id in names else subject
 
 
 def dollars_of(text: str | None) -> float | None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from moiety_platform.alerts.models import AlertCondition, OperationalAlert
+from moiety_platform.quota.kinds import LimitKind, show_amount
 from moiety_platform.quota.models import QuotaAlert
 
 
@@ -43,6 +44,7 @@ class AlertView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_quota(cls, alert: QuotaAlert) -> AlertView:
+        used, cap = (show_amount(LimitKind(alert.kind), amount) for amount in (alert.used, alert.cap))
         return cls(
             alert.id,
             "quota.threshold",
@@ -50,7 +52,7 @@ class AlertView(msgspec.Struct, frozen=True):
             "firing",
             "critical" if alert.percent == 100 else "warning",
             f"{alert.level} {alert.scope_id}",
-            f"{alert.percent} % of {alert.kind} is used: {alert.used} of {alert.cap}",
+            f"{alert.percent} % of {alert.kind} is used: {used} of {cap}",
             alert.tenant_id,
         )
 

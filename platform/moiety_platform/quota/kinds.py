@@ -13,6 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
+from moiety_platform.prices.token_cost import dollars
+
 MAX_CAP = 2**62  # so that sums of two fit into 64 bits
 MAX_RATE = 10**12  # per minute, so that a rate's arithmetic fits
 NANO = 10**9
@@ -116,3 +118,8 @@ def window_end(period: Period, start: datetime) -> datetime:
     if period is Period.DAY:
         return start + timedelta(days=1)
     return (start.replace(day=1) + timedelta(days=32)).replace(day=1)
+
+
+def show_amount(kind: LimitKind, amount: int) -> str:
+    """Return an amount of a limit for people: dollars of money, and other counts with separators."""
+    return f"${dollars(amount)}" if kind.unit is Unit.MONEY else f"{amount:,d}"

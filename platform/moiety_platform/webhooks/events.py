@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from moiety_platform.alerts.models import AlertSeverity, OperationalAlert
-from moiety_platform.prices.token_cost import dollars
-from moiety_platform.quota.kinds import LimitKind, window_end
+from moiety_platform.quota.kinds import LimitKind, show_amount, window_end
 from moiety_platform.quota.models import QuotaAlert
 from moiety_wire.shared_fields import copy_fields
 
@@ -106,7 +105,7 @@ def event_of_quota(alert: QuotaAlert, tenant: str | None) -> WebhookEvent:
         facts=(
             ("Tenant", whose),
             ("Limit", f"{alert.kind} of the {alert.level} {alert.scope_id}"),
-            ("Used", f"{_amount(kind, alert.used)} of {_amount(kind, alert.cap)}"),
+            ("Used", f"{show_amount(kind, alert.used)} of {show_amount(kind, alert.cap)}"),
             ("Window ends", f"{content.window_end:%Y-%m-%d %H:%M} UTC"),
         ),
     )
@@ -137,10 +136,6 @@ def event_of_test(event_id: str, at: datetime, *, is_resolved: bool = False) -> 
         facts=(("Event", TEST_EVENT),),
         is_resolved=is_resolved,
     )
-
-
-def _amount(kind: LimitKind, amount: int) -> str:
-    return f"${dollars(amount)}" if kind.value.startswith("money_") else f"{amount:,}"
 
 
 def derive_secret(webhook_id: str, pepper: bytes) -> str:
