@@ -127,6 +127,9 @@ class _Limits(Extension):
         return self.call_method("join", parts, lineno=concat.lineno)
 
 
+_NO_NULLS: frozenset[str] = frozenset()
+
+
 class _Message(dict[str, Any]):
     """A message without its null fields, as `transformers` omits them.
 
@@ -136,6 +139,10 @@ class _Message(dict[str, Any]):
     __slots__ = ("nulls",)
 
     def __init__(self, message: Mapping[str, Any]) -> None:
+        if None not in message.values():  # nearly always
+            super().__init__(message)
+            self.nulls = _NO_NULLS
+            return
         super().__init__((name, value) for name, value in message.items() if value is not None)
         self.nulls = message.keys() - self.keys()
 

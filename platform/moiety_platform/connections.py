@@ -274,7 +274,9 @@ class ClientConnection(HttpToolsProtocol):
         Those cases are a client that reads slowly or sends ahead, and a connection that ends with its response.
         """
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is None or cast(Scope, cycle.scope) is not scope or cycle.response_started or cycle.disconnected:
+        if cycle is None or cycle.response_started or cycle.disconnected:
+            return False
+        if cycle.scope is not scope:  # type: ignore[comparison-overlap]  # two libraries' names of one dict
             return False
         if not cycle.keep_alive or cycle.flow.write_paused or not "".join(headers.values()).isprintable():
             return False

@@ -79,6 +79,7 @@ from moiety_platform.traces.tracing import Phase
 from moiety_wire.messages import ModelCard
 from moiety_wire.roles import EngineRole
 
+_NOT_COUNTED = contextlib.nullcontext()  # of requests that do not stream
 RUN_FIELD, TAGS_FIELD = RUN_HEADER.encode(), TAGS_HEADER.encode()
 
 log = structlog.get_logger(__name__)
@@ -132,7 +133,7 @@ class RequestPipeline:
                 ignores = not body.model_fields_set.isdisjoint(ignorable_fields(endpoint.schema))
                 record.ignored_fields += [*(ignored_fields(body) if ignores else ()), *body.skipped_entries()]
                 streams = body.wants_stream
-                with services.streams.hold(principal.root_key_id) if streams else contextlib.nullcontext():
+                with services.streams.hold(principal.root_key_id) if streams else _NOT_COUNTED:
                     with WatchingForDisconnect(response.disconnect):
                         if endpoint.prepare is not None:
                             body = await endpoint.prepare(body, record)

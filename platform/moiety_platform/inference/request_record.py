@@ -34,11 +34,11 @@ from moiety_platform.usage.attribution import UNATTRIBUTED, Attribution
 from moiety_platform.usage.billing_context import BillingContext, encode_bill
 from moiety_platform.usage.row import UsageRow
 from moiety_wire.classes import ServiceClass
-from moiety_wire.messages import FinishReason
 from moiety_wire.trace_events import Reason
 
 CLIENT_CLOSED_REQUEST = 499
-COMPLETED = ("stop", "length", "content_filter")  # outcomes of answered requests
+ENDED, CUTS = "stop", ("length", "content_filter")  # finish reasons that a client gets, the later the more important
+COMPLETED = (ENDED, *CUTS)  # outcomes of answered requests
 UNKNOWN_MODEL = "unknown"  # name of any model that does not exist
 
 
@@ -247,8 +247,8 @@ class RequestRecord(msgspec.Struct, eq=False):
 
     def completed(self) -> None:
         """Record that all choices have ended."""
-        self.outcome = FinishReason.STOP.value
-        for cut in (FinishReason.LENGTH.value, FinishReason.CONTENT_FILTER.value):
+        self.outcome = ENDED
+        for cut in CUTS:
             if cut in self.finish_reasons:
                 self.outcome = cut
         self.http_status = 200
@@ -283,7 +283,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         client that disconnected while the SLO could still be attained.
         """
         service = self.served
-        is_own = self.admission_reason == Reason.TENANT_QUEUE_FULL.value and not self.reached_engine
+        is_own = not self.reached_engine and self.admission_reason == Reason.TENANT_QUEUE_FULL.value
         is_theirs = self.http_status in range(400, 500) and (self.admission_outcome != "rejected" or is_own)
         if service is None or (self.outcome in ("failed", "rejected") and is_theirs):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import msgspec
 
@@ -104,7 +103,7 @@ def chat_answer(
             answered["token_ids"] = options.output_ids[index]
         found.append(answered)
     fields = {**head.fields("chat.completion"), "choices": found, "usage": usage_fields(usage)}
-    answer = cast("ChatCompletion", fields)  # mypy takes no `**` where a key is optional
+    answer: ChatCompletion = fields  # type: ignore[assignment]  # mypy takes no `**` where a key is optional
     if options.prompt_ids:
         answer["prompt_token_ids"] = options.prompt_ids[0]
     if options.prompt_logprobs:

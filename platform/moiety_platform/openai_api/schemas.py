@@ -5,7 +5,7 @@ Unknown fields are ignored, as OpenAI's clients expect. A known field is served 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -351,7 +351,9 @@ class ChatBody(ProviderReasoningFields, GenerationBody):
 
     def message_form(self) -> MessageForm:
         """Return the form of the answer's messages."""
-        custom_names = {tool.name for tool in known_tools(self.tools) if isinstance(tool, CustomTool)}
+        custom_names: Collection[str] = ()
+        if self.tools:
+            custom_names = {tool.name for tool in known_tools(self.tools) if isinstance(tool, CustomTool)}
         shows_reasoning = self.include_reasoning is not False and not (self.reasoning and self.excludes_reasoning)
         return MessageForm(custom_names, bool(self.functions), shows_reasoning)
 

@@ -32,6 +32,8 @@ class MessageForm:
 
         Content is null if there are only calls or reasoning.
         """
+        if len(parts) == 1 and isinstance(parts[0], str):  # the common case
+            return {"role": "assistant", "content": parts[0], "refusal": None}
         calls = [part for part in parts if isinstance(part, Call)]
         content = "".join([part for part in parts if isinstance(part, str)])
         thought = "".join([part.text for part in parts if isinstance(part, Thought)])
@@ -66,7 +68,10 @@ class MessageForm:
 
 
 def has_called(parts: Parts) -> bool:
-    return any(isinstance(part, Call) for part in parts)
+    for part in parts:  # noqa: SIM110  of every answer, and a generator would cost more calls
+        if isinstance(part, Call):
+            return True
+    return False
 
 
 def new_call_id() -> str:

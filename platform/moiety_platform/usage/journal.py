@@ -18,7 +18,7 @@ import structlog
 
 from moiety_platform.usage.row import StoredUsageRow, UsageRow
 
-COMPACT_BYTES = 1024 * 1024  # size from which the live log is rewritten without stored rows
+COMPACT_BYTES = 4 * 1024 * 1024  # size from which the live log is rewritten without stored rows
 _SUFFIX = ".jsonl"
 
 _log = structlog.get_logger(__name__)
