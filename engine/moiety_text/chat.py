@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
@@ -141,7 +141,7 @@ class _Message(dict[str, Any]):
     def __init__(self, message: Mapping[str, Any]) -> None:
         if None not in message.values():  # nearly always
             super().__init__(message)
-            self.nulls = _NO_NULLS
+            self.nulls: Collection[str] = _NO_NULLS
             return
         super().__init__((name, value) for name, value in message.items() if value is not None)
         self.nulls = message.keys() - self.keys()
