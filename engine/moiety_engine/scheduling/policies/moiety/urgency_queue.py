@@ -51,6 +51,7 @@ class UrgencyQueue:
         self._tally = tally
         self._queues: dict[tuple[int, int, bool], FairQueue] = {}  # by (bucket, rank, has not begun)
         self._levels: list[tuple[tuple[int, int, bool], FairQueue]] = []  # the same, in the order of service
+        self._best_rank = 0  # of the requests queued so far
         self._spot_ranks: set[int] = set()
         self._holding: list[FairQueue] = []
         self._moves = EntryHeap()  # by the time of the next change of bucket
@@ -141,6 +142,8 @@ class UrgencyQueue:
 
     def may_have_better(self, rank: int) -> bool:
         """Return whether requests of a better rank may be queued, held ones included."""
+        if rank <= self._best_rank:
+            return False
         ranks = [level[1] for level, queue in self._levels if queue.heaps]
         return bool(ranks) and min(ranks) < rank
 
@@ -173,6 +176,7 @@ class UrgencyQueue:
         if queue is None:
             queue = self._queues[level] = FairQueue()
             self._levels = sorted(self._queues.items())  # those at risk first, then rank by rank
+            self._best_rank = min(of_rank for (_, of_rank, _), _ in self._levels)
         queue.push(record.tenant, sequence, self._key(sequence, record))
         if spot:
             pass  # it waits as long as others need the engine
