@@ -1,23 +1,33 @@
 """Placement of expert replicas by class: the best class's steps with and without `--expert-rank-weights`.
 
-    python benchmarks/class_placement.py [--steps 400]
+    python benchmarks/class_placement.py [--steps 400]      # simulated
+    python benchmarks/class_placement.py --real             # on ranks in real processes (class_placement_ranks.py)
 
-Simulated, in the shape of DeepSeek-V3 (256 experts, 288 slots, top-8) on 32 ranks, with a few of its layers. Two
+Each part keeps the figures of the other one in the result file.
+
+Simulated: in the shape of DeepSeek-V3 (256 experts, 288 slots, top-8) on 32 ranks, with a few of its layers. Two
 classes prefer other experts (Zipf's law, independent orders); the best class has a tenth of the tokens. The engine's
 own balancer places experts by the load of an interval, with the weight of the best class's tokens as given; 1 is the
 ablation. Then steps are drawn: of the best class alone, as when its TPOT makes other classes take turns, and of both
 classes in the proportion of their tokens. An expert's tokens are spread over its replicas as in the engine, and a
 layer takes a constant time plus that of its most loaded rank. The SLO is a step's time: what a perfectly balanced
 step takes, times a factor.
+
+Real: a random Qwen3-MoE on two and four ranks over gloo, with a thread each. Streams of the best class and of another
+one run until the engine has rebalanced once. Then steps of the best class alone and of all streams are measured: their
+time, the processor time of the busiest rank, and the rows and experts of the most loaded rank, which the engine's own
+choice of replicas gives for the counted picks. Medians are over checkpoints with other random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from typing import Any
 
 import numpy as np
+from class_placement_ranks import measured
 from on_checkpoint import loaded_run, make_parser, write_report
 
 from moiety_engine.moe.balancer import Balancer
@@ -39,7 +49,13 @@ def main() -> None:
     parser = make_parser(__doc__, "class_placement.json")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--real", action="store_true", help="measure on ranks in real processes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of these ranks")
     options = parser.parse_args()
+    before = json.loads(options.output.read_text()) if options.output.exists() else {}
+    if options.real:
+        write_report(before | {"real": loaded_run(options) | measured(options)}, options.output)
+        return
     report = loaded_run(options) | {
         "cases": [
             case | {"exponent": exponent, "weight": weight}
@@ -47,7 +63,7 @@ def main() -> None:
             for weight, case in cases(exponent, options).items()
         ]
     }
-    write_report(report, options.output)
+    write_report(report | {"real": before["real"]} if "real" in before else report, options.output)
 
 
 def cases(exponent: float, options: argparse.Namespace) -> dict[int, dict[str, Any]]:
