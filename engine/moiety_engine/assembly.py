@@ -206,7 +206,7 @@ def _part_loader(config: EngineConfig, rendezvous: Rendezvous) -> PartLoader:
 
 
 def _worker_of(share: WeightShard, rank_group: RankGroup, config: EngineConfig, rendezvous: Rendezvous) -> WorkerBase:
-    checkpoint = CheckpointWeights(config, _part_loader(config, rendezvous))
+    checkpoint = CheckpointWeights(config, _part_loader(config, rendezvous), load_draft_models)
     if rank_group.ranks.rank_position.expert_rank is not None:
         experts = share.experts(rank_group.ranks)
         return ExpertWorker(experts, rank_group, checkpoint, overlaps=steps_overlap(experts, config))

@@ -20,6 +20,7 @@ from moiety_engine.model_executor import DeviceOptions, ModelExecutor
 from moiety_engine.moe.load_watch import ExpertLoadTracker
 from moiety_engine.moe.tenants import TenantSlots
 from moiety_engine.mtp_and_draft_model.draft_model import DraftModel
+from moiety_engine.mtp_and_draft_model.loading import load_draft_models
 from moiety_engine.pooling import decoder_embeds
 from moiety_engine.request_intake import RequestIntake
 from moiety_engine.runner.adapter_loading import AdapterLoader
@@ -82,7 +83,7 @@ def build_loop(
         raise InvalidConfig(f"{config.name} has no experts: leave out --expert-profiles")
     cutting = cutting_of(config, model.device.type, model.ranks)
     num_mask_words = compile_queue.num_words
-    checkpoint = CheckpointWeights(config, load_part)
+    checkpoint = CheckpointWeights(config, load_part, load_draft_models)
     options = DeviceOptions(kv_connector, adapters, tenants, num_mask_words, cutting, config.sleep_folder, checkpoint)
     executor = ModelExecutor(model, draft, sizes, controls, options, overlaps=overlaps)
     experts = _monitor_experts(model, config, controls, adapters, tenants, clock_ns, load_part)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from moiety_engine.errors import CheckpointError
 from moiety_engine.model.transformer import Transformer
-from moiety_engine.mtp_and_draft_model.loading import load_draft_models
 from moiety_wire.engine_choices import Offload
 
 if TYPE_CHECKING:
@@ -28,12 +27,20 @@ class PartLoader(Protocol):
     def __call__(self, position: RankPosition, on_progress: Callable[[], None] = ..., /) -> WeightShard: ...
 
 
+class DraftLoader(Protocol):
+    """Loader of the draft model or the MTP layers of a rank; see `load_draft_models`."""
+
+    def __call__(
+        self, config: EngineConfig, model: Transformer, progress: Callable[[int, int], None], /
+    ) -> tuple[Transformer, ...]: ...
+
+
 class CheckpointWeights:
     """Loader of weights on one rank."""
 
-    def __init__(self, config: EngineConfig, load_part: PartLoader | None) -> None:
+    def __init__(self, config: EngineConfig, load_part: PartLoader | None, load_drafts: DraftLoader) -> None:
         """Create the loader. `load_part`: None if the models of this rank are not from a checkpoint."""
-        self._config, self._load_part = config, load_part
+        self._config, self._load_part, self._load_drafts = config, load_part, load_drafts
 
     def load_part(self, position: RankPosition, on_progress: Callable[[], None] = lambda: None) -> WeightShard:
         """Load the served model's part of a position. Raises EngineError."""
@@ -60,7 +67,7 @@ class CheckpointWeights:
         assert isinstance(served, Transformer), "an expert rank has no draft model"
         if served.ranks.rank_position.layout.is_scaled:
             raise CheckpointError("the number of expert ranks was changed since the start")
-        drafts = load_draft_models(self._config, served, lambda _done, _total: on_progress())
+        drafts = self._load_drafts(self._config, served, lambda _done, _total: on_progress())
         return drafts[number - 1].weights
 
 
