@@ -17,8 +17,8 @@ a layer's experts get half of a kind's tokens. No checkpoint of such a model was
 With `--real`, three engines with the demo model and two gateways are processes, one gateway without expert routing and
 one with it, and 24 clients send the demo model's tasks over HTTP. In `a kind each`, each of 8 tenants has tasks of one
 domain, and in `all kinds` tasks of all domains. Answers go on to 320 tokens, so that nearly all steps only decode and
-the batch changes little. Expert bytes are those that the engines count in all steps, divided by the output tokens.
-Each case begins with an unmeasured run through each gateway, so that it knows the tenants' experts.
+the batch changes little. Both gateways get the same tasks in a round. Expert bytes are those that the engines count in
+all steps. Each case begins with an unmeasured run through each gateway, so that it knows the tenants' experts.
 """
 
 from __future__ import annotations
@@ -371,12 +371,25 @@ async def measure_real(rounds: int) -> list[dict[str, Any]]:
     return runs
 
 
+def changes_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the change of each figure by expert routing, in pairs of a round, by case."""
+    arms = [{(run["case"], run["round"]): run for run in runs if run["arm"] == arm} for arm in REAL_ARMS]
+    names = ("expert_kb_per_token", "expert_kb_per_step", "tokens_per_step")
+    return {
+        case: {
+            name: median_and_range([on[name] / arms[0][key][name] - 1 for key, on in arms[1].items() if key[0] == case])
+            for name in names
+        }
+        for case in REAL_CASES
+    }
+
+
 async def _real_run(fleet: RealFleet, gateway: int, keys: Sequence[str], case: str, seed: int) -> dict[str, Any]:
-    rng = random.Random(2 * seed + gateway)  # other tasks, since prompts of the other gateway's run are cached
+    rng = random.Random(seed)
     sent = [
         (rng.choice(keys) if case == "all kinds" else key, task.prompt)
         for key, domain in zip(keys, DOMAINS, strict=True)
-        for task in sample_tasks(domain, Split.HELD_OUT, REAL_TASKS, 2 * seed + gateway)
+        for task in sample_tasks(domain, Split.HELD_OUT, REAL_TASKS, seed)
     ]
     rng.shuffle(sent)
 
@@ -394,6 +407,7 @@ async def _real_run(fleet: RealFleet, gateway: int, keys: Sequence[str], case: s
     return {
         "requests": len(answers),
         "expert_kb_per_token": sum(grown["expert_read_bytes_total"]) / outputs / 1e3,
+        "expert_kb_per_step": sum(grown["expert_read_bytes_total"]) / sum(grown["steps_total"]) / 1e3,
         "tokens_per_step": outputs / sum(grown["steps_total"]),
         "largest_share": max(grown["requests_total"]) / sum(grown["requests_total"]),
         "ttft_p50_ms": statistics.median(answer.ttft_s for answer in answers) * 1e3,
@@ -413,7 +427,8 @@ def main() -> None:
         settings = {"engines": REAL_ENGINES, "clients": REAL_CLIENTS, "expert_routing_tokens": REAL_SPARE}
         head = describe_real_runs(settings)
         runs = asyncio.run(measure_real(args.rounds))
-        write_simulation(head | {"runs": summarize_runs(runs, ("case", "arm"), ("round",))}, args.out)
+        rows = summarize_runs(runs, ("case", "arm"), ("round",))
+        write_simulation(head | {"runs": rows, "changes": changes_of(runs)}, args.out)
         return
     routings = all_routings()
     cases = [one for one in cases_of(args.seconds, args.seeds, args.spares) if args.only in one.routings]
