@@ -55,14 +55,13 @@ MAX_ATTRIBUTED_SPAN = timedelta(days=31)  # of reports by end user or tag, which
 _COLUMNS = {"tenant": "tenant_id", "project": "project_id", "key": "key_id"}
 _KEYS = ("tenant_id", "project_id", "key_id", "model", "service_class")
 _BYTES = ("expert_read_bytes", "expert_moved_bytes")
-AMOUNTS = (
+_NARROW = (
     *("requests", "failed", "rejected", "disconnected", "prompt_tokens", "cached_tokens", "output_tokens"),
     *("ttft_ms", "num_ttft", "duration_ms", "preemptions", "cost_nanodollars", "num_slo_attained", "num_slo_requests"),
     *("speculative_tokens", "speculative_used_tokens", "credit_nanodollars", "num_guarantees", "num_guarantees_met"),
-    *_BYTES,
-    *(f"{name}_high" for name in _BYTES),
 )
-"""The columns of `request_amounts` that are added up, in their order."""
+AMOUNTS = (*_NARROW, *_BYTES, *(f"{name}_high" for name in _BYTES))
+"""The columns of `request_amounts` that are added up, in their order, in which the parts of a union have them."""
 _HOUR = timedelta(hours=1)
 
 
@@ -342,8 +341,7 @@ def _summed(
 ) -> Select[Any]:
     """Select sums of hours or days, with the same columns; the hour of a day's sums is meaningless."""
     table: Any = moment.class_
-    columns = [column for column in table.__table__.columns if not column.primary_key]
-    sums = [*(column for column in columns if column.name not in _BYTES), *_parts_of_bytes(dialect, table)]
+    sums = [*(getattr(table, name) for name in _NARROW), *_parts_of_bytes(dialect, table)]
     keys = [getattr(table, name) for name in _KEYS]
     in_time = moment >= start, moment < end
     times = _hour(dialect, moment).label("hour"), _day(dialect, moment).label("day")
