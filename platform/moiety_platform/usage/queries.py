@@ -189,13 +189,15 @@ async def source_of(
     columns, dialect = [_COLUMNS.get(name, name) for name in grouping], session.get_bind().dialect.name
     if reads_requests(usage_filter, grouping):
         _check_span(usage_filter)
-        return await _attributed_source(session, usage_filter, columns)
+        return await _attributed_source(session, usage_filter, columns, sums)
     usage_filter = await _to_whole_hour(session, usage_filter)
     days = None if "hour" in grouping else await longest_done(session, *usage_filter.whole_hours)
     return _source(dialect, usage_filter, columns, days, sums)
 
 
-async def _attributed_source(session: AsyncSession, usage_filter: UsageFilter, columns: Sequence[str]) -> Subquery:
+async def _attributed_source(
+    session: AsyncSession, usage_filter: UsageFilter, columns: Sequence[str], sums: Sequence[str]
+) -> Subquery:
     """Return the rows of a report by end user or tag: sums where they are exact, single requests in the other time."""
     dialect, row, covered = session.get_bind().dialect.name, UsageRecord, list[Span]()
     rest = [(usage_filter.since, usage_filter.until)]
@@ -205,7 +207,9 @@ async def _attributed_source(session: AsyncSession, usage_filter: UsageFilter, c
     for start, end in rest:
         in_time = and_(row.started_at >= start, row.started_at < end)
         parts.append(request_amounts(dialect, usage_filter, in_time, columns))
-    return union_all(*parts).subquery() if len(parts) > 1 else parts[0].subquery()
+    if len(parts) == 1:
+        return parts[0].subquery()
+    return union_all(*(_added_up(part, columns, sums) for part in parts)).subquery()
 
 
 async def _to_whole_hour(session: AsyncSession, usage_filter: UsageFilter) -> UsageFilter:
@@ -271,8 +275,7 @@ def _source(
 def _added_up(part: Select[Any], keys: Sequence[str], sums: Sequence[str]) -> Select[Any]:
     """Return the part's sums by these keys, so that only one row per group goes through the union."""
     subquery = part.subquery().c
-    names = sums or [column.key for column in subquery if column.key not in (*_TIMES, *_KEYS)]
-    added = [func.sum(subquery[name]).label(name) for name in names]
+    added = [func.sum(subquery[name]).label(name) for name in sums or AMOUNTS]
     return select(*(subquery[name] for name in keys), *added).group_by(*(subquery[name] for name in keys))
 
 
