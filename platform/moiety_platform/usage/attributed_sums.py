@@ -34,6 +34,7 @@ from moiety_platform.usage.days import DAY, Span, day_of
 from moiety_platform.usage.models import AttributedSpan, AttributedSum, UsageDayMark, UsageHour, UsageRecord
 from moiety_platform.usage.queries import AMOUNTS, UsageFilter, request_amounts
 
+TENANTS_AT_ONCE = 500  # of a day
 ROWS_AT_ONCE = 5000  # deleted, blanked
 HOUR_DONE_AFTER = timedelta(minutes=10)  # most of an hour's requests have ended by then
 
@@ -97,7 +98,7 @@ async def _sum_up_day(session: AsyncSession, sizes: PartSizes) -> int:
     if day is None:
         return 0
     counts = {tenant_id: tuple(map(int, of)) for _, tenant_id, *of in await session.execute(stale_tenants([day]))}
-    listed = sorted(counts, key=lambda tenant_id: (counts[tenant_id][_REQUESTS], tenant_id))
+    listed = sorted(counts, key=lambda tenant_id: (counts[tenant_id][_REQUESTS], tenant_id))[:TENANTS_AT_ONCE]
     num_requests = accumulate(counts[tenant_id][_REQUESTS] for tenant_id in listed)
     num_small = sum(1 for _ in takewhile(lambda total: total <= sizes.at_once, num_requests))
     if num_small:
