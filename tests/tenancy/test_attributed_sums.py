@@ -72,7 +72,7 @@ async def used(database: Database) -> Database:
 async def reports(database: Database) -> Reports:
     async with database.read() as session:
         return [
-            await report(session, UsageFilter(*span, **filters), grouping)  # type: ignore[arg-type]
+            await report(session, UsageFilter(*span, **filters), grouping)
             for span in SPANS
             for grouping, filters in REPORTS
             for report in (sum_usage, report_spend)
@@ -237,7 +237,7 @@ async def test_a_tenant_with_a_new_end_user_in_each_request_has_as_many_sums(dat
     assert await reports(database) == expected
     async with database.read() as session:
         numbers = select(AttributedSum.tenant_id, func.count()).group_by(AttributedSum.tenant_id)
-        found = dict(map(tuple, await session.execute(numbers)))
+        found = {row[0]: row[1] for row in await session.execute(numbers)}
     assert found["ten_0"] == 1200 and found["ten_1"] <= 30
 
 
