@@ -31,7 +31,7 @@ import httpx
 import psutil
 import psycopg
 from fleet_parts.chart import draw
-from fleet_parts.gateways import Gateway, engines_process, gateway_process
+from fleet_parts.gateways import Gateway, engines_process, start_gateways
 from fleet_parts.load import offer
 from fleet_parts.tenants import insert_tenants
 from postgres import Postgres, run_in_folder
@@ -51,6 +51,7 @@ BEHIND = 0.97  # of the offered requests, fewer of which are behind
 MAX_P99_MS = 1000.0
 BUSY = 0.9  # of all cores
 SAMPLE_S = 0.5
+PATIENCE_S = 120.0  # for an answer that is not measured, of a gateway that may be overloaded
 
 
 def main() -> None:
@@ -74,22 +75,20 @@ def main() -> None:
 async def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     postgres = Postgres(folder)
     with contextlib.ExitStack() as stack:
-        addresses = stack.enter_context(engines_process("zeromq", options.engines))
-        gateways: list[Gateway] = []
-        shared = {"database_url": postgres.url, "key_pepper": secrets.token_hex(32)}
-        for number in range(options.gateways):
-            home = folder / f"gateway-{number}"
-            home.mkdir()
-            key = gateways[0].admin_key if gateways else ""
-            gateways.append(stack.enter_context(gateway_process(home, addresses, admin_key=key, **shared)))
-        print(f"{len(gateways)} gateways are ready; creating {options.tenants} tenants …", flush=True)
         begin_s = time.monotonic()
+        addresses = stack.enter_context(engines_process("zeromq", options.engines))
+        print(f"{len(addresses)} engines are ready after {time.monotonic() - begin_s:.0f} s", flush=True)
+        shared = {"database_url": postgres.url, "key_pepper": secrets.token_hex(32)}
+        homes = [folder / f"gateway-{number}" for number in range(options.gateways)]
+        gateways = start_gateways(stack, homes, addresses, **shared)
+        print(f"{len(gateways)} gateways are ready after {time.monotonic() - begin_s:.0f} s", flush=True)
+        watch = stack.enter_context(_Watch(postgres, gateways))
         price = {"model": MODEL, "input": "0.15", "cached_input": "0.075", "output": "0.6"}
-        async with httpx.AsyncClient(headers=gateways[0].admin_headers, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(headers=gateways[0].admin_headers, timeout=PATIENCE_S, trust_env=False) as client:
             (await client.put(f"{gateways[0].url}/admin/v1/prices", json=price)).raise_for_status()
         keys = await insert_tenants(postgres.url, shared["key_pepper"], options.tenants, LIMITS)
         setup_s = time.monotonic() - begin_s
-        watch = _Watch(postgres, gateways)
+        print(f"{len(keys)} tenants are ready after {setup_s:.0f} s", flush=True)
         idle = await watch.during(asyncio.sleep(options.seconds))
         print("idle", json.dumps(idle), flush=True)
         report = {
@@ -139,15 +138,28 @@ def _first_limit(stages: Sequence[dict[str, Any]], max_connections: int) -> dict
 
 
 class _Watch:
-    """Figures of the parts during a stage."""
+    """Figures of the parts during a stage.
+
+    Its connections to the database are open from the beginning, since gateways can take all later ones.
+    """
 
     def __init__(self, postgres: Postgres, gateways: Sequence[Gateway]) -> None:
-        self._url, self._gateways = postgres.url, gateways
+        self._gateways = gateways
         self._postmaster = psutil.Process(postgres._server.get_pid())
-        with psycopg.connect(self._url) as connection:
-            row = connection.execute("SHOW max_connections").fetchone()
-        assert row is not None
-        self.max_connections = int(row[0])
+        self._counting, self._sampling = (psycopg.connect(postgres.url, autocommit=True) for _ in range(2))
+        self.max_connections = int(self._read("SHOW max_connections")[0])
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._counting.close()
+        self._sampling.close()
+
+    def _read(self, statement: str, *values: Any) -> tuple[Any, ...]:
+        row = self._counting.execute(statement, values).fetchone()
+        assert row is not None, "each statement returns one row"
+        return row
 
     async def during(self, work: Any) -> dict[str, Any]:
         """Run the work, and return its report with the use of every part meanwhile."""
@@ -174,33 +186,31 @@ class _Watch:
 
     def sizes(self) -> dict[str, Any]:
         """Return the bytes with indexes that a request leaves in each table, and the number of leases."""
-        with psycopg.connect(self._url) as connection:
-            row = connection.execute("SELECT count(*), (SELECT count(*) FROM quota_leases) FROM usage").fetchone()
-            assert row is not None
-            sizes = {
-                table: connection.execute("SELECT pg_total_relation_size(%s)", [table]).fetchone() for table in TABLES
-            }
+        count, leases = self._read("SELECT count(*), (SELECT count(*) FROM quota_leases) FROM usage")
+        sizes = {table: self._read("SELECT pg_total_relation_size(%s)", table)[0] for table in TABLES}
         return {
-            "bytes_per_request": {name: round(size[0] / max(1, row[0])) for name, size in sizes.items() if size},
-            "quota_leases": row[1],
+            "bytes_per_request": {name: round(size / max(1, count)) for name, size in sizes.items()},
+            "quota_leases": leases,
         }
 
     async def _sample(self) -> None:
         """Record the most connections, and the mean number of transactions that wait for a lock."""
         self._sampled = {"connections": 0, "waiting_for_locks": 0.0}
         waits: list[int] = []
-        async with await psycopg.AsyncConnection.connect(self._url, autocommit=True) as connection:
-            while True:
-                cursor = await connection.execute(
-                    "SELECT count(*), count(*) FILTER (WHERE wait_event_type = 'Lock') FROM pg_stat_activity"
-                    " WHERE backend_type = 'client backend'"
-                )
-                row = await cursor.fetchone()
-                assert row is not None
-                waits.append(row[1])
-                most = max(self._sampled["connections"], row[0])
-                self._sampled = {"connections": most, "waiting_for_locks": round(sum(waits) / len(waits), 2)}
-                await asyncio.sleep(SAMPLE_S)
+        while True:
+            row = await asyncio.to_thread(self._connections)
+            waits.append(row[1])
+            most = max(self._sampled["connections"], row[0])
+            self._sampled = {"connections": most, "waiting_for_locks": round(sum(waits) / len(waits), 2)}
+            await asyncio.sleep(SAMPLE_S)
+
+    def _connections(self) -> tuple[int, int]:
+        row = self._sampling.execute(
+            "SELECT count(*), count(*) FILTER (WHERE wait_event_type = 'Lock') FROM pg_stat_activity"
+            " WHERE backend_type = 'client backend'"
+        ).fetchone()
+        assert row is not None, "a count returns one row"
+        return row[0], row[1]
 
     def _cpu_s(self) -> dict[str, float]:
         times = psutil.Process().cpu_times()
@@ -219,22 +229,20 @@ class _Watch:
 
     async def _counts(self) -> dict[str, float]:
         statements = 0.0
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
             for gateway in self._gateways:
                 lines = (await client.get(f"{gateway.url}/metrics", headers=gateway.admin_headers)).text.splitlines()
                 statements += float(next(line for line in lines if line.startswith(SQL_COUNTER)).rpartition(" ")[2])
-        with psycopg.connect(self._url) as connection:
-            row = connection.execute(
-                "SELECT xact_commit, xact_rollback, deadlocks FROM pg_stat_database WHERE datname = current_database()"
-            ).fetchone()
-            rows = connection.execute("SELECT count(*) FROM usage").fetchone()
-        assert row is not None and rows is not None
+        row = self._read(
+            "SELECT xact_commit, xact_rollback, deadlocks, (SELECT count(*) FROM usage)"
+            " FROM pg_stat_database WHERE datname = current_database()"
+        )
         return {
             "statements_per_s": statements,
             "commits_per_s": row[0],
             "rollbacks_per_s": row[1],
             "deadlocks_per_s": row[2],
-            "usage_rows_per_s": rows[0],
+            "usage_rows_per_s": row[3],
         }
 
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from moiety_platform.bench.gateway import RunningGateway
 from moiety_platform.supervisor.data_dir import KEYS_FILE, read_first_keys
 from moiety_platform.supervisor.ports import claim_port
 
-START_S = 120.0
+START_S = 300.0  # of a gateway beside others that start, on a busy machine
+NUM_AT_ONCE = 4
 STOP_S = 30.0
 HERE = Path(__file__).parent.parent
 
@@ -71,6 +73,16 @@ def gateway_process(folder: Path, engines: Sequence[str], *, admin_key: str = ""
             yield Gateway(psutil.Process(process.pid), port, admin_key)
         finally:
             _stop(process)
+
+
+def start_gateways(stack: ExitStack, folders: Sequence[Path], engines: Sequence[str], **settings: str) -> list[Gateway]:
+    """Start a gateway in each new folder, some of them at once after the first; `stack` stops them."""
+    for folder in folders:
+        folder.mkdir()
+    first = stack.enter_context(gateway_process(folders[0], engines, **settings))
+    others = [gateway_process(folder, engines, admin_key=first.admin_key, **settings) for folder in folders[1:]]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        return [first, *pool.map(stack.enter_context, others)]
 
 
 def _wait_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
