@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,19 @@ def test_starts_are_compared_by_the_medians_of_their_pairs(cost: Any) -> None:
     assert (noisy["more"], noisy["interval"]) == (0.1, [0.1, 0.1]), "an outlier of a start changes nothing"
     wide = cost.compared([start(1.1), start(1.3)], lambda run: run["cpu"])
     assert wide["interval"][0] < wide["more"] < wide["interval"][1]
+
+
+def test_figures_of_a_run_are_one_line_of_the_report(cost: Any) -> None:
+    report = {"starts": [{"export_ms": 1.5, "pairs": [{"on": {"cpu": 1.0, "p50": 2.0}, "off": {"cpu": 1.0}}]}]}
+    text = cost.rows_in_lines(json.dumps(report, indent=2))
+    assert json.loads(text) == report
+    assert '"on": {"cpu": 1.0, "p50": 2.0}' in text
+
+
+def test_parts_are_compared_by_their_least_disturbed_blocks(cost: Any) -> None:
+    def start(slower: float) -> dict[str, Any]:
+        off = [500.0, 500.0, 500.0, 500.0 * slower]
+        return {"parts": {"off": off, "recorded": [one + 5 for one in off], "kept": [one + 105 for one in off]}}
+
+    expected = {"off_us": 500.0, "recorded_us": 5.0, "kept_us": 100.0, "share_at_default_rate": 0.014}
+    assert cost.cost_of_parts([start(1), start(9), start(2)]) == expected
