@@ -105,7 +105,7 @@ FIGURES = {name: itemgetter(name) for name in ("cpu_us_per_request", "requests_p
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that make pairs comparable."""
-    return {name: getattr(options, name) for name in ("seconds", "tenants", "connections")}
+    return {"switch": "reload"} | {name: getattr(options, name) for name in ("seconds", "tenants", "connections")}
 
 
 def before(options: argparse.Namespace) -> list[dict[str, Any]]:
