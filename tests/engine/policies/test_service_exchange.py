@@ -21,6 +21,7 @@ MakeReplica = Callable[..., Any]
 PERIOD_S = 0.5
 NUM_BLOCKS, BLOCK_SIZE = 32, 4
 LONGEST_PROMPT = 24
+A_REQUEST = 8, 10  # prompt and output tokens of tenant "a"
 VTC_BOUND = 2 * max(LONGEST_PROMPT, 2 * NUM_BLOCKS * BLOCK_SIZE)
 
 
@@ -214,12 +215,19 @@ class _Fleet:
     """Replicas whose tenants are always backlogged, and the reports between them."""
 
     def __init__(
-        self, make_replica: MakeReplica, policy: str, tenants: dict[str, tuple[int, ...]], *, exchanges: bool = True
+        self,
+        make_replica: MakeReplica,
+        policy: str,
+        tenants: dict[str, tuple[int, ...]],
+        *,
+        exchanges: bool = True,
+        num_blocks: int = NUM_BLOCKS,
+        usual: tuple[int, int] = (LONGEST_PROMPT, 3),  # prompt and output tokens of other tenants than "a"
     ) -> None:
-        self.make = lambda: make_replica(policy, num_blocks=NUM_BLOCKS, max_running=6)
+        self.make = lambda: make_replica(policy, num_blocks=num_blocks, max_running=6)
         self.policy = policy
         self.tenants = tenants
-        self.requests = {"a": (8, 10)}  # prompt and output tokens
+        self.requests = {name: usual for name in tenants} | {"a": A_REQUEST}
         self.replicas: list[Any] = []
         self.owners: list[dict[int, str]] = []
         self.exchanges: list[ServiceExchange] = []
@@ -255,7 +263,7 @@ class _Fleet:
         replica, owners = self.replicas[index], self.owners[index]
         waiting = [owners[key] for key in replica.scheduler.queues.waiting]
         for name, places in self.tenants.items():
-            prompt, output = self.requests.get(name, (LONGEST_PROMPT, 3))
+            prompt, output = self.requests[name]
             for _ in range(4 - waiting.count(name) if index in places else 0):
                 owners[replica.add(prompt, tenant=name, output=output, service=FLEX)] = name
 
@@ -264,8 +272,7 @@ class _Fleet:
         found = dict.fromkeys(self.tenants, 0)
         for replica, owners in zip(self.replicas, self.owners, strict=True):
             for key in replica.started:
-                prompt = self.requests.get(owners[key], (LONGEST_PROMPT, 3))[0]
-                found[owners[key]] += prompt + 2 * len(replica.outputs[key])
+                found[owners[key]] += self.requests[owners[key]][0] + 2 * len(replica.outputs[key])
         return found
 
 
@@ -284,14 +291,21 @@ def test_tenants_backlogged_everywhere_differ_by_the_bound_of_vtc_and_one_exchan
         assert max(now.values()) - min(now.values()) <= VTC_BOUND + of_a_period
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "usual"),
+    [
+        pytest.param(NUM_BLOCKS, (LONGEST_PROMPT, 3), id="limit is memory"),
+        pytest.param(16 * NUM_BLOCKS, A_REQUEST, id="limit is slots"),
+    ],
+)
 @pytest.mark.parametrize("policy", ["vtc", "moiety", "dlpm"])
 def test_a_tenant_that_sends_to_all_replicas_gets_no_more_than_those_that_send_to_one(
-    make_replica: MakeReplica, policy: str
+    make_replica: MakeReplica, policy: str, num_blocks: int, usual: tuple[int, int]
 ) -> None:
     tenants = {"a": (0, 1, 2), "b": (0,), "c": (1,), "d": (2,)}
     grown = {}
     for exchanges in (True, False):
-        fleet = _Fleet(make_replica, policy, tenants, exchanges=exchanges)
+        fleet = _Fleet(make_replica, policy, tenants, exchanges=exchanges, num_blocks=num_blocks, usual=usual)
         for _ in range(8):
             fleet.run(PERIOD_S)
         before = fleet.service()

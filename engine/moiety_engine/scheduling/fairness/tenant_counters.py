@@ -56,6 +56,7 @@ class TenantCounters:
         self.total_weight = 0.0  # of active tenants
         self.num_queued = 0  # requests of all tenants
         self.credit = 0.0  # credit that a tenant keeps while it has no waiting requests
+        self.has_remote_service = False  # whether any account counts service on other replicas
         self._charged = 0.0  # since the last update of the credit
         self._rate = 0.0  # charged per second, running mean
         self._queued: dict[TenantCounter, None] = {}  # accounts with waiting requests
@@ -104,6 +105,7 @@ class TenantCounters:
         A counter that is already more than `most_ahead` above the floor counts as if it were there. So a tenant that
         has other replicas to itself waits for a bounded time when others wait here.
         """
+        self.has_remote_service = True
         floor, account = self.floor(), self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = TenantCounter(tenant)

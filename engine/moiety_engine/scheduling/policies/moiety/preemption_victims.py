@@ -103,20 +103,24 @@ class PreemptionVictims:
     def _over_their_slots(self, running: Iterable[Sequence], beneficiary: Sequence) -> list[Sequence]:
         """Return sequences of the beneficiary's rank whose tenants hold at least their share of slots without them.
 
-        Empty unless the beneficiary's tenant holds less than its own share. The order is the fewest pauses, then the
+        Empty unless the beneficiary's tenant holds less than its own share. With service on other replicas, a tenant
+        takes no slot from one with a lower counter, which was served less. The order is the fewest pauses, then the
         youngest. A pause takes no blocks, so classes that are not preempted pause as well; a sequence that was
         preempted as often as allowed does not.
         """
         if not self._tuning.fairness:
             return []
         own, rank = self._records[beneficiary].tenant, beneficiary.service.rank
-        if own.weight >= self._accounts[rank].total_weight:
+        accounts = self._accounts[rank]
+        if own.weight >= accounts.total_weight:
             return []  # its tenant is the only one
         slots = self._slots_of(rank)
         num_held = slots.held.get(own.tenant)
         if num_held and num_held + 1 > slots.of_weight * own.weight:
             return []
         over = slots.over_share
+        if accounts.has_remote_service:
+            over = {one for one in over if one.counter >= own.counter}
         if not over:
             return []
         records, is_guaranteed = self._records, self._reservations.is_guaranteed
