@@ -227,7 +227,7 @@ class _Fleet:
         self.make = lambda: make_replica(policy, num_blocks=num_blocks, max_running=6)
         self.policy = policy
         self.tenants = tenants
-        self.requests = {name: usual for name in tenants} | {"a": A_REQUEST}
+        self.requests = dict.fromkeys(tenants, usual) | {"a": A_REQUEST}
         self.replicas: list[Any] = []
         self.owners: list[dict[int, str]] = []
         self.exchanges: list[ServiceExchange] = []
