@@ -35,10 +35,16 @@ def own_keys_page(num_active: int) -> None:
         def change(self, *_: object) -> object:
             return {"secret": "mty_secret"}
 
-    policy = {"makes_keys": True, "max_keys": 2, "max_days": None, "allowed_models": None, "limits": {}}
+    policy: dict[str, object] = {
+        "makes_keys": True,
+        "max_keys": 2,
+        "max_days": None,
+        "allowed_models": None,
+        "limits": {},
+    }
     me = {"key_policy": policy, "num_active_keys": num_active}
     project = {"id": "prj_a", "name": "production", "tenant_id": "ten_a"}
-    own_keys.draw_keys(None, Client(), Answer([], "/me/keys"), [project], me)  # type: ignore[arg-type]
+    own_keys.draw_keys(None, Client(), Answer([], "/me/keys"), [project], me)
 
 
 @pytest.mark.parametrize(("num_active", "is_offered"), [(1, True), (2, False)])
@@ -87,7 +93,7 @@ def quotas_of_a_rotated_key() -> None:
             st.session_state["put"] = body
 
     st.session_state[session.CALLER] = {"tenant_id": None, "may": ["quotas.write"], "role": "operator"}
-    limits.draw(Client(), {"id": "ten_a", "name": "acme"})  # type: ignore[arg-type]
+    limits.draw(Client(), {"id": "ten_a", "name": "acme"})
 
 
 def test_the_quota_of_a_rotated_key_has_the_name_of_its_successor_and_can_be_deleted() -> None:
