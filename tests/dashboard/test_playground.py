@@ -181,7 +181,7 @@ def test_prompts_follow_each_other_without_leaving_the_page_and_one_without_an_a
     with scripted() as gateway:
         app = AppTest.from_function(playground, default_timeout=DEADLINE_S, args=(gateway.url,)).run()
         app.text_input[0].set_value("mty_key")
-        sent = []
+        sent: list[str] = []
         for text, refused, left in (("first", (), ""), ("lost", ("a", "b"), "lost"), ("third", (), "")):
             gateway.refused = set(refused)
             field = next(one for one in app.text_area if one.label == "Prompt")
