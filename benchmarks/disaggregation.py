@@ -1,12 +1,15 @@
 """Disaggregated prefill and decode: equality of answers while engines are killed, and overlap of the KV transfer.
 
-    python benchmarks/disaggregation.py [--requests 100] [--kills 10] [--prompt-tokens 4000] [--skip kills|overlap]
+    python benchmarks/disaggregation.py [--requests 100] [--kills 10] [--tp 1:1 2:2 2:1] [--prompt-tokens 4000]
+                                        [--skip kills|overlap]
 
-Kills: two engines of each role on the demo model in float32, one gateway on SQLite. Half of the requests are greedy,
-half have a seed; answers are compared with those of one engine of both roles. Meanwhile engines are killed at random
-(SIGKILL) and restarted. Overlap: the share of a prompt's KV that has arrived by the end of its prefill. An engine of
-the role prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP and by
-shared memory.
+Kills: two engines of each role on the demo model in float32, one gateway on SQLite, for each pair of `--tp` (that of
+the engines of the role prefill, and of the role decode). Half of the requests are greedy, half have a seed; answers are
+compared with those of one engine of both roles on one rank. In the midst of each tenth of the requests, a process of a
+random engine (its server, or any of its ranks) is killed (SIGKILL); the other processes of this engine have to end by
+themselves, and it is restarted. Overlap: the share of a prompt's KV that has arrived by the end of its prefill. An
+engine of the role prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP
+and by shared memory.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 import zmq
 from ending import stop_processes
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of the longest answer")
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--tp", nargs="+", default=["1:1", "2:2", "2:1"], help="ranks of engines, prefill:decode")
     parser.add_argument("--prompt-tokens", type=int, default=4000)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -79,12 +84,17 @@ def main() -> None:
     report["environment"] = describe_environment()
     with tempfile.TemporaryDirectory(prefix="moiety-roles-") as name:
         if options.skip != "kills":
-            report["kills"] = asyncio.run(kills(options, Path(name)))
+            asyncio.run(kills(options, Path(name), report))
         if options.skip != "overlap":
             folder = make_checkpoint(Path(name) / "model")
             report["overlap"] = {way: asyncio.run(overlap(options, folder, way)) for way in ("tcp", "memory")}
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({name: report[name] for name in ("kills", "overlap") if name in report}, indent=1))
+            write(report, "overlap", options.output)
+
+
+def write(report: dict[str, Any], part: str, output: Path) -> None:
+    """Write the report so far, and print its new part."""
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report[part], indent=1), flush=True)
 
 
 # ── kills ──
@@ -93,8 +103,10 @@ def main() -> None:
 class Engines:
     """Engine processes that are killed and restarted, each at its own address."""
 
-    def __init__(self, folder: Path, roles: Sequence[str], options: Sequence[str] = ()) -> None:
-        self._folder, self._roles, self._options = folder, roles, options
+    def __init__(
+        self, folder: Path, roles: Sequence[str], options: Sequence[str] = (), tp: Mapping[str, int] | None = None
+    ) -> None:
+        self._folder, self._roles, self._options, self._tp = folder, roles, options, tp or {}
         folder.mkdir(parents=True)
         self.addresses = [f"tcp://127.0.0.1:{claim_port('127.0.0.1', 0, '--port')}" for _ in roles]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -103,6 +115,7 @@ class Engines:
         out = self._folder / f"engine-{number}.out"
         role, address = self._roles[number], self.addresses[number]
         command = [*CLI, "engine", "--role", role, "--listen", address, "--dtype", "float32", "--threads", "1"]
+        command += ["--tp", str(self._tp.get(role, 1))]
         with out.open("wb") as stdout, (self._folder / f"engine-{number}.log").open("ab") as log:
             self._processes[number] = subprocess.Popen(
                 [*command, "--name", "model", *self._options], stdin=subprocess.DEVNULL, stdout=stdout, stderr=log
@@ -118,12 +131,31 @@ class Engines:
         for number in range(len(self._roles)):
             await until(lambda number=number: self.is_ready(number))
 
-    def kill(self, number: int) -> None:
-        self._processes[number].kill()
-        self._processes[number].wait()
+    async def kill(self, number: int, rng: random.Random) -> str:
+        """Kill one process of an engine, and wait until all have ended. Return what it was, such as "decode rank 1"."""
+        server = psutil.Process(self._processes[number].pid)
+        (core,) = [one for one in server.children() if "moiety_engine.core" in one.cmdline()]
+        workers = sorted(
+            (one for one in core.children() if "moiety_engine.core.worker" in one.cmdline()), key=lambda one: one.pid
+        )
+        victims = {"server": server} | {f"rank {rank}": one for rank, one in enumerate([core, *workers])}
+        role = self._roles[number]
+        assert len(victims) == 1 + self._tp.get(role, 1), "not every rank was found"
+        name, victim = rng.choice(list(victims.items()))
+        victim.kill()
+        await until(lambda: self._processes[number].poll() is not None)
+        await until(lambda: not any(_runs(one) for one in (core, *workers)))
+        return f"{role} {name}"
 
     def stop(self) -> None:
         stop_processes(self._processes.values(), wait_s=20)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def until(is_so: Any) -> None:
@@ -132,36 +164,52 @@ async def until(is_so: Any) -> None:
             await asyncio.sleep(0.1)
 
 
-async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare every request's answer by one engine with those by pairs of engines that are killed meanwhile."""
+async def kills(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
+    """Report, for each pair of `--tp`, how many answers are those of one engine although engines are killed."""
     requests = [body(number, options) for number in range(options.requests)]
     async with serving(folder / "one", ["both"]) as (_, ask, _engines):
         right = [await ask(request) for request in requests]
-    async with serving(folder / "pairs", ROLES) as (admin, ask, engines):
-        waiting = list(enumerate(requests))
-        got: dict[int, Any] = {}
+    assert all(answer["status"] == 200 for answer in right), "one engine alone has failed"
+    report["kills"] = {}
+    for pair in options.tp:
+        found = await kills_of_pair(options, folder / pair.replace(":", "-"), pair, requests, right)
+        report["kills"][pair] = found
+        write(report, "kills", options.output)
 
-        killed: list[str] = []
 
-        async def client() -> None:
+async def kills_of_pair(
+    options: argparse.Namespace, folder: Path, pair: str, requests: list[dict[str, Any]], right: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Send the requests in as many waves as there are kills; in the midst of each, an engine is killed."""
+    prefill_tp, decode_tp = (int(number) for number in pair.split(":"))
+    got: dict[int, Any] = {}
+    killed: list[dict[str, Any]] = []
+    size = options.requests // options.kills
+    async with serving(folder, ROLES, {"prefill": prefill_tp, "decode": decode_tp}) as (admin, ask, engines):
+        rng = random.Random(options.seed)
+
+        async def client(waiting: list[int]) -> None:
             while waiting:
-                number, request = waiting.pop(0)
-                await until(lambda: len(killed) >= number * options.kills // options.requests)  # noqa: B023 - awaited
-                got[number] = await ask(request)
+                number = waiting.pop(0)
+                got[number] = await ask(requests[number])
 
-        async def killer() -> None:
-            rng = random.Random(options.seed)
-            for count in range(options.kills):
-                await until(lambda count=count: len(got) >= count * options.requests // options.kills - options.clients)
-                await asyncio.sleep(rng.random())  # at any moment of an answer
-                number = rng.randrange(len(ROLES))
-                engines.kill(number)
-                killed.append(ROLES[number])
-                engines.start(number)
-                await until(lambda number=number: engines.is_ready(number))
+        async def killer(before: int, wave: list[int]) -> None:
+            answered, number = before + rng.randrange(max(1, size - options.clients)), rng.randrange(len(ROLES))
+            await until(lambda: len(got) >= answered)
+            await asyncio.sleep(rng.random() / 2)  # at any moment of an answer
+            in_flight = before + size - len(wave) - len(got)
+            process = await engines.kill(number, rng)
+            killed.append({"process": process, "requests_in_flight": in_flight})
+            engines.start(number)
+            await until(lambda: engines.is_ready(number))
 
         begin_s = time.monotonic()
-        await asyncio.gather(killer(), *(client() for _ in range(options.clients)))
+        for first in range(0, options.requests, size):
+            wave = list(range(first, min(first + size, options.requests)))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(killer(first, wave))
+                for _ in range(options.clients):
+                    tasks.create_task(client(wave))
         took_s = time.monotonic() - begin_s
         loads = [engine["load"] or {} for engine in (await admin("/admin/v1/engines"))["data"]]
         metrics = (await admin("/metrics", as_json=False)).splitlines()
@@ -170,6 +218,7 @@ async def kills(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "requests": len(requests),
         "answered": sum(answer["status"] == 200 for answer in got.values()),
         "same_as_one_engine": same,
+        "different": [number for number in range(len(requests)) if got[number] != right[number]],
         "killed": killed,
         "took_s": round(took_s, 1),
         "failovers": sum(float(line.split()[-1]) for line in metrics if line.startswith("moiety_failovers_total{")),
@@ -194,9 +243,9 @@ def body(number: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, roles: Sequence[str]) -> Any:
+async def serving(folder: Path, roles: Sequence[str], tp: Mapping[str, int] | None = None) -> Any:
     """Start engines of these roles and a gateway; yield (admin GET, tenant request, engines)."""
-    engines = Engines(folder, roles)
+    engines = Engines(folder, roles, tp=tp)
     port = claim_port("127.0.0.1", 0, "--port")
     arguments = ["--data-dir", str(folder), "--port", str(port), "--migrate", "--first-keys", str(folder / "keys")]
     with contextlib.ExitStack() as stack:
