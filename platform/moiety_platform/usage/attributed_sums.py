@@ -47,7 +47,7 @@ _PLACE = (AttributedSum.tenant_id, AttributedSum.start, AttributedSum.number)
 class PartSizes:
     """Numbers of requests that are summed up at once, and that are worth it on a day that is not over."""
 
-    at_once: int = 20_000  # more only for one hour of one tenant
+    at_once: int = 10_000  # more only for one hour of one tenant
     at_least: int = 2000  # of a tenant: fewer are read as quickly
 
 

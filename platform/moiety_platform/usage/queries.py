@@ -209,7 +209,9 @@ async def _attributed_source(
         parts.append(request_amounts(dialect, usage_filter, in_time, columns))
     if len(parts) == 1:
         return parts[0].subquery()
-    return union_all(*(_added_up(part, columns, sums) for part in parts)).subquery()
+    if usage_filter.tenant_id is None:  # one tenant may have nearly as many groups as requests: then once is faster
+        parts = [_added_up(part, columns, sums) for part in parts]
+    return union_all(*parts).subquery()
 
 
 async def _to_whole_hour(session: AsyncSession, usage_filter: UsageFilter) -> UsageFilter:
