@@ -5,7 +5,8 @@
 
 Kills: two engines of each role on the demo model in float32, one gateway on SQLite, for each pair of `--tp` (that of
 the engines of the role prefill, and of the role decode). Half of the requests are greedy, half have a seed; answers are
-compared with those of one engine of both roles on one rank. In the midst of each tenth of the requests, a process of a
+compared with those of one engine of both roles with the ranks of the role decode, since sums of several ranks round
+otherwise than those of one. In the midst of each tenth of the requests, a process of a
 random engine (its server, or any of its ranks) is killed (SIGKILL); the other processes of this engine have to end by
 themselves, and it is restarted. Overlap: the share of a prompt's KV that has arrived by the end of its prefill. An
 engine of the role prefill with random weights sends its KV to this process, which records each piece's arrival, by TCP
@@ -167,12 +168,15 @@ async def until(is_so: Any) -> None:
 async def kills(options: argparse.Namespace, folder: Path, report: dict[str, Any]) -> None:
     """Report, for each pair of `--tp`, how many answers are those of one engine although engines are killed."""
     requests = [body(number, options) for number in range(options.requests)]
-    async with serving(folder / "one", ["both"]) as (_, ask, _engines):
-        right = [await ask(request) for request in requests]
-    assert all(answer["status"] == 200 for answer in right), "one engine alone has failed"
     report["kills"] = {}
+    right: dict[int, list[dict[str, Any]]] = {}  # by ranks
     for pair in options.tp:
-        found = await kills_of_pair(options, folder / pair.replace(":", "-"), pair, requests, right)
+        num_ranks = int(pair.partition(":")[2])
+        if num_ranks not in right:
+            async with serving(folder / f"one-{num_ranks}", ["both"], {"both": num_ranks}) as (_, ask, _engines):
+                right[num_ranks] = [await ask(request) for request in requests]
+            assert all(answer["status"] == 200 for answer in right[num_ranks]), "one engine alone has failed"
+        found = await kills_of_pair(options, folder / pair.replace(":", "-"), pair, requests, right[num_ranks])
         report["kills"][pair] = found
         write(report, "kills", options.output)
 
