@@ -101,3 +101,9 @@ def test_a_test_of_a_webhook_says_in_words_why_it_was_not_delivered() -> None:
     assert [reason_of({"error": error, "status": status}) for error, status in reports] == [
         "the name of the host is not resolved", "the receiver answered with status 500", "of a later release",
     ]  # fmt: skip
+
+
+def test_the_secret_path_of_a_slack_webhook_is_not_shown() -> None:
+    slack = {"url": "https://hooks.slack.com/services/T0/B0/secretpart9f3c", "format": "slack"}
+    assert frames.shown_address(slack) == "https://hooks.slack.com/…9f3c"
+    assert frames.shown_address({"url": "https://a.example/in?b=1", "format": "generic"}) == "https://a.example/in?b=1"

@@ -145,7 +145,7 @@ def webhooks_frame(webhooks: Rows) -> pd.DataFrame:
     """Return one row per webhook."""
     rows = [
         {
-            "address": one["url"],
+            "address": shown_address(one),
             "format": one["format"],
             "events": ", ".join(one["events"]),
             "pending": one["pending"],
@@ -158,6 +158,15 @@ def webhooks_frame(webhooks: Rows) -> pd.DataFrame:
         for one in webhooks
     ]
     return pd.DataFrame(rows, columns=list(WEBHOOK_COLUMNS))
+
+
+def shown_address(webhook: Mapping[str, Any]) -> str:
+    """Return the address of a webhook; of Slack, whose paths are secrets, the host and the last four characters."""
+    url = str(webhook["url"])
+    if webhook["format"] != "slack":
+        return url
+    host = url.removeprefix("https://").partition("/")[0]
+    return f"https://{host}/…{url[-4:]}"
 
 
 def firing_frame(firing: Rows) -> pd.DataFrame:

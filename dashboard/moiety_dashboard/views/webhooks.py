@@ -11,7 +11,7 @@ from moiety_dashboard import panels, session
 from moiety_dashboard.client import AdminClient, ApiError, path_of
 from moiety_dashboard.escaping import as_text
 from moiety_dashboard.formatting import milliseconds
-from moiety_dashboard.frames.catalogue import webhooks_frame
+from moiety_dashboard.frames.catalogue import shown_address, webhooks_frame
 from moiety_dashboard.page import Page
 
 SECRET = "webhook secret"
@@ -89,7 +89,7 @@ def ask_test(client: AdminClient, webhooks: Sequence[Mapping[str, Any]]) -> None
         if not webhooks:
             st.caption("There is no webhook.")
             return
-        labels = {one["id"]: f"{one['url']} ({one['format']})" for one in webhooks}
+        labels = {one["id"]: f"{shown_address(one)} ({one['format']})" for one in webhooks}
         chosen = st.selectbox("Webhook", list(labels), format_func=lambda webhook_id: labels[webhook_id])
         left, right = st.columns(2)
         if left.button("Send a test", icon=":material/send:", width="stretch"):
