@@ -127,6 +127,28 @@ async def test_keys_stop_at_the_first_token_without_the_role_and_work_again_with
     assert await refused_key(ada, made["secret"]) is None
 
 
+async def test_a_token_from_before_the_end_of_the_role_does_not_make_keys_valid_again(
+    ada: People, clock: ManualClock, demo: Demo
+) -> None:
+    def use(role: str, age_s: float) -> None:
+        issued_s = int(clock.now().timestamp() - age_s)
+        ada.tokens["ada"] = ada.token("ada", moiety_roles=[role], moiety_tenant=demo.tenant_id, iat=issued_s)
+
+    use("developer", 120)
+    made = await ada.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
+    use("viewer", 240)  # older than the one that gave the role
+    assert (await ada.call("ada", "GET", "caller"))["role"] == "viewer"
+    assert await refused_key(ada, made["secret"]) is None
+    use("viewer", 60)
+    await ada.call("ada", "GET", "caller")
+    use("developer", 120)
+    assert (await ada.call("ada", "GET", "caller"))["role"] == "developer"
+    assert await refused_key(ada, made["secret"]) == "user_role_ended"
+    use("developer", 0)
+    await ada.call("ada", "GET", "caller")
+    assert await refused_key(ada, made["secret"]) is None
+
+
 async def test_keys_stop_when_the_role_was_not_seen_for_long(ada: People, demo: Demo) -> None:
     made = await ada.call("ada", "POST", "me/keys", {"name": "k", "project_id": demo.project_id}, 201)
     ada.authenticator.role_days = 30

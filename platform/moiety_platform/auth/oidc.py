@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,7 @@ class OidcVerifier:
             return caller
         if user is None:
             store = AuditedStore(self._database, subject.actor, None, tenant_of, self._clock)
-            user = await provision_developer(store, subject, caller.tenant_id)
+            user = await provision_developer(store, subject, caller.tenant_id, self._issued_at(claims))
         return caller if user is None else replace(caller, user_id=user.id)
 
     async def _verify(self, token: str) -> Mapping[str, Any]:
@@ -143,7 +144,14 @@ class OidcVerifier:
         ended: set[str] = set()
         if find_claim(claims, terms.groups_claim if terms.group_roles else terms.roles_claim) is not None:
             ended = {str(user.tenant_id) for user in users if own in (None, user.tenant_id)} - given
-        await record_roles(self._database, users, given, ended, self._clock.now())
+        await record_roles(self._database, users, given, ended, self._issued_at(claims))
+
+    def _issued_at(self, claims: Mapping[str, Any]) -> datetime:
+        """Return the time at which a token was issued; the present time for a token that does not say so."""
+        now, issued_s = self._clock.now(), claims.get("iat")
+        if not isinstance(issued_s, int | float) or not 0 <= issued_s < now.timestamp():
+            return now
+        return datetime.fromtimestamp(issued_s, UTC)
 
     async def _caller_of_claims(
         self, claims: Mapping[str, Any], held: Sequence[HeldRole], wanted_tenant_id: str | None

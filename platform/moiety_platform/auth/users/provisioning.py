@@ -5,6 +5,8 @@ The tokens keep giving the role: a later one without it is refused, as if there 
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
@@ -19,8 +21,12 @@ from moiety_platform.tenants.checks import new_id
 from moiety_platform.tenants.service import get_undeleted_tenant
 
 
-async def provision_developer(store: AuditedStore, subject: TokenSubject, tenant_id: str) -> User | None:
+async def provision_developer(
+    store: AuditedStore, subject: TokenSubject, tenant_id: str, issued_at: datetime
+) -> User | None:
     """Create the user of a person whose token gives the role `developer` in a tenant, and return it.
+
+    `issued_at` is the time at which the token was issued.
 
     Returns None if the token has no verified email address that can be stored, or if the tenant has a user of this
     address, who accepts an invitation instead. Raises Unavailable, or Conflict for a tenant whose data was deleted.
@@ -40,7 +46,7 @@ async def provision_developer(store: AuditedStore, subject: TokenSubject, tenant
         issuer=subject.issuer,
         subject=subject.subject,
         created_at=store.clock.now(),
-        role_seen_at=store.clock.now(),
+        role_seen_at=issued_at,
     )
     try:
         async with store.write() as session:

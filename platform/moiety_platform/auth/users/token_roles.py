@@ -21,17 +21,23 @@ log = structlog.get_logger(__name__)
 
 
 async def record_roles(
-    database: Database, users: Sequence[User], given: Set[str], ended: Set[str], now: datetime
+    database: Database, users: Sequence[User], given: Set[str], ended: Set[str], issued_at: datetime
 ) -> None:
-    """Record of users by tokens in which tenants their role was given, and in which it ended. Raises Unavailable."""
+    """Record of users by tokens in which tenants their role was given, and in which it ended. Raises Unavailable.
+
+    A token counts from the time at which it was issued. One that is older than what is recorded changes nothing: a
+    person who has lost the role may still have a valid token from before.
+    """
     for user in users:
+        seen_at, ended_at = user.role_seen_at, user.role_ended_at
         if user.tenant_id in given:
-            is_recent = user.role_seen_at is not None and now - user.role_seen_at < SEEN_EVERY
-            if is_recent and user.role_ended_at is None:
+            if ended_at is None and seen_at is not None and issued_at - seen_at < SEEN_EVERY:
                 continue
-            values = {"role_seen_at": now, "role_ended_at": None}
-        elif user.tenant_id in ended and user.role_ended_at is None:
-            values = {"role_ended_at": now}
+            if ended_at is not None and issued_at < ended_at:
+                continue
+            values = {"role_seen_at": issued_at, "role_ended_at": None}
+        elif user.tenant_id in ended and ended_at is None and (seen_at is None or issued_at >= seen_at):
+            values = {"role_ended_at": issued_at}
             log.info("user_role_ended", user_id=user.id, tenant_id=user.tenant_id)
         else:
             continue
