@@ -50,6 +50,16 @@ def test_the_quotas_of_a_rotated_key_are_those_of_its_newest_successor() -> None
     assert limits.newest_keys([]) == {}
 
 
+def test_successors_are_found_in_one_pass_over_many_keys() -> None:
+    """A deployment that rotates its keys has tens of thousands of old ones, and each page reads the names of all."""
+    number = 50_000
+    chain = [{"id": f"a{n}", "replaced_by": f"a{n + 1}"} for n in range(number)]
+    pairs = [{"id": f"b{n}", "replaced_by": f"c{n}"} for n in range(number)]
+    found = limits.newest_keys([*chain, *pairs])
+    assert set(map(found.get, (one["id"] for one in chain))) == {f"a{number}"}
+    assert all(found[f"b{n}"] == f"c{n}" for n in range(number))
+
+
 def test_a_quota_has_its_currency_once() -> None:
     assert limits.in_words(quota("money_per_month", cap=20 * 10**9)) == "$20.00 per month"
     assert limits.in_words(quota("tokens_per_day", cap=8_000_000)) == "8.0 M tokens per day"

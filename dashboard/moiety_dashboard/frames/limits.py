@@ -97,12 +97,14 @@ def usage_rates(groups: Rows, seconds: float) -> dict[str, UsageRate]:
 def newest_keys(keys: Rows) -> dict[str, str]:
     """Return the id of the newest successor of each rotated key; the quotas of all have the id of the first one."""
     next_ids = {key["id"]: key["replaced_by"] for key in keys if key["replaced_by"] is not None}
-    found = {}
+    found: dict[str, str] = {}
     for key_id in next_ids:
+        passed: list[str] = []
         newest = key_id
-        for _ in next_ids:  # a chain is no longer than that
-            newest = next_ids.get(newest, newest)
-        found[key_id] = newest
+        while newest in next_ids and newest not in found and len(passed) < len(next_ids):
+            passed.append(newest)
+            newest = next_ids[newest]
+        found |= dict.fromkeys(passed, found.get(newest, newest))
     return found
 
 
