@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -228,8 +229,10 @@ def check_contract(setting: Setting, candidate: Candidate, recent: Sequence[Arri
         device = Path(name) / "slow.json"
         device.write_bytes(msgspec.json.encode(setting.device))
         simulator = ContractSimulator(Path(name), str(device), 1.0)
-        burst = burst_of(recent, BURST, WINDOW_S, SEED)
-        check = ContractCheck(candidate.terms, recent, own, setting.classes, simulator, required=REQUIRED, burst=burst)
+        burst = partial(burst_of, recent, BURST, WINDOW_S, SEED)
+        check = ContractCheck(
+            candidate.terms, recent, own, setting.classes, simulator, required=REQUIRED, make_burst=burst
+        )
         report = asyncio.run(check.run(1, MAX_REPLICAS))
     first, in_burst = report.runs[0], report.burst
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -151,9 +152,17 @@ def test_a_burst_has_about_so_many_times_the_requests() -> None:
 
 async def in_burst(simulate: Simulate, verdict: Verdict = Verdict.ACCEPTED) -> ContractRun | None:
     own, recent = [Arrival(0.0, CONTRACT, 1, 1, CONTRACT)], [arrival(0)] * 10
-    checking = ContractCheck(TERMS, recent, own, CLASSES, simulate, required=0.99, burst=[arrival(0)] * 15)
+    threads: list[int] = []
+
+    def make_burst() -> list[Arrival]:
+        threads.append(threading.get_ident())
+        return [arrival(0)] * 15
+
+    checking = ContractCheck(TERMS, recent, own, CLASSES, simulate, required=0.99, make_burst=make_burst)
     report = await checking.run(1, 1)
     assert report.verdict is verdict
+    assert len(threads) == (verdict is Verdict.ACCEPTED)
+    assert threading.get_ident() not in threads, "the event loop, which serves requests, goes on"
     assert len(checking.runs) == 1 or verdict is not Verdict.ACCEPTED, "the burst is no run of the verdict"
     return report.burst
 

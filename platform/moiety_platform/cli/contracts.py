@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,8 +106,8 @@ def check(
         with tempfile.TemporaryDirectory(prefix="moiety-contract-") as name:
             folder = Path(name)
             simulator = ContractSimulator(folder, device or learned_device(engines, folder), weight)
-            burst = burst_of(recent, burst_factor, window_s, seed)
-            checking = ContractCheck(terms, recent, own, classes, simulator, required=required, burst=burst)
+            burst = partial(burst_of, recent, burst_factor, window_s, seed)
+            checking = ContractCheck(terms, recent, own, classes, simulator, required=required, make_burst=burst)
             num_replicas = replicas or max(1, len(engines))
             report = asyncio.run(checking.run(num_replicas, max(num_replicas, max_replicas)))
     except ContractProblem as exc:

@@ -7,6 +7,7 @@ misses it, two further runs have more traffic than was seen, and show what remai
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 
@@ -71,18 +72,19 @@ class ContractCheck:
         simulate: Simulate,
         *,
         required: float,
-        burst: Sequence[Arrival] = (),
+        make_burst: Callable[[], Sequence[Arrival]] = list,
     ) -> None:
         """Raise ContractProblem for an unknown class. `required` is the attainment to reach, such as 0.99.
 
-        `burst` is the recent traffic with a burst (`burst_of`), which is simulated if there is one.
+        `make_burst` returns the recent traffic with a burst (`burst_of`), which is simulated if there is one. It is
+        called in a thread, since it takes seconds for much traffic, and only for an accepted tenant.
         """
         if terms.service_class not in classes:
             raise ContractProblem(f"there is no class {terms.service_class!r}; there are: {', '.join(classes)}")
         if CONTRACT in classes:
             raise ContractProblem(f"the name {CONTRACT!r} is reserved in the simulation; rename that class")
         self._terms, self._classes, self._simulate, self._required = terms, classes, simulate, required
-        self._recent, self._own, self._burst = list(recent), list(own), list(burst)
+        self._recent, self._own, self._make_burst = list(recent), list(own), make_burst
         self._before: Attainments = {}
         self.runs: list[ContractRun] = []
 
@@ -99,13 +101,16 @@ class ContractCheck:
                 if service.rank > rank and await self._carries(name, replicas):
                     lower.append(name)
         verdict = Verdict.ACCEPTED if needed == replicas else Verdict.NEEDS_MORE if needed or lower else Verdict.REFUSED
-        in_burst = await self._in_burst(replicas) if verdict is Verdict.ACCEPTED and self._burst else None
+        in_burst = await self._in_burst(replicas) if verdict is Verdict.ACCEPTED else None
         return ContractReport(verdict, replicas, needed, lower, dict(self._before), self.runs, in_burst)
 
-    async def _in_burst(self, replicas: int) -> ContractRun:
+    async def _in_burst(self, replicas: int) -> ContractRun | None:
         """Return the run with the tenant in a burst of the other traffic, compared with that burst alone."""
-        before = await self._simulate(self._burst, self._classes, replicas)
-        return await self._run_with_tenant(self._burst, before, self._terms.service_class, replicas)
+        burst = await asyncio.to_thread(self._make_burst)
+        if not burst:
+            return None
+        before = await self._simulate(burst, self._classes, replicas)
+        return await self._run_with_tenant(burst, before, self._terms.service_class, replicas)
 
     async def _replicas_needed(self, low: int, most: int) -> int | None:
         """Return the smallest number of replicas above `low` that carries the tenant: doubled, then bisected."""

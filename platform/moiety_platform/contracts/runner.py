@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ class ContractChecks:
                 (folder / "device.json").write_bytes(msgspec.json.encode(device))
                 device = str(folder / "device.json")
             simulator = ContractSimulator(folder, device, plan.terms.weight, niceness=self.niceness)
-            burst = burst_of(recent, request.burst_factor, request.window_s, request.seed)
+            burst = partial(burst_of, recent, request.burst_factor, request.window_s, request.seed)
             checking = ContractCheck(
-                plan.terms, recent, own, plan.classes, simulator, required=request.required, burst=burst
+                plan.terms, recent, own, plan.classes, simulator, required=request.required, make_burst=burst
             )
             progress.runs = checking.runs
             return await checking.run(plan.replicas, max(plan.replicas, request.max_replicas))
