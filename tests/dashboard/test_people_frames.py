@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from moiety_dashboard.frames.tenants import keys_frame, own_projects_frame, project_days_frame, users_frame
+from moiety_platform.auth.users.admin_resource import plain
 
 
 def test_keys_are_shown_with_their_user_last_use_spend_and_quotas() -> None:
@@ -51,3 +52,13 @@ def test_usage_of_projects_by_day_has_their_names() -> None:
     frame = project_days_frame([{"group": group, "totals": totals}])
     assert (frame["name"][0], frame["tokens"][0], frame["cost"][0]) == ("web", 7, 5.0)
     assert frame["slot"][0].isoformat() == "2026-01-31T00:00:00+00:00"
+
+
+def test_a_developer_whose_group_no_longer_gives_the_role_is_shown_as_such() -> None:
+    user = {"email": "a@b.example", "name": None, "role": "developer", "tenant_id": None, "project_ids": None, "id": "u",
+            "state": "active", "created_at": None, "accepted_at": None, "invitation_expires_at": None}  # fmt: skip
+    ended = {**user, "role_ended_at": "2026-01-01T10:00:00Z"}
+    shown = users_frame([user, ended, {**ended, "state": "disabled"}], {}, UTC)
+    assert list(shown["state"]) == ["active", "role ended", "disabled"]
+    rows = [plain({"role_ended_at": None, **one}) for one in (user, ended)]
+    assert [row["state"] for row in rows] == ["active", "role ended"]

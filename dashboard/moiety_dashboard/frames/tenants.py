@@ -121,7 +121,7 @@ def users_frame(users: Rows, names: Mapping[str, str], zone: tzinfo) -> pd.DataF
             "role": user["role"],
             "tenant": "all tenants" if user["tenant_id"] is None else names.get(user["tenant_id"], user["tenant_id"]),
             "projects": ", ".join(names.get(one, one) for one in user["project_ids"] or []) or "all",
-            "state": user["state"],
+            "state": "role ended" if user["state"] == "active" and user.get("role_ended_at") else user["state"],
             "accepted": show_time(user["accepted_at"], zone),
             "invitation": show_time(user["invitation_expires_at"], zone),
             "created": show_time(user["created_at"], zone),

@@ -17,7 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -281,7 +281,8 @@ def _measure(load: BenchLoad, *, steps: int, seed: int, on_step: Callable[[], No
         gc.collect()
         gc.freeze()
         if are_huge_pages_allowed():
-            collapse_memory()
+            with suppress(OSError):
+                collapse_memory()
         gc.enable()
         for _ in range(steps):
             state.step()

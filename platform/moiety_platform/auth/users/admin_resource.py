@@ -14,8 +14,9 @@ _USER = Parameter.path_argument("user", "Email address or id of the user.", find
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its list as text."""
-    return {**row, "project_ids": ", ".join(row["project_ids"]) if row["project_ids"] else None}
+    """Return a row with its list as text, and with the end of a role as the state."""
+    state = "role ended" if row["state"] == "active" and row["role_ended_at"] else row["state"]
+    return {**row, "state": state, "project_ids": ", ".join(row["project_ids"]) if row["project_ids"] else None}
 
 
 USERS = Resource(
