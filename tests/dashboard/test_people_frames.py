@@ -55,8 +55,9 @@ def test_usage_of_projects_by_day_has_their_names() -> None:
 
 
 def test_a_developer_whose_group_no_longer_gives_the_role_is_shown_as_such() -> None:
-    user = {"email": "a@b.example", "name": None, "role": "developer", "tenant_id": None, "project_ids": None, "id": "u",
-            "state": "active", "created_at": None, "accepted_at": None, "invitation_expires_at": None}  # fmt: skip
+    user = {"email": "a@b.example", "name": None, "role": "developer", "tenant_id": None, "project_ids": None,
+            "id": "u", "state": "active", "created_at": None, "accepted_at": None,
+            "invitation_expires_at": None}  # fmt: skip
     ended = {**user, "role_ended_at": "2026-01-01T10:00:00Z"}
     shown = users_frame([user, ended, {**ended, "state": "disabled"}], {}, UTC)
     assert list(shown["state"]) == ["active", "role ended", "disabled"]
