@@ -245,7 +245,7 @@ def check_contract(setting: Setting, candidate: Candidate, recent: Sequence[Arri
         "attainment": rounded({CONTRACT: first.tenant_attainment, **first.attainment}),
         "missed": first.missed,
         "burst": None if in_burst is None else {
-            "requests": len(burst),
+            "requests": len(burst()),
             "attainment": rounded({CONTRACT: in_burst.tenant_attainment, **in_burst.attainment}),
             "missed": in_burst.missed,
         },
