@@ -137,7 +137,7 @@ class HangingRank:
             is_offloaded=False,
             require_part=lambda position: None,
         )
-        controls = SimpleNamespace(rank_group=group, send=self.send)
+        controls = SimpleNamespace(rank_group=group, send=self.send, steps_in_flight=1)
         config = EngineConfig(model="folder", name="name", **settings)
         return ExpertScaling(cast(Any, model), cast(Any, controls), config, lambda: None)
 

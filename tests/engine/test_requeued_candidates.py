@@ -63,7 +63,7 @@ class Replica:
 
     def step(self, meanwhile: list[tuple[str, int]], now_ns: int) -> list[object]:
         plan = self.scheduler.plan(now_ns)
-        if self.scheduler._prefill_planner._stopped_early:
+        if self.scheduler._prefill_planner.stopped_early:
             self._check_that_nobody_gets_a_place(now_ns)
         if self._requeues_at_once:
             self.scheduler._prefill_planner.requeue_examined()

@@ -95,7 +95,7 @@ def test_a_report_says_what_is_missing(
     verdict: Verdict, needed: int | None, classes: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ContractRun("standard", 1, {"flex": 1.0}, 0.5, ["contract"])
-    show_report(ContractReport(verdict, 1, needed, classes, {}, [run]), ContractTerms("standard", 60), 10, 5)
+    show_report(ContractReport(verdict, 1, needed, classes, {}, [run]), ContractTerms("standard", 60), 10, 5, 1.5)
     printed = capsys.readouterr().out
     assert words in printed and "new tenant 50.0%; flex 100.0%; misses: contract" in printed
 

@@ -206,8 +206,9 @@ def test_long_contents_are_cut() -> None:
 
 
 async def test_a_full_queue_drops_contents_and_a_store_that_comes_back_gets_the_others(
-    database: Database, demo: Demo, clock: ManualClock
+    database: Database, demo: Demo, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("moiety_platform.request_contents.writer.STOP_S", 120.0)  # of a busy machine
     opt_in_id = await opt_in(database, demo, clock)
     writer = writer_of(database)
     fitting = MAX_QUEUED_CHARS // MAX_CHARS

@@ -283,7 +283,8 @@ class Scheduler:
         The arguments are those of `OutputProcessor.process`; `end_non_finite` ends the sequences whose results are not
         finite. A step that was not launched is launched first: nothing is planned while it runs.
         """
-        self._prefill_planner.requeue_examined()
+        if (prefills := self._prefill_planner).examined or prefills.stopped_early:
+            prefills.requeue_examined()
         if not self._running:
             self.launched(plan)
         oldest = self._running.popleft()

@@ -50,7 +50,7 @@ class PrefillPlanner:
         self.examined: list[Sequence] = []  # in vain, by the newest plan, and not queued again yet
         self._examined_s = 0.0
         self._may_stop_early = False  # whether the plan has not asked yet if the full batch is final
-        self._stopped_early = False  # the newest plan left the rest of its search to `requeue_examined`
+        self.stopped_early = False  # the newest plan left the rest of its search to `requeue_examined`
         self.cached_tokens_total = 0
         self.prompt_tokens_total = 0
 
@@ -199,7 +199,7 @@ class PrefillPlanner:
 
         Call it after the plan, before any other change of the queues.
         """
-        if self._stopped_early:
+        if self.stopped_early:
             self._examine_the_rest()
         if self.examined:
             examined, self.examined = self.examined, []
@@ -220,12 +220,12 @@ class PrefillPlanner:
         for sequence in deferred:
             if sequence.state is running:
                 return False
-        self._stopped_early = self._policy.full_batch_is_final()
-        return self._stopped_early
+        self.stopped_early = self._policy.full_batch_is_final()
+        return self.stopped_early
 
     def _examine_the_rest(self) -> None:
         """Examine the sequences that the newest plan would have examined in vain, and note why they cannot join."""
-        self._stopped_early, now_s = False, self._examined_s
+        self.stopped_early, now_s = False, self._examined_s
         while len(self.examined) < MAX_EXAMINED and (sequence := self._policy.pop(now_s)) is not None:
             sequence.timeline.delay = Reason.BATCH_FULL
             self.examined.append(sequence)
