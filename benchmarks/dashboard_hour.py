@@ -81,6 +81,9 @@ PROFILES = (
 )
 
 
+TRIES = 10  # of a change while the store is busy
+
+
 @dataclass
 class Made:
     """A tenant that has been created."""
@@ -100,7 +103,11 @@ class Admin:
         self._http = httpx.Client(base_url=f"{url}/admin/v1", headers={"Authorization": f"Bearer {key}"}, timeout=20)
 
     def __call__(self, method: str, path: str, body: Any = None) -> Any:
-        response = self._http.request(method, path, json=body)
+        for _ in range(TRIES):
+            response = self._http.request(method, path, json=body)
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)  # the store is busy
         response.raise_for_status()
         return response.json()
 
