@@ -40,6 +40,8 @@ def require(condition: bool, message: str) -> None:
 def require_shape(name: str, tensor: Shaped, shape: tuple[int, ...]) -> None:
     """Raise unless the tensor has exactly this shape; -1 matches any extent."""
     actual = tensor.shape
+    if actual == shape:
+        return
     agrees = len(actual) == len(shape)
     if agrees:
         for got, want in zip(actual, shape, strict=True):

@@ -136,6 +136,12 @@ def test_every_non_finite_value_fails_its_request(checkpoint: Path, tmp_path: Pa
     assert (tokens[2], failed[2].code) == ([], FailureCode.NON_FINITE)
 
 
+def test_a_token_id_outside_the_embedding_fails_its_request(loops: Loops, healthy: dict[int, list[int]]) -> None:
+    tokens, failed = step_through(loops.make(), [submit(1), submit(2, prompt_ids=[5, 1 << 20, 6])])
+    assert tokens == {1: healthy[1], 2: []}
+    assert failed[2].code is FailureCode.NON_FINITE
+
+
 @pytest.mark.parametrize("by", ["ngram", "draft"])
 def test_accepted_draft_tokens_before_a_non_finite_value_are_kept(
     poisoned: Loops, sketch_loops: Loops, healthy: dict[int, list[int]], bad_token: tuple[int, int], by: str

@@ -86,6 +86,9 @@ def embeds(kernel: ModuleType, _: Any) -> None:
     ids, table = torch.randint(50, (70,)), torch.randn(50, 48).bfloat16()
     for factor in (1.0, 3.0):
         assert torch.equal(kernel.embedding(ids, table, factor), embedding_reference(ids, table, torch.float32, factor))
+    strange = torch.tensor([4, 49, 50, -1, 1 << 40, 0])
+    nan_T = kernel.embedding(strange, table, 1.0).isnan().sum(dim=1)
+    assert nan_T.tolist() == [0, 0, 48, 48, 48, 0]
 
 
 def counts(kernel: ModuleType, _: Any) -> None:
@@ -345,7 +348,9 @@ MUTANTS = [
     (selective_scan, "t * args.gate_stride + own", "t * args.gate_stride + column"),
     (selective_scan, "if not has_state:", "if has_state:"),
     (selective_scan, "args.read_TN + t * args.read_stride", "args.read_TN + begin * args.read_stride"),
-    (embedding, "load_i64(token_ids_T, t) * row_bytes", "load_i64(token_ids_T, task * _BLOCK) * row_bytes"),
+    (embedding, "load_i64(token_ids_T, t)", "load_i64(token_ids_T, task * _BLOCK)"),
+    (embedding, "token_id >= args.rows", "token_id > args.rows"),
+    (embedding, "if token_id < 0 or", "if"),
     (embedding, "if factor != 1.0:", "if factor == 1.0:"),
     (expert_count, "if slot != 0:", "if slot >= 0:"),
     (expert_count, "+ slot * args.slot_bytes", "+ (slot & 1) * args.slot_bytes"),
@@ -372,13 +377,13 @@ MUTANTS = [
     (linear, "args.x_MK + row * x_stride, x_stride", "args.x_MK, x_stride"),
     (head_linear, "head * n + column, num_columns", "column, num_columns"),
     (low_rank, "load_f32(inner, part * rank + j)", "load_f32(inner, j)"),
-    (paged_attention, "min(count, position + 1 - start)", "min(count, position + 2 - start)"),
+    (paged_attention, "end_seen(args, position) - start)", "end_seen(args, position) + 1 - start)"),
+    (paged_attention, "number = load_i32(table, block)", "number = load_i32(table, 0)"),
     (
-        paged_attention,
-        "number = load_i32(table, block)",
-        "number = load_i32(table, 0)",
+        cpu_pairs,
+        "end_seen(args, position + i // sharing) - start",
+        "end_seen(args, position + i // sharing) + 1 - start",
     ),
-    (cpu_pairs, "seen = position + i // sharing + 1 - start", "seen = position + i // sharing + 2 - start"),
     (attention_input, "_normalize(k, kv_heads * width, k_norm", "_normalize(k, width, k_norm"),
     (
         attention_input,
@@ -393,7 +398,7 @@ MUTANTS = [
     (output_gate, "0.044715 * gate * gate * gate", "0.044715 * gate * gate"),
     (output_gate, "args.out_THd + 4 * columns * shared_by * t", "args.out_THd + 4 * columns * t"),
     (input_order, "args.x_TK + t * args.x_stride", "args.x_TK + 4 * width * t"),
-    (input_order, "load_i32(order_K, k)", "k"),
+    (input_order, "index = load_i32(order_K, k)", "index = k"),
     (moe, "args.up_order_ED + 4 * width * item.expert", "args.up_order_ED"),
     (moe, "args.down_order_EF + 4 * hidden * item.expert", "args.down_order_EF"),
     (moe, "if layer.down_order_EF:", "if layer.down_order_EF < 0:"),

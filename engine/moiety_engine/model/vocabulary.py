@@ -34,14 +34,14 @@ class Vocabulary:
         """Return the embedding of each token, [T, D]."""
         rows_CD = self._embedding_VD
         if self._group.size == 1:
-            return functional.embedding(token_ids_T, rows_CD).to(dtype)
+            return embedding(token_ids_T, rows_CD, dtype)
         local_T = token_ids_T - self._group.rank * rows_CD.shape[0]
         here_T = (local_T >= 0) & (local_T < rows_CD.shape[0])
         x_TD = functional.embedding(torch.where(here_T, local_T, 0), rows_CD).to(dtype)
         return self._group.sum(torch.where(here_T.unsqueeze(1), x_TD, 0))
 
     def look_up(self, token_ids_T: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-        """Return the embeddings times `factor`, for a single rank; ids must be valid."""
+        """Return the embeddings times `factor`, for a single rank."""
         return embedding(token_ids_T, self._embedding_VD, dtype, factor)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:

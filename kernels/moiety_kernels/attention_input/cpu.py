@@ -69,8 +69,14 @@ def fits(qkv_TC: Tensor, rotary: RotaryInputs, cache: LayerCache, slots_T: Tenso
         and positions_T.dtype is torch.int64
         and slots_T.dtype is torch.int64
         and qkv_TC.shape[0] > 0
-        and all(one.shape[3] % LANES == 0 and has_contiguous_blocks(one) for one in (cache.k_NGPd, cache.v_NGPd))
-        and all(t.is_contiguous() for t in (qkv_TC, cos_PR, positions_T, slots_T))
+        and cache.k_NGPd.shape[3] % LANES == 0
+        and cache.v_NGPd.shape[3] % LANES == 0
+        and has_contiguous_blocks(cache.k_NGPd)
+        and has_contiguous_blocks(cache.v_NGPd)
+        and qkv_TC.is_contiguous()
+        and cos_PR.is_contiguous()
+        and positions_T.is_contiguous()
+        and slots_T.is_contiguous()
     )
 
 

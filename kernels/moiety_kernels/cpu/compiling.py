@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class _TaskAddressFunction(Protocol):
+    def __call__(self, task: Callable[[S, int, int], None], arguments: type[S]) -> int: ...
 
 
 def jit(function: F) -> F:
@@ -45,14 +49,6 @@ def emitted(function: Callable[..., Any]) -> Any:
     return intrinsic(function)
 
 
-def task_address(task: Callable[[S, int, int], None], arguments: type[S]) -> int:
-    """Return the address of the machine code of a task with these arguments.
-
-    The first call compiles it or loads it from the cache.
-    """
-    return _task_address(task, arguments)
-
-
 @functools.cache
 def driver_address(driver: Callable[[int, int, int, int, int], None]) -> int:
     """Return the address of the machine code of a jitted driver (state, scratch, function, args, num_tasks) → None."""
@@ -66,7 +62,14 @@ def function_address(function: Callable[..., None], num_args: int) -> int:
 
 @functools.cache
 def _task_address(task: Callable[..., None], arguments: type[tuple[Any, ...]]) -> int:
+    """Return the address of the machine code of a task with these arguments.
+
+    The first call compiles it or loads it from the cache.
+    """
     return _address(task, StructAt(arguments), *[types.int64] * 2)
+
+
+task_address = cast("_TaskAddressFunction", _task_address)  # the cache alone has no generic types
 
 
 @functools.cache

@@ -45,6 +45,8 @@ from moiety_kernels.quantization.weight import QuantizedWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moiety_kernels.quantization.weight import WeightFormat
+
 TASKS_PER_THREAD = 3
 ROW_BLOCK = 96  # rows per task: with K = 1024 they fill a third of a 1 MiB L2 cache
 TILES_BLOCK_BYTES = 512 << 10  # packed rows of one task, sized for the L2 cache
@@ -58,6 +60,7 @@ MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be rea
 
 # how a weight is multiplied
 FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED, PACKED_WORDS = range(5)  # PACKED: in place, with rows packed for it
+_MULTIPLIED = (torch.bfloat16, torch.float32)
 _KINDS = {paths.TILES: BFLOAT16_TILES, paths.PAIRS: PACKED, paths.WORDS: PACKED_WORDS, paths.FLOATS: BFLOAT16}
 
 # blocking of a product on tiles
@@ -106,19 +109,30 @@ def arithmetic() -> str:
     return f"{served}, {LANES} lanes{emulated}"
 
 
+def stored_as(weight: Tensor | QuantizedWeight) -> torch.dtype | WeightFormat:
+    """Return the type of a weight's numbers, or its format."""
+    return weight.format if isinstance(weight, QuantizedWeight) else weight.dtype
+
+
 def is_unpacked(weight: Tensor | QuantizedWeight) -> bool:
     """Return whether a task widens its rows of the weight before it multiplies them."""
-    return isinstance(weight, QuantizedWeight) and (product_kind(weight) < PACKED or weight.format.is_float8)
+    return _is_unpacked(product_kind(weight), stored_as(weight))
+
+
+def _is_unpacked(kind: int, stored: torch.dtype | WeightFormat) -> bool:
+    return not isinstance(stored, torch.dtype) and (kind < PACKED or stored.is_float8)
 
 
 def is_multipliable(*weights: Tensor | QuantizedWeight) -> bool:
     """Return whether `weight_rows` and `multiply` support these weights, which must be of one kind."""
-    first = weights[0]
-    if isinstance(first, QuantizedWeight):
-        return all(isinstance(w, QuantizedWeight) and w.format == first.format and is_unpackable(w) for w in weights)
-    return first.dtype in (torch.bfloat16, torch.float32) and all(
-        not isinstance(w, QuantizedWeight) and w.dtype is first.dtype and w.is_contiguous() for w in weights
-    )
+    first = stored_as(weights[0])
+    for weight in weights:  # no generator, since every product asks
+        if isinstance(weight, QuantizedWeight):
+            if weight.format != first or not is_unpackable(weight):
+                return False
+        elif weight.dtype is not first or weight.dtype not in _MULTIPLIED or not weight.is_contiguous():
+            return False
+    return True
 
 
 @jit
@@ -321,20 +335,28 @@ def chunk_rows(
     The task multiplies `rows_at_once` rows with that many rows of each of `together` weights. There are `num_items` of
     these weights or blocks of rows; the result gives every thread some tasks.
     """
-    kind, width, row_bytes = product_kind(weight), weight.shape[-1], 2 * weight.shape[-1]
-    if not isinstance(weight, QuantizedWeight):
-        row_bytes = width * weight.element_size()
-    elif not is_unpacked(weight):
-        row_bytes = width * weight.format.bits // 8
-    threads = team().num_threads
-    return _chunk(kind, width, row_bytes * together, is_unpacked(weight), num_rows, rows_at_once, num_items, threads)
+    kind, threads = product_kind(weight), team().num_threads
+    return chunk_of(kind, stored_as(weight), weight.shape[-1], num_rows, rows_at_once, num_items, together, threads)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chunk(
-    kind: int, width: int, row_bytes: int, unpacks: bool, num_rows: int, rows_at_once: int, num_items: int, threads: int
+def chunk_of(
+    kind: int,
+    stored: torch.dtype | WeightFormat,
+    width: int,
+    num_rows: int,
+    rows_at_once: int,
+    num_items: int,
+    together: int,
+    threads: int,
 ) -> int:
-    """Return the rows of a task; see `chunk_rows`. `row_bytes` are those of all weights multiplied together."""
+    """Return `chunk_rows` for weights of a product kind, stored as said, with rows of `width`."""
+    unpacks, row_bytes = _is_unpacked(kind, stored), 2 * width
+    if isinstance(stored, torch.dtype):
+        row_bytes = width * stored.itemsize
+    elif not unpacks:
+        row_bytes = width * stored.bits // 8
+    row_bytes *= together
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:

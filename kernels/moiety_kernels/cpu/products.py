@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from moiety_kernels.cpu.compiling import function_address, jit
 from moiety_kernels.cpu.dots import GROUP, eights, grouped_eights, pairs
 from moiety_kernels.cpu.gemm import (
@@ -21,10 +23,11 @@ from moiety_kernels.cpu.gemm import (
     PANEL_PAD,
     WIDE_AT,
     WIDEN_ROWS,
+    chunk_of,
     multiply_narrow,
     multiply_tiles,
     multiply_wide,
-    product_kind,
+    row_block,
 )
 from moiety_kernels.cpu.memory import call_product
 from moiety_kernels.cpu.packed import multiply_packed
@@ -60,12 +63,11 @@ from moiety_kernels.cpu.word_fours import (
     sums_128,
     sums_128_offsets,
 )
-from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from moiety_kernels.quantization.weight import WeightFormat
 
 
 class Product(NamedTuple):
@@ -75,17 +77,36 @@ class Product(NamedTuple):
     function: Address  # of the arguments of `multiply_both`
 
 
-def product_of(weight: Tensor | QuantizedWeight) -> Product:
-    """Return how this machine multiplies a weight of K columns, its last dimension; compile that if it is new."""
-    kind = product_kind(weight)
-    numbers, shift = number_format(weight) if kind >= PACKED else (PLAIN, 0)
-    return _product(kind, numbers, shift)
-
-
 @functools.cache
-def _product(kind: int, numbers: int, shift: int) -> Product:
+def product_of(kind: int, stored: torch.dtype | WeightFormat) -> Product:
+    """Return the way to multiply weights of a product kind, stored as said; compile it if it is new."""
+    numbers, shift = PLAIN, 0
+    if kind >= PACKED and not isinstance(stored, torch.dtype):
+        numbers, shift = number_format(stored)
     function = _FUNCTIONS[kind] if kind < PACKED else _packed(kind, numbers, shift)
     return Product(kind, function_address(function, _NUM_ARGS))
+
+
+class LinearPlan(NamedTuple):
+    """The division of a product with N outputs into tasks."""
+
+    product: Product
+    block: int  # rows per task
+    chunk: int  # outputs per task
+    num_chunks: int
+    num_tasks: int
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    kind: int, stored: torch.dtype | WeightFormat, m: int, n: int, k: int, threads: int, heads: int = 1
+) -> LinearPlan:
+    """Return the plan of M rows · N outputs of K inputs for each of `heads`, for weights of a product kind."""
+    block = row_block(kind, k)
+    num_items = heads * -(-m // block)
+    chunk = chunk_of(kind, stored, k, n, m, num_items, 1, threads)
+    num_chunks = -(-n // chunk)
+    return LinearPlan(product_of(kind, stored), block, chunk, num_chunks, num_items * num_chunks)
 
 
 def _packed(kind: int, numbers: int, shift: int) -> Callable[..., None]:

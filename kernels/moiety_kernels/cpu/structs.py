@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast, get_type_hints
 
 from llvmlite import ir
 from numba.core import types
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CType(NamedTuple):
@@ -58,30 +61,31 @@ class StructLayout:
         self.code: str = code.removeprefix("=")
         self._packing = struct.Struct(code)
         self.num_bytes = offset
-        inner = [
-            (index, layout_of(kind) if isinstance(kind, type) else None)
-            for index, (_, kind) in reversed([*enumerate(self.fields.values())])
-            if isinstance(kind, type) or kind.in_place
-        ]
-        self._inner: list[tuple[int, StructLayout | None]] = [
-            (index, layout if layout is not None and layout._inner else None) for index, layout in inner
-        ]
+        self._parts = [one.kind for one in self.fields.values()]
+        self._flatten: Callable[[Struct], Struct] | None = None
+        if any(isinstance(kind, type) or kind.in_place for kind in self._parts):
+            # compiled, as `namedtuple` compiles its constructors: every launch of a kernel waits for this
+            self._flatten = eval(f"lambda values: ({self._flat_items('values')},)")
 
     def pack_into(self, memory: Any, values: Struct) -> None:
         """Write an instance to the start of `memory`."""
-        self._packing.pack_into(memory, 0, *self._flat(values))
+        flatten = self._flatten
+        self._packing.pack_into(memory, 0, *(values if flatten is None else flatten(values)))
 
-    def _flat(self, values: Struct) -> Sequence[float]:
-        """Return the values with those of inner structs in their places; every launch of a kernel waits for this.
+    def _flat_items(self, name: str) -> str:
+        """Return an expression for the items of the tuple `name` with those of inner structs in their places.
 
         An inner struct without inner structs of its own is taken as it is, like the values of a field `in_place`.
         """
-        if not self._inner:
-            return values
-        flat = list(values)
-        for index, layout in self._inner:  # from the last on, so that indices stay right
-            flat[index : index + 1] = values[index] if layout is None else layout._flat(values[index])
-        return flat
+        items = []
+        for index, kind in enumerate(self._parts):
+            item = f"{name}[{index}]"
+            if isinstance(kind, type) and layout_of(kind)._flatten is not None:
+                item = layout_of(kind)._flat_items(item)
+            elif isinstance(kind, type) or kind.in_place:
+                item = f"*{item}"
+            items.append(item)
+        return ", ".join(items)
 
 
 def _kinds(declaration: type[Struct]) -> Iterator[tuple[str, CType | type[Struct]]]:
@@ -107,9 +111,9 @@ def size_of(declaration: type[Struct]) -> int:
     return layout_of(declaration).num_bytes
 
 
-def address_of(tensor: Any) -> int:
+def address_of(tensor: Tensor | None) -> int:
     """Return the address of a tensor's first element, or 0 if there is no tensor."""
-    return 0 if tensor is None else int(tensor.data_ptr())
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class StructAt(types.Type):

@@ -195,7 +195,7 @@ class Team:
 
     def _call(self, driver: Any, function: int, num_tasks: int, args: Struct) -> None:
         with self._calling:
-            if num_tasks > 1:
+            if num_tasks > 1 and True in self._asleep:
                 self._wake_all()
             layout_of(type(args)).pack_into(self._packed, args)
             if self._recorded is not None:

@@ -5,6 +5,7 @@ So memory traffic is only the quantized size. N weight rows, K width, G groups o
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from moiety_kernels.cpu.dots import PAIRS_AVAILABLE, narrowed
 from moiety_kernels.cpu.emitter import Emitter, function
 from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Bytes, Floats, Int, Pairs, Vector
-from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight
+from moiety_kernels.quantization.weight import BLOCK, QuantizedWeight, WeightFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,17 +39,15 @@ def weight_arguments(weight: Tensor | QuantizedWeight) -> WeightArguments:
     """Return the weight as kernels read it."""
     if not isinstance(weight, QuantizedWeight):
         return WeightArguments(values=weight.data_ptr(), scales=0, numbers=PLAIN, shift=0)
-    numbers, shift = number_format(weight)
+    numbers, shift = number_format(weight.format)
     return WeightArguments(
         values=weight.values_NK.data_ptr(), scales=weight.scales_NG.data_ptr(), numbers=numbers, shift=shift
     )
 
 
-def number_format(weight: Tensor | QuantizedWeight) -> tuple[int, int]:
-    """Return the number format of a weight, and the shift from an input to its scale."""
-    if not isinstance(weight, QuantizedWeight):
-        return PLAIN, 0
-    form = weight.format
+@functools.cache
+def number_format(form: WeightFormat) -> tuple[int, int]:
+    """Return the number format of quantized weights, and the shift from an input to its scale."""
     shift = WHOLE_ROW if form.group is None else form.group.bit_length() - 1
     fours = INT4_OFFSETS if form.offsets else INT4
     floats = E4M3 if form.bits == 8 else E2M1_HALVES if form.in_halves else E2M1

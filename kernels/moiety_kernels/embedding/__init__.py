@@ -18,7 +18,8 @@ _cpu = lazy_import(__name__, "cpu")
 def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
     """Return row token_ids_T[t], int64, of the table for each t, times `factor`, in `dtype`.
 
-    The caller must pass ids within the table; they are not checked.
+    On a CPU, an id outside the table gives a row of NaN, so that only its request fails. The result for one on a GPU is
+    undefined.
     """
     require_shape("table", table_VD, (-1, -1))
     if table_VD.is_cpu and _cpu().fits(token_ids_T, table_VD, dtype):

@@ -5,11 +5,12 @@ It is an ordinary job, so a replayed step includes it. T tokens, V rows of the t
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moiety_kernels.cpu.memory import load_i64
+from moiety_kernels.cpu.memory import load_i64, store_f32
 from moiety_kernels.cpu.structs import Address, Float64, Int64
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.values import LANES
@@ -28,6 +29,7 @@ class EmbeddingArguments(NamedTuple):
     table_VD: Address  # float32, or bfloat16 if `widens`
     out_TD: Address  # float32
     tokens: Int64  # T
+    rows: Int64  # V
     width: Int64  # D
     row_bytes: Int64  # from one row of the table to the next
     widens: Int64
@@ -58,6 +60,7 @@ def embedding(token_ids_T: Tensor, table_VD: Tensor, factor: float) -> Tensor:
         table_VD=table_VD.data_ptr(),
         out_TD=out_TD.data_ptr(),
         tokens=tokens,
+        rows=table_VD.shape[0],
         width=width,
         row_bytes=row_bytes,
         widens=widens,
@@ -72,8 +75,12 @@ def _task(args: EmbeddingArguments, task: int, scratch: int) -> None:
     tokens, width, row_bytes = args.tokens, args.width, args.row_bytes
     widens, factor = args.widens, args.factor
     for t in range(task * _BLOCK, min(tokens, (task + 1) * _BLOCK)):
-        source, target = table_VD + load_i64(token_ids_T, t) * row_bytes, out_TD + 4 * width * t
-        if widens:
+        token_id, target = load_i64(token_ids_T, t), out_TD + 4 * width * t
+        source = table_VD + token_id * row_bytes
+        if token_id < 0 or token_id >= args.rows:
+            for i in range(width):
+                store_f32(target, i, math.nan)
+        elif widens:
             widen_row(source, width, target)
         else:
             copy_row(source, width, target)

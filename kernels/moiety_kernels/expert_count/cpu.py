@@ -62,17 +62,19 @@ def count_picks(
     _, num_layers, num_experts = sums.picks_SLE.shape
     num_words = 0 if sums.bits_PLW is None else sums.bits_PLW.shape[2]
     first_bits = 0 if sums.bits_PLW is None else sums.bits_PLW.data_ptr()
+    owners, picks, active = owner_T.data_ptr(), sums.picks_SLE.data_ptr(), sums.active_L.data_ptr()
+    weighted, num_bytes = sums.weighted_LE.data_ptr(), sums.bytes_P.data_ptr()
     for layer, expert_TK in enumerate(chosen):
         team().run(
             _task,
             1,
             CountArguments(
                 expert_TK=expert_TK.data_ptr(),
-                owner_T=owner_T.data_ptr(),
-                picks_E=sums.picks_SLE.data_ptr() + 8 * layer * num_experts,
-                active=sums.active_L.data_ptr() + 8 * layer,
-                weighted_E=sums.weighted_LE.data_ptr() + 8 * layer * num_experts,
-                bytes_P=sums.bytes_P.data_ptr(),
+                owner_T=owners,
+                picks_E=picks + 8 * layer * num_experts,
+                active=active + 8 * layer,
+                weighted_E=weighted + 8 * layer * num_experts,
+                bytes_P=num_bytes,
                 bits_W=first_bits + 8 * layer * num_words,
                 tokens=expert_TK.shape[0],
                 top_k=expert_TK.shape[1],

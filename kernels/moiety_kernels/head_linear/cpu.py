@@ -9,12 +9,11 @@ import torch
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROWS_AT,
-    chunk_rows,
     point_rows,
-    row_block,
+    product_kind,
     weight_rows,
 )
-from moiety_kernels.cpu.products import Product, multiply, product_of
+from moiety_kernels.cpu.products import Product, multiply, plan_of
 from moiety_kernels.cpu.structs import Address, Int64
 from moiety_kernels.cpu.team import MAX_TASKS, team
 from moiety_kernels.cpu.unpacking import PLAIN, WeightArguments
@@ -68,14 +67,10 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
     """Write the first N entries of each head of `out`, contiguous, from the first K of x; either may be wider."""
     m, heads, _ = x_MHK.shape
     n, k = weight_HNK.shape[1:]
-    product = product_of(weight_HNK)
-    block = row_block(product.kind, k)
-    blocks = -(-m // block)
-    chunk = chunk_rows(weight_HNK, n, m, heads * blocks)
-    chunks = -(-n // chunk)
+    plan = plan_of(product_kind(weight_HNK), weight_HNK.dtype, m, n, k, team().num_threads, heads)
     team().run(
         _task,
-        heads * blocks * chunks,
+        plan.num_tasks,
         HeadLinearArguments(
             x_MHK=x_MHK.data_ptr(),
             weight_HNK=weight_HNK.data_ptr(),
@@ -83,13 +78,13 @@ def multiply_heads(x_MHK: Tensor, weight_HNK: Tensor, out_MHN: Tensor) -> None:
             m=m,
             n=n,
             k=k,
-            product=product,
+            product=plan.product,
             x_stride=4 * x_MHK.stride(0),
             head_stride=4 * x_MHK.stride(1),
             heads=heads,
-            chunk=chunk,
-            chunks=chunks,
-            block=block,
+            chunk=plan.chunk,
+            chunks=plan.num_chunks,
+            block=plan.block,
             out_bytes=4 * out_MHN.shape[2],
         ),
     )

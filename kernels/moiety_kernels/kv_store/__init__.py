@@ -44,6 +44,8 @@ def require_slots(k_cache_NGPd: Tensor, v_cache_NGPv: Tensor) -> None:
 
 def require_scales(cache_NGPd: Tensor, k_scale_NGP: Tensor | None, v_scale_NGP: Tensor | None) -> None:
     """Raise KernelInputError unless scales that fit come with an int8 cache, and none with another."""
+    if k_scale_NGP is v_scale_NGP is None and cache_NGPd.dtype is not torch.int8:
+        return
     for scale_NGP in (k_scale_NGP, v_scale_NGP):
         require((scale_NGP is not None) == (cache_NGPd.dtype is torch.int8), "an int8 cache, and no other, has scales")
         if scale_NGP is not None:

@@ -9,14 +9,14 @@ import torch
 from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROWS_AT,
-    chunk_rows,
     is_multipliable,
     point_rows,
-    row_block,
+    product_kind,
+    stored_as,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, store_f32
-from moiety_kernels.cpu.products import Product, multiply, product_of
+from moiety_kernels.cpu.products import Product, multiply, plan_of
 from moiety_kernels.cpu.structs import Address, Int64, address_of
 from moiety_kernels.cpu.team import team
 from moiety_kernels.cpu.unpacking import WeightArguments, weight_arguments
@@ -65,10 +65,7 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
     out_MN = torch.empty(m, n)
     if m == 0 or n == 0:
         return out_MN
-    product = product_of(weight_NK)
-    block = row_block(product.kind, k)
-    chunk = chunk_rows(weight_NK, n, m, -(-m // block))
-    tasks = -(-m // block) * -(-n // chunk)
+    plan = plan_of(product_kind(weight_NK), stored_as(weight_NK), m, n, k, team().num_threads)
     args = LinearArguments(
         x_MK=x_MK.data_ptr(),
         weight_NK=weight_arguments(weight_NK),
@@ -77,13 +74,13 @@ def linear(x_MK: Tensor, weight_NK: Tensor | QuantizedWeight, bias_N: Tensor | N
         m=m,
         n=n,
         k=k,
-        product=product,
+        product=plan.product,
         x_stride=4 * x_MK.stride(0),
-        chunk=chunk,
-        num_chunks=-(-n // chunk),
-        block=block,
+        chunk=plan.chunk,
+        num_chunks=plan.num_chunks,
+        block=plan.block,
     )
-    team().run(_task, tasks, args)
+    team().run(_task, plan.num_tasks, args)
     return out_MN
 
 

@@ -16,13 +16,13 @@ from moiety_kernels.cpu.gemm import (
     MAX_WIDTH,
     ROW_BLOCK,
     TEMP_AT,
-    UNPACKED_AT,
-    chunk_rows,
     is_multipliable,
+    product_kind,
+    stored_as,
     weight_rows,
 )
 from moiety_kernels.cpu.memory import load_f32, load_i32, load_i64, store_f32, store_i64
-from moiety_kernels.cpu.products import Product, multiply, multiply_both, product_of
+from moiety_kernels.cpu.products import Product, multiply, multiply_both
 from moiety_kernels.cpu.structs import (
     Address,
     Float64,
@@ -47,6 +47,7 @@ from moiety_kernels.cpu.vectors import (
 )
 from moiety_kernels.input_order.cpu import gather_row
 from moiety_kernels.low_rank import cpu as low_rank
+from moiety_kernels.moe.cpu_plan import experts_plan
 from moiety_kernels.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ _SILU, _GELU_TANH, _CLIPPED, _LIMITED_SILU, _SCALED_SILU, _RELU2 = range(len(_NA
 _KINDS = {name: number for number, name in enumerate(_NAMES)}
 _COMBINE_BLOCK = 16  # tokens per task
 ELSEWHERE = -1  # row index of a pair whose expert is on another rank
-_MAX_CHUNK = (UNPACKED_AT - TEMP_AT) // (2 * 4 * ROW_BLOCK) // 16 * 16
 
 
 class Item(NamedTuple):
@@ -191,7 +191,14 @@ def experts(
     if adapters is not None and adapters.gate_up is not None:
         added_P2F = torch.empty(rows, num_ups)
         low_rank.spread(added_P2F, x_TD, adapters.gate_up, adapters.slot_T, expert_TK)
-    up_chunk, down_chunk = _chunks(w_gate_up_E2FD, w_down_EDF, rows, activation)
+    up, down, up_chunk, down_chunk = experts_plan(
+        (product_kind(w_gate_up_E2FD), stored_as(w_gate_up_E2FD)),
+        (product_kind(w_down_EDF), stored_as(w_down_EDF)),
+        (num_experts, width, hidden),
+        rows,
+        activation.num_inputs,
+        team().num_threads,
+    )
     args = ExpertsArguments(
         x_TD=x_TD.data_ptr(),
         x_stride=4 * x_TD.stride(0),
@@ -203,8 +210,8 @@ def experts(
         experts=num_experts,
         hidden=hidden,
         num_ups=num_ups,
-        up=product_of(w_gate_up_E2FD),
-        down=product_of(w_down_EDF),
+        up=up,
+        down=down,
         up_chunk=up_chunk,
         down_chunk=down_chunk,
         activation=_KINDS[activation.kind],
@@ -266,20 +273,6 @@ def combine(rows_RD: Tensor, weight_TK: Tensor) -> Tensor:
     )
     team().run(_combine_task, -(-tokens // _COMBINE_BLOCK), args)
     return out_TD
-
-
-def _chunks(
-    w_gate_up_E2FD: Tensor | QuantizedWeight,
-    w_down_EDF: Tensor | QuantizedWeight,
-    rows: int,
-    activation: Activation,
-) -> tuple[int, int]:
-    """Return how many weight rows a task of each product takes."""
-    num_experts, width, hidden = w_down_EDF.shape
-    items = min(num_experts, rows)
-    up_chunk = chunk_rows(w_gate_up_E2FD, hidden, rows // num_experts, items, activation.num_inputs)
-    down_chunk = chunk_rows(w_down_EDF, width, rows // num_experts, items)
-    return min(up_chunk, _MAX_CHUNK), down_chunk
 
 
 @jit

@@ -60,6 +60,8 @@ def require_agreement(q_THd: Tensor, cache: LayerCache, sinks_H: Tensor | None) 
     )
     require((k_scale_NGP is None) == (v_scale_NGP is None), "give scales of keys and of values, or neither")
     require(dtype is not torch.int8 or k_scale_NGP is not None, "an int8 cache needs the scales of keys and values")
+    if sinks_H is None and k_scale_NGP is None:
+        return
     for name, given, shape in (
         ("sinks", sinks_H, (num_heads,)),
         ("k_scale", k_scale_NGP, k_NGPd.shape[:3]),

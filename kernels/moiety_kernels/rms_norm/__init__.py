@@ -32,7 +32,7 @@ def add_rms_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -
     """Return (x + delta, rms_norm(x + delta)). Both inputs may be overwritten; do not read them afterwards."""
     require_shape("weight", weight_D, (x_TD.shape[-1],))
     require(x_TD.shape == delta_TD.shape, "x and delta must have one shape")
-    if x_TD.is_cpu and _cpu().fits(x_TD, weight_D) and _cpu().fits(delta_TD, weight_D):
+    if x_TD.is_cpu and _cpu().fits(x_TD, weight_D, delta_TD):
         fast: tuple[Tensor, Tensor] = _cpu().add_rms_norm(x_TD, delta_TD, weight_D, eps)
         return fast
     if x_TD.is_cuda and _kernel().fits(x_TD) and _kernel().fits(delta_TD):

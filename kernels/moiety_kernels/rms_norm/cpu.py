@@ -29,8 +29,8 @@ class RmsNormArguments(NamedTuple):
     eps: Float64
 
 
-def fits(x_TD: Tensor, weight_D: Tensor) -> bool:
-    """Return whether the functions here support these tensors."""
+def fits(x_TD: Tensor, weight_D: Tensor, delta_TD: Tensor | None = None) -> bool:
+    """Return whether the functions here support these tensors; `delta_TD` has the shape of x."""
     return (
         x_TD.dtype is torch.float32
         and weight_D.dtype is torch.float32
@@ -38,6 +38,7 @@ def fits(x_TD: Tensor, weight_D: Tensor) -> bool:
         and x_TD.shape[1] % LANES == 0
         and x_TD.shape[0] * x_TD.shape[1] > 0
         and x_TD.is_contiguous()
+        and (delta_TD is None or (delta_TD.dtype is torch.float32 and delta_TD.is_contiguous()))
     )
 
 
