@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,7 +30,7 @@ def load_of(
     waited_s: tuple[float, float],
     excluded_ranks: int,
     tenant_blocks: dict[str, int],
-    further: dict[str, float],
+    further: dict[str, Any],
     now_ns: int,
 ) -> CoreLoad:
     """Collect the load figures of a replica. Totals count since its start.
@@ -40,10 +40,7 @@ def load_of(
     `tenant_blocks` is the last reading of `TenantBlocks`. `further` holds the figures of grammar compilation and of
     images. `now_ns` is the wall clock.
     """
-    load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks)
-    if further:
-        load = msgspec.structs.replace(load, **further)
-        load = msgspec.structs.replace(load, num_waiting=load.num_waiting + load.images_waiting)
+    load = _load_of(scheduler, kv_connector, steps_total, requests_total, waited_s, tenant_blocks, further)
     exchange = scheduler.service_exchange
     if exchange is not None:
         load = msgspec.structs.replace(
@@ -127,35 +124,48 @@ def _load_of(
     requests_total: int,
     waited_s: tuple[float, float],
     tenant_blocks: dict[str, int],
+    further: dict[str, Any],
 ) -> CoreLoad:
-    groups, kv_receiver = scheduler.groups, kv_connector.kv_receiver
+    """Collect the figures that every replica has: the first token of a request waits for this."""
+    groups, kv_receiver, speculative = scheduler.groups, kv_connector.kv_receiver, scheduler.speculative_prefill.account
+    outputs, limits = scheduler.output_processor, scheduler.limits
+    num_cached = num_kept = swapped_out = swapped_in = host_hits = num_host = num_host_used = 0
+    for kv in groups:
+        num_cached += kv.pool.num_cached
+        num_kept += kv.retention.size
+        swapped_out += kv.swapped_out_total
+        swapped_in += kv.swapped_in_total
+        host_hits += kv.host_hit_blocks_total
+        if kv.host is not None:
+            num_host += kv.host.pool.num_blocks
+            num_host_used += kv.host.pool.num_used
     return CoreLoad(
         num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting + kv_connector.num_waiting,
+        num_waiting=scheduler.num_waiting + kv_connector.num_waiting + further.get("images_waiting", 0),
         num_paused=scheduler.num_paused,
         kv_blocks_total=groups.num_blocks,
         kv_blocks_used=groups.num_used,
-        kv_blocks_cached=sum(kv.pool.num_cached for kv in groups),
+        kv_blocks_cached=num_cached,
         block_size=groups.first.block_size,
         steps_total=steps_total,
         prompt_tokens_total=scheduler.prompt_tokens_total,
         cached_tokens_total=scheduler.cached_tokens_total,
         output_tokens_total=scheduler.output_tokens_total,
         requests_total=requests_total,
-        host_blocks_total=sum(host.pool.num_blocks for host in groups.hosts),
-        host_blocks_used=sum(host.pool.num_used for host in groups.hosts),
-        swapped_out_blocks_total=sum(kv.swapped_out_total for kv in groups),
-        swapped_in_blocks_total=sum(kv.swapped_in_total for kv in groups),
+        host_blocks_total=num_host,
+        host_blocks_used=num_host_used,
+        swapped_out_blocks_total=swapped_out,
+        swapped_in_blocks_total=swapped_in,
         attention_waited_seconds_total=waited_s[0],
         experts_waited_seconds_total=waited_s[1],
-        kv_blocks_kept=sum(kv.retention.size for kv in groups),
-        host_hit_blocks_total=sum(kv.host_hit_blocks_total for kv in groups),
+        kv_blocks_kept=num_kept,
+        host_hit_blocks_total=host_hits,
         classes=scheduler.class_loads(),
-        tokens_past_stop_total=scheduler.output_processor.tokens_past_stop_total,
-        drafted_tokens_total=scheduler.output_processor.drafted_tokens_total,
-        accepted_tokens_total=scheduler.output_processor.accepted_tokens_total,
-        max_batch_tokens=scheduler.limits.max_batch_tokens,
-        max_running=scheduler.limits.max_running,
+        tokens_past_stop_total=outputs.tokens_past_stop_total,
+        drafted_tokens_total=outputs.drafted_tokens_total,
+        accepted_tokens_total=outputs.accepted_tokens_total,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_running=limits.max_running,
         step_costs=scheduler.step_time.costs(),
         prefill_seconds_total=scheduler.prefill_seconds_total,
         decode_seconds_total=scheduler.decode_seconds_total,
@@ -166,7 +176,8 @@ def _load_of(
         if kv_receiver is None
         else kv_receiver.disaggregated_decode_requests_total,
         lost_transfers_total=kv_connector.lost_transfers_total,
-        speculative_tokens_total=scheduler.speculative_prefill.account.computed_total,
-        speculative_used_tokens_total=scheduler.speculative_prefill.account.used_total,
-        speculative_wasted_tokens_total=scheduler.speculative_prefill.account.wasted_total,
+        speculative_tokens_total=speculative.computed_total,
+        speculative_used_tokens_total=speculative.used_total,
+        speculative_wasted_tokens_total=speculative.wasted_total,
+        **further,
     )

@@ -44,7 +44,7 @@ def paged_attention_over(
     With several ranks a cache has one key-value head, the same on all of them.
     """
     if context.size == 1:
-        return lambda q_THd, cache, metadata: paged_attention(q_THd, cache, metadata, parameters)
+        return partial(paged_attention, parameters=parameters)
     sinks_H, of_shard = parameters.sinks_H, replace(parameters, sinks_H=None)
 
     def attend(q_THd: Tensor, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
@@ -60,7 +60,7 @@ def mla_attention_over(
 ) -> Callable[[Tensor, LatentCache, AttentionMetadata], Tensor]:
     """Return `mla_attention` with this scale, over the shards of all ranks of `context`."""
     if context.size == 1:
-        return lambda q_THL, cache, metadata: mla_attention(q_THL, cache, metadata, scale)
+        return partial(mla_attention, scale=scale)
 
     def attend(q_THL: Tensor, cache: LatentCache, metadata: AttentionMetadata) -> Tensor:
         return _combined(context, q_THL, partial(shard_mla_attention, cache=cache, metadata=metadata, scale=scale))

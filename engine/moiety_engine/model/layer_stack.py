@@ -64,6 +64,7 @@ class LayerStack:
         rotaries = {rope: RotaryTable(rope, device) for rope in own.ropes}
         self._spec, self._ranks = spec, ranks
         self._first_layer = ranks.rank_position.layers_of(len(spec.layers)).start
+        self._has_states = bool(spec.recurrent_layers)
         self.chosen: list[Tensor] = []
         attend = partial(attention, arithmetic=arithmetic, rounds=rounds, group=ranks.tensor)
         attend = partial(attend, context=ranks.context, copies=ranks.copies)
@@ -77,6 +78,7 @@ class LayerStack:
             for half, w in zip(halves, weights.layers, strict=True)
         ]
         self._norms, self.final_norm = residual_norms(spec, weights, arithmetic)
+        self._next_norms = [norm for norm, _ in self._norms[1:]] + [self.final_norm]
         self.router_inputs = RouterInputs(spec, ranks.pipeline)
         self._options, self._adapters = options, adapters
         self.use_experts(own, weights)
@@ -128,7 +130,7 @@ class LayerStack:
         `on_stored` is called with the number of each layer once its keys and values are stored. It must be None on all
         ranks or on none, because a pass with it is not run again.
         """
-        repeatable = on_stored is None and not self._spec.recurrent_layers  # a pass advances recurrent states
+        repeatable = on_stored is None and not self._has_states  # a pass advances recurrent states
         run = partial(self._run_pass, batch=batch, kv=kv, on_stored=on_stored)
         return run_complete_pass(self.all_to_all, run, x_TD, repeatable=repeatable)
 
@@ -177,7 +179,6 @@ class LayerStack:
         embeddings_LTP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TD)
         x_TD = split_streams(x_TD, self._spec.streams)
         normed_TD = self._norms[0][0](x_TD)
-        next_norms = [norm for norm, _ in self._norms[1:]] + [self.final_norm]
         views, groups, deferred_TD = batch.by_cache_group(), kv.groups, None
         for number, (attend, feed, mixture, (_, ffn_norm), cache, next_norm, residual) in enumerate(
             zip(
@@ -186,7 +187,7 @@ class LayerStack:
                 self._in_stages,
                 self._norms,
                 kv.layers,
-                next_norms,
+                self._next_norms,
                 self._residuals,
                 strict=True,
             )

@@ -15,6 +15,7 @@ import torch
 from moiety_engine.model.adapter_stacks import LayerFactors, Product
 from moiety_engine.model.cached_experts import CachedExperts
 from moiety_engine.model.compressed_attention import CompressedAttention
+from moiety_engine.model.constant_weights import ConstantWeights
 from moiety_engine.model.context_parallel import paged_attention_over
 from moiety_engine.model.conv_attention import ConvAttention
 from moiety_engine.model.divided_norm import DividedNorm
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
     from moiety_engine.moe.expert_slots import ExpertSlots
     from moiety_engine.offload.layer import LayerExperts
     from moiety_kernels.low_rank import FeedForwardFactors
-
-
-_MAX_CONSTANT_ROWS = 64  # tokens of a step whose constant weights are kept: those of the largest recorded step
 
 
 class Attention(Protocol):
@@ -126,26 +124,28 @@ class GroupedQueryAttention:
 
     def __call__(self, x_TD: Tensor, batch: Batch, cache: Cache) -> Tensor:
         assert isinstance(cache, LayerCache)
-        spec, weights = self._spec, self._weights
+        spec, weights, adapted = self._spec, self._weights, batch.adapted
         qkv_TC = self._linear(x_TD, weights.qkv_CD, weights.qkv_bias_C)
-        self._adapters.add(Product.QKV, qkv_TC, x_TD, batch.adapted)
+        if adapted is not None:
+            self._adapters.add(Product.QKV, qkv_TC, x_TD, adapted)
         if self._divided_norm is not None:
             self._divided_norm(qkv_TC)
         written = cache if self._spec.kv_layer is None else cache.without_heads()  # it reads that of another layer
         q_THd = attention_input(qkv_TC, self._plan, self._rotary.of_batch(batch), written, batch.slots_T)
         if self._growth is not None:
             q_THd = scale_rows(q_THd, self._growth.upto(batch.max_context), batch.positions_T)
-        share_rows(self._copies, cache, batch.rank_slots)
+        if batch.rank_slots:
+            share_rows(self._copies, cache, batch.rank_slots)
         out_THd = self._attend(q_THd, cache, batch.attention)
         if spec.value_scale != 1.0:  # attention is linear in values
             out_THd = scaled_sum(out_THd, spec.value_scale)
         if spec.gate is not None and weights.gate_CD is not None:
             gate_TC = self._linear(x_TD, weights.gate_CD)
-            self._adapters.add(Product.OUTPUT_GATE, gate_TC, x_TD, batch.adapted)
+            self._adapters.add(Product.OUTPUT_GATE, gate_TC, x_TD, adapted)
             out_THd = output_gate(out_THd, gate_TC, spec.gate.kind)
         heads_TC = out_THd.view(out_THd.shape[0], -1)
         out_TD = self._linear(heads_TC, weights.output_DC, weights.output_bias_D)
-        return self._adapters.add(Product.OUTPUT, out_TD, heads_TC, batch.adapted)
+        return out_TD if adapted is None else self._adapters.add(Product.OUTPUT, out_TD, heads_TC, adapted)
 
 
 class DenseFeedForward:
@@ -180,23 +180,6 @@ class DenseFeedForward:
             invariant=self._invariant,
             adapters=adapters,
         )
-
-
-class ConstantWeights:
-    """The same weight for each token, [T, 1], float32. Nothing may write to the tensors, which are kept."""
-
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._known: dict[int, Tensor] = {}  # recorded programs read these by address
-
-    def of_tokens(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the weights of this number of tokens."""
-        if tokens not in self._known:
-            weights_T1 = torch.full((tokens, 1), self._weight, device=device)
-            if tokens > _MAX_CONSTANT_ROWS:
-                return weights_T1
-            self._known[tokens] = weights_T1
-        return self._known[tokens]
 
 
 class SharedExperts:
@@ -274,13 +257,16 @@ class MixtureOfExperts:
     def __call__(self, x_TD: Tensor, rows: AdaptedRows | None, token_ids_T: Tensor | None = None) -> Tensor:
         weight_TK, expert_TK = self._route(x_TD, token_ids_T)
         self._chosen.append(expert_TK)
-        input_TD, weight_TK = self._weighed(x_TD, weight_TK)
-        latent = self._weights.latent
+        latent, input_TD = self._weights.latent, x_TD
+        if self._spec.weighs_input:
+            input_TD, weight_TK = self._weighed(x_TD, weight_TK)
         if latent is not None:
-            return self._add_shared(self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent), x_TD, rows)
-        assert self._dispatch is None, "such a layer runs in stages"
-        slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
-        return self._add_shared(self.routed(input_TD, weight_TK, slot_TK, rows), x_TD, rows)
+            routed_TD = self._routed_in_latent_space(x_TD, weight_TK, expert_TK, latent)
+        else:
+            assert self._dispatch is None, "such a layer runs in stages"
+            slot_TK = expert_TK if self._slots is None else self._slots.of(expert_TK)
+            routed_TD = self.routed(input_TD, weight_TK, slot_TK, rows)
+        return routed_TD if self._shared is None else self._add_shared(routed_TD, x_TD, rows)
 
     @property
     def is_remote(self) -> bool:
@@ -355,16 +341,27 @@ class MixtureOfExperts:
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, slot_TK: Tensor, rows: AdaptedRows | None = None) -> Tensor:
         """Return the output of the experts with slots on this rank. `rows`: the adapter slots of the rows of x."""
-        weights, options = self._weights, self._options()
-        products = weights.gate_up_E2FD, weights.down_EDF
+        weights, arithmetic = self._weights, self._arithmetic
         here_TK = slot_TK if self._slots is None else self._slots.here(slot_TK)
         if self._cached is not None:
-            return self._cached(x_TD, weight_TK, here_TK, products, options, self._expect)
-        adapters = self._adapters.of_feed_forward(rows)
-        return experts(x_TD, weight_TK, here_TK, *products, adapters=adapters, **options)
+            products = weights.gate_up_E2FD, weights.down_EDF
+            return self._cached(x_TD, weight_TK, here_TK, products, self._options(), self._expect)
+        return experts(
+            x_TD,
+            weight_TK,
+            here_TK,
+            weights.gate_up_E2FD,
+            weights.down_EDF,
+            activation=self._spec.activation,
+            gate_up_bias_E2F=weights.gate_up_bias_E2F,
+            down_bias_ED=weights.down_bias_ED,
+            kernel=arithmetic.moe_kernel,
+            invariant=arithmetic.invariant,
+            adapters=None if rows is None else self._adapters.of_feed_forward(rows),
+        )
 
     def _options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the expert kernels."""
+        """Return the keyword arguments of the expert kernels for experts that are offloaded."""
         weights = self._weights
         return {
             "activation": self._spec.activation,

@@ -31,6 +31,12 @@ class ResidualConnections:
         self._multiplier, self._input_is_shared = multiplier, input_is_shared
         # a layer with an embedding is scaled after that is added
         self._scale = 1.0 if weights.scale_1 is None or spec.embedded else float(weights.scale_1)
+        other_terms = self._other, self._attention_scales, self._ffn_scales
+        self._only_adds = (  # to the input, first attention and then the feed-forward, as in most models
+            all(one is None for one in other_terms)
+            and self._scale == multiplier == 1.0
+            and not (self._parallel or self._defers)
+        )
 
     def add_attention(
         self, x_TD: Tensor, normed_TD: Tensor, attended_TD: Tensor, ffn_norm: Norm
@@ -39,6 +45,8 @@ class ResidualConnections:
 
         `normed_TD`: the input of attention.
         """
+        if self._only_adds:
+            return ffn_norm.after_adding(x_TD, attended_TD)
         x_TD, attended_TD = self.scale_attention(x_TD, normed_TD, attended_TD)
         return (
             (scaled_sum(x_TD, y=attended_TD), normed_TD) if self._parallel else ffn_norm.after_adding(x_TD, attended_TD)
@@ -60,6 +68,8 @@ class ResidualConnections:
 
         `normed_TD`: the input of the feed-forward. `deferred_TD`: the output of experts of the layer before.
         """
+        if self._only_adds and deferred_TD is None:
+            return x_TD, fed_TD, None
         later_TD = None
         if self._defers:
             fed_TD, later_TD = fed_TD.unbind()

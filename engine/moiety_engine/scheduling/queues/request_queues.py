@@ -204,7 +204,8 @@ class RequestQueues:
         held = Counter[str]()
         for sequence in (*self.running, *self.paused, *self.returning):
             held[sequence.request.tenant] += sequence.kv.num_held
-        return {tenant: count for tenant, count in held.most_common(most) if count}
+        most_held = held.items() if len(held) <= most else held.most_common(most)
+        return {tenant: count for tenant, count in most_held if count}
 
     def kv_slots(self, block_size: int) -> tuple[int, int]:
         """Return (slots of KV blocks that running sequences hold, slots of these that hold a token)."""
