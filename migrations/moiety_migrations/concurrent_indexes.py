@@ -23,6 +23,8 @@ CONCURRENT_INDEXES: Mapping[str, LiteralString] = MappingProxyType(
     {
         "ix_usage_end_user": 'ON "usage" (tenant_id, end_user, started_at) '
         "WHERE end_user IS NOT NULL OR tags IS NOT NULL",
+        "ix_usage_end_user_any_tenant": 'ON "usage" (end_user, started_at, request_id) '
+        "WHERE end_user IS NOT NULL OR tags IS NOT NULL",
         "ix_usage_unsuccessful": 'ON "usage" (started_at, request_id) '
         "WHERE http_status >= 400 OR error_code IS NOT NULL",
         "ix_usage_unsuccessful_tenant": 'ON "usage" (tenant_id, started_at) '
@@ -31,6 +33,8 @@ CONCURRENT_INDEXES: Mapping[str, LiteralString] = MappingProxyType(
         "WHERE guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL",
         "ix_usage_quoted_tenant": 'ON "usage" (tenant_id, started_at) '
         "WHERE guarantee_met IS NOT NULL OR predicted_ttft_ms IS NOT NULL",
+        "ix_traces_unsuccessful": 'ON "traces" (outcome, started_at, span_id, service_class, duration_ms) '
+        "WHERE outcome IN ('failed', 'rejected', 'disconnected')",
     }
 )
 """Table, columns and condition of each index by its name."""

@@ -10,10 +10,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, Index, SmallInteger, String, Text
+from sqlalchemy import JSON, BigInteger, Double, Index, SmallInteger, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from moiety_platform.db.base import Base, UtcDateTime
+
+UNSUCCESSFUL = ("failed", "rejected", "disconnected")
+"""Outcomes of requests that did not succeed."""
+
+IS_UNSUCCESSFUL = f"outcome IN {UNSUCCESSFUL}"
+"""Condition of the rows in the index of unsuccessful requests. A query must contain it for SQLite to use that index."""
 
 
 class TraceRecord(Base):
@@ -22,6 +28,16 @@ class TraceRecord(Base):
     __tablename__ = "traces"
     __table_args__ = (  # the filter columns are in the index, so that a search reads only the rows that it returns
         Index("ix_traces_started_at", "started_at", "span_id", "service_class", "outcome", "duration_ms"),
+        Index(
+            "ix_traces_unsuccessful",
+            "outcome",
+            "started_at",
+            "span_id",
+            "service_class",
+            "duration_ms",
+            sqlite_where=text(IS_UNSUCCESSFUL),
+            postgresql_where=text(IS_UNSUCCESSFUL),
+        ),
         Index("ix_traces_tenant_id", "tenant_id", "started_at", "span_id", "service_class", "outcome", "duration_ms"),
         Index(None, "request_id"),
         Index(None, "stored_ms"),

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy import ColumnElement, Select, literal_column, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from moiety_platform.db.bulk import in_rows
@@ -17,7 +17,7 @@ from moiety_platform.db.failures import RETRY_AFTER_S, UNMIGRATED
 from moiety_platform.db.paging import PageRequest, read_page
 from moiety_platform.db.session import Database
 from moiety_platform.errors import BadRequest, NotFound, Unavailable
-from moiety_platform.trace_store.models import SpanRecord, TraceRecord
+from moiety_platform.trace_store.models import IS_UNSUCCESSFUL, UNSUCCESSFUL, SpanRecord, TraceRecord
 from moiety_platform.trace_store.schemas import LinkedSpan, SpanView, TraceDetail, TracePage, TraceView
 
 MAX_SPANS = 2000
@@ -46,6 +46,8 @@ class TraceFilter:
         table = TraceRecord
         found = [table.started_at >= self.since, table.started_at < self.until]
         found += [getattr(table, name) == value for name, value in self.equal.items()]
+        if self.equal.get("outcome") in UNSUCCESSFUL:  # SQLite can use the index only with the same text
+            found.append(literal_column(f"({IS_UNSUCCESSFUL})"))
         if self.reason is not None:
             found.append(or_(*(column == self.reason for column in (table.reason, table.error_code, table.kept_for))))
         if self.min_ms is not None:
@@ -53,6 +55,10 @@ class TraceFilter:
         if self.max_ms is not None:
             found.append(table.duration_ms < self.max_ms)
         return found
+
+    def statement(self) -> Select[TraceRecord]:
+        """Return the query of all traces that match."""
+        return select(TraceRecord).where(*self.conditions())
 
 
 def parse_ms(text: str | None, param: str) -> float | None:
@@ -89,9 +95,8 @@ async def reading(traces: Database) -> AsyncIterator[AsyncSession]:
 
 async def find_traces(session: AsyncSession, trace_filter: TraceFilter, page: PageRequest) -> TracePage:
     """Return a page of traces, newest first."""
-    statement = select(TraceRecord).where(*trace_filter.conditions())
     records, next_cursor = await read_page(
-        session, statement, page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True
+        session, trace_filter.statement(), page, TraceRecord.started_at, TraceRecord.span_id, newest_first=True
     )
     return TracePage([TraceView.of(record) for record in records], next_cursor)
 

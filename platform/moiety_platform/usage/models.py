@@ -25,7 +25,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from moiety_platform.db.base import Base, SharedTable, UtcDateTime, WideInteger
 
 IS_ATTRIBUTED = "end_user IS NOT NULL OR tags IS NOT NULL"
-"""Condition of the rows in the index of end users. A query must contain it for SQLite to use that index."""
+"""Condition of the rows in the indexes of end users. A query must contain it for SQLite to use these indexes."""
 
 IS_UNSUCCESSFUL = "http_status >= 400 OR error_code IS NOT NULL"
 """Condition of the rows in the indexes of unsuccessful requests, of which the same is true."""
@@ -46,13 +46,12 @@ class UsageRecord(Base):
         Index(None, "tenant_id", "started_at"),
         Index(None, "project_id", "started_at"),
         Index(None, "key_id", "started_at"),
-        Index(
-            "ix_usage_end_user",
-            "tenant_id",
-            "end_user",
-            "started_at",
-            sqlite_where=text(IS_ATTRIBUTED),
-            postgresql_where=text(IS_ATTRIBUTED),
+        *(
+            Index(name, *columns, sqlite_where=text(IS_ATTRIBUTED), postgresql_where=text(IS_ATTRIBUTED))
+            for name, columns in (
+                ("ix_usage_end_user", ("tenant_id", "end_user", "started_at")),
+                ("ix_usage_end_user_any_tenant", ("end_user", "started_at", "request_id")),
+            )
         ),
         *(
             Index(name, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
