@@ -99,9 +99,11 @@ class BlockTables:
     def of_decodes(self, sequences: list[Sequence], positions: list[int], block_size: int) -> HostTable:
         """Return the table of a step that decodes one token of each sequence, at these positions."""
         if len(sequences) == 1:
-            self._decodes, (block, offset) = None, divmod(positions[0], block_size)
-            slot = self.blocks(sequences[0])[block] * block_size + offset
-            return HostTable(np.array([slot], dtype=np.int64), self.stacked(sequences))
+            self._decodes, values, position = None, self.of(sequences[0]), positions[0]
+            slots_T = values[position // block_size : position // block_size + 1].astype(np.int64)
+            slots_T *= block_size
+            slots_T += position % block_size
+            return HostTable(slots_T, values[None, :])
         tables = list(map(self.blocks, sequences) if self._table else map(_first_blocks, sequences))
         slots = [
             table[position // block_size] * block_size + position % block_size
