@@ -33,7 +33,7 @@ def test_functions_are_counted_when_compiled_and_not_when_loaded(
     counts: list[int] = []
     before = progress.num_compiled
     monkeypatch.setattr(progress, "report", counts.append)
-    monkeypatch.setattr(compiling, "_cacheable", lambda: True)
+    monkeypatch.setattr(compiling, "use_cache", lambda: True)
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     for _ in range(2):
         compiling._address.cache_clear()

@@ -93,7 +93,7 @@ import sys
 from numba import config
 from moiety_kernels.cpu import compiling, products
 from moiety_kernels.cpu.compile_progress import progress
-compiling._cacheable = lambda: True
+compiling.use_cache = lambda: True
 config.CACHE_DIR = sys.argv[1]
 compiling.function_address(products._with_float32, 10)
 print(progress.num_compiled)
@@ -107,7 +107,7 @@ def test_compiled_kernels_are_kept_for_each_level(tmp_path: Path) -> None:
 
 
 def test_the_code_of_arms_level_is_kept_apart_from_that_of_the_same_features() -> None:
-    code = "from moiety_kernels.cpu.compiling import _cacheable, config\n_cacheable()\nprint(config.CACHE_DIR)"
+    code = "from moiety_kernels.cpu.code_cache import config, use_cache\nuse_cache()\nprint(config.CACHE_DIR)"
     kept = {run_limited(level, "-c", code).stdout for level in ("avx2", ARM_LEVEL)}
     assert len(kept) == 2
 

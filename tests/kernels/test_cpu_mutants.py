@@ -427,7 +427,7 @@ def test_a_mutant_is_found(
 ) -> None:
     if module is cpu_pairs and not paths.is_usable(paths.PAIRS):
         pytest.skip("this processor does not multiply in pairs: test_emulated.py runs this with that emulated")
-    monkeypatch.setattr(compiling, "_cacheable", lambda: False)  # nothing is cached of a source that no longer exists
+    monkeypatch.setattr(compiling, "use_cache", lambda: False)  # nothing is cached of a source that no longer exists
     mutant = mutated(module, old, new)
     with pytest.raises(AssertionError):
         CHECKS[module](mutant, paged)

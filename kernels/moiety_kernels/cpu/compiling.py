@@ -10,22 +10,22 @@ memory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import hashlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import llvmlite.binding as llvm
 from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
+from moiety_kernels.cpu.code_cache import locked, use_cache
 from moiety_kernels.cpu.compile_progress import progress
-from moiety_kernels.cpu.instructions import ARM, ARM_FEATURE, EMULATED
 from moiety_kernels.cpu.structs import S, StructAt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+llvm.initialize_native_asmparser()  # for code with instructions by name, also where other processes compiled it
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -36,7 +36,7 @@ class _TaskAddressFunction(Protocol):
 
 def jit(function: F) -> F:
     """Compile on the first call, or load from the cache."""
-    return cast("F", njit(nogil=True, cache=_cacheable(), error_model="numpy")(function))
+    return cast("F", njit(nogil=True, cache=use_cache(), error_model="numpy")(function))
 
 
 def inlined_jit(function: F) -> F:
@@ -75,7 +75,7 @@ task_address = cast("_TaskAddressFunction", _task_address)  # the cache alone ha
 @functools.cache
 def _address(function: Callable[..., None], *arguments: types.Type) -> int:
     with _one_process_compiles(function):
-        kernel = cfunc(types.void(*arguments), cache=_cacheable(), error_model="numpy")(function)
+        kernel = cfunc(types.void(*arguments), cache=use_cache(), error_model="numpy")(function)
     if not kernel.cache_hits:
         progress.add()
     _KEPT.append(kernel)
@@ -91,40 +91,11 @@ def _one_process_compiles(function: Callable[..., None]) -> Iterator[None]:
     Ranks and engines that start together would each compile every kernel. Where there is no cache, or its file system
     has no locks, each does.
     """
-    if not _cacheable():
+    if not use_cache():
         yield
         return
-    name = f"{function.__module__}.{function.__qualname__}.lock"
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # as of a full disk, or of another user's file
-            file = stack.enter_context((Path(config.CACHE_DIR) / name).open("w"))  # type: ignore[attr-defined]
-            fcntl.flock(file, fcntl.LOCK_EX)
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough where a child was forked meanwhile
+    with locked(Path(config.CACHE_DIR) / f"{function.__module__}.{function.__qualname__}.lock"):  # type: ignore[attr-defined]
         yield
-
-
-@functools.cache
-def _cacheable() -> bool:
-    """Point numba at a folder for compiled code; return whether there is one. Without it, every start recompiles.
-
-    The folder's name holds a digest of all sources: numba itself checks only the file of the function that it compiles,
-    not the files of the functions called from there.
-    """
-    package = Path(__file__).parent.parent
-    kinds = EMULATED | ({ARM_FEATURE} if ARM else set())  # of code; numba knows the features of the compiler
-    digest = hashlib.sha256(",".join(sorted(kinds)).encode())
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.read_bytes())
-    for parent in (package / "__pycache__", Path("~/.cache/moiety")):
-        try:
-            folder = parent.expanduser() / f"kernels-{digest.hexdigest()[:16]}"
-            folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError):  # read-only, or the user has no home
-            continue
-        if os.access(folder, os.W_OK):
-            config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
-            return True
-    return False
 
 
 _KEPT: list[Any] = []  # keeps the owners of compiled code alive

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from moiety_kernels.cpu import paths
@@ -36,9 +35,6 @@ LINE = 64
 SHARE_BITS = 8
 
 PAIRS_AVAILABLE, WHOLE_AVAILABLE = paths.is_usable(paths.PAIRS), paths.is_usable(paths.WORDS)
-if PAIRS_AVAILABLE and PAIRS_FEATURE not in EMULATED:
-    llvm.initialize_native_asmparser()  # for instructions without a portable intrinsic
-
 PAIR_LANES = 2 * LANES
 _BYTES, _WORDS = ir.VectorType(I8, PAIR_LANES), ir.VectorType(I16, PAIR_LANES)
 
