@@ -21,7 +21,9 @@ from moiety_huge_pages.madvise import HUGE_PAGE_BYTES, collapse
 FILLED_PART = 0.75  # of a mapping, from which huge pages need little more memory than small ones
 MAX_RANGE_BYTES = 4 << 30  # of a range that is moved; moving a gigabyte takes about 0.3 s
 COLLAPSE_AFTER_S = (0.0, 60.0, 600.0)  # pauses before each round, since memory is filled while requests are served
+BUSY_SHARE = 0.2  # of the time of a round: a request that needs a page waits while it is moved, 1 to 8 ms
 
+_MOVED_S = 1e-4  # seconds of a call that moves a page; where the page is huge already, it takes a microsecond
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAPPINGS = Path("/proc/self/smaps")
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s*(.*)")
@@ -63,16 +65,36 @@ def filled_ranges(mappings: str) -> Iterator[tuple[int, int]]:
                 yield first, last - first
 
 
-def collapse_memory() -> int:
-    """Move the filled memory of this process to huge pages, and return the number of bytes that now have them."""
-    return sum(length for address, length in filled_ranges(_MAPPINGS.read_text()) if collapse(address, length))
+def collapse_memory(busy_share: float = 1.0) -> int:
+    """Move the filled memory of this process to huge pages, and return the number of bytes that now have them.
+
+    Pages are moved during `busy_share` of the time that this takes. Raises OSError if the system hides the mappings.
+    """
+    num_bytes = 0
+    for address, length in filled_ranges(_MAPPINGS.read_text()):
+        for page in range(address, address + length, HUGE_PAGE_BYTES):
+            begin_s = time.monotonic()
+            num_bytes += HUGE_PAGE_BYTES * collapse(page, HUGE_PAGE_BYTES)
+            took_s = time.monotonic() - begin_s
+            if busy_share < 1 and took_s > _MOVED_S:
+                time.sleep(took_s / busy_share - took_s)
+    return num_bytes
+
+
+def use_huge_pages_now() -> int:
+    """Move memory as `start_using_huge_pages` does, once and without pauses; return the bytes that have huge pages."""
+    try:
+        return collapse_memory() if are_huge_pages_allowed() else 0
+    except OSError as error:
+        log.debug("huge_pages_not_used", error=str(error))
+        return 0
 
 
 def _use_huge_pages(pauses_s: Sequence[float]) -> None:
     for pause_s in pauses_s:
         time.sleep(pause_s)
         try:
-            num_bytes = collapse_memory()
+            num_bytes = collapse_memory(BUSY_SHARE)
         except OSError as error:
             log.debug("huge_pages_not_used", error=str(error))
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moiety_huge_pages import process_memory
 from moiety_huge_pages.madvise import HUGE_PAGE_BYTES
 from moiety_huge_pages.process_memory import (
     MAX_RANGE_BYTES,
@@ -79,3 +80,22 @@ def test_the_thread_ends_after_its_rounds() -> None:
     assert thread is not None
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_round_beside_requests_pauses_after_each_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mappings = tmp_path / "smaps"
+    mappings.write_text(_mapping(0, 3 * HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES))
+    now_s, moved, pauses = [0.0], [], list[float]()
+
+    def collapse(address: int, num_bytes: int) -> bool:
+        moved.append((address, num_bytes))
+        now_s[0] += 0.004 if address else 0.0  # the first page is huge already
+        return True
+
+    monkeypatch.setattr(process_memory, "_MAPPINGS", mappings)
+    monkeypatch.setattr(process_memory, "collapse", collapse)
+    monkeypatch.setattr("moiety_huge_pages.process_memory.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("moiety_huge_pages.process_memory.time.sleep", pauses.append)
+    assert collapse_memory(0.2) == 3 * HUGE_PAGE_BYTES
+    assert moved == [(number * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES) for number in range(3)]
+    assert pauses == [pytest.approx(0.016)] * 2

@@ -22,7 +22,7 @@ from moiety_engine.messages import CoreSubmit
 from moiety_engine.offline import Result, run_all
 from moiety_engine.offload.cache import ExpertCache
 from moiety_engine.startup import load_loop
-from moiety_huge_pages.process_memory import start_using_huge_pages
+from moiety_huge_pages.process_memory import use_huge_pages_now
 from moiety_wire.classes import BATCH
 from moiety_wire.messages import Sampling
 
@@ -51,8 +51,8 @@ def _measure(
     loop: EngineLoop, config: EngineConfig, lengths: list[BenchLengths], seed: int, on_done: Callable[[int], None]
 ) -> dict[str, Any]:
     loop.warm_up()
-    gc.freeze()  # this and the next as in the core
-    start_using_huge_pages()
+    gc.freeze()  # as in the core, like the next, which does it little by little there
+    use_huge_pages_now()
     ready_s = time.time() - psutil.Process().create_time()
     rng = random.Random(seed)
     submits = [make_request(loop, key, one, rng) for key, one in enumerate(lengths)]
