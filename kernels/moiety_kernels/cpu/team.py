@@ -180,7 +180,9 @@ class Team:
         state, scratch = self._state.ctypes.data, self._scratch[index + 1].ctypes.data
         while True:
             self._asleep[index] = True
-            self._wake[index].wait()
+            # A caller that saw this thread awake, while it waited for the interpreter here, does not wake it.
+            if not self._calling.locked():
+                self._wake[index].wait()
             self._wake[index].clear()
             self._asleep[index] = False
             _serve(state, scratch)
