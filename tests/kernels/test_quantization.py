@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moiety_kernels.checks import KernelInputError
-from moiety_kernels.cpu.gemm import chunk_rows, is_unpacked
+from moiety_kernels.cpu.gemm import chunk_of, is_unpacked, product_kind, stored_as
 from moiety_kernels.cpu.unpacking import UNPACKED_BYTES
 from moiety_kernels.linear import cpu as linear_cpu
 from moiety_kernels.linear import linear
@@ -170,7 +170,7 @@ def test_a_weight_of_many_rows_is_multiplied_in_parts_that_a_thread_has_memory_f
         one = QuantizedWeight(torch.empty(16, wide, dtype=torch.int8), torch.empty(16, 1), replace(form, bits=8))
         for rows in (1, 16, 500):
             for together in (1, 2):
-                chunk = chunk_rows(one, 8192, rows, 4, together)
+                chunk = chunk_of(product_kind(one), stored_as(one), wide, 8192, rows, 4, together, threads=2)
                 assert chunk % 16 == 0 and chunk > 0
                 assert not is_unpacked(one) or together * chunk * 2 * wide <= UNPACKED_BYTES
 

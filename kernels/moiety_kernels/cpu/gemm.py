@@ -19,7 +19,7 @@ from moiety_kernels.cpu.compiling import jit
 from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.packed import DESCRIPTION_BYTES, describe
-from moiety_kernels.cpu.team import SCRATCH_BYTES, team
+from moiety_kernels.cpu.team import SCRATCH_BYTES
 from moiety_kernels.cpu.tiles import (
     ROWS,
     SUMS_BYTES,
@@ -327,18 +327,6 @@ def row_block(kind: int, width: int) -> int:
     return min(TILES_ROWS, max(ROW_BLOCK, TILES_BLOCK_BYTES // (2 * min(width, TILES_DEPTH)) // ROWS * ROWS))
 
 
-def chunk_rows(
-    weight: Tensor | QuantizedWeight, num_rows: int, rows_at_once: int, num_items: int, together: int = 1
-) -> int:
-    """Return how many of a weight's `num_rows` rows a task takes, a multiple of 16.
-
-    The task multiplies `rows_at_once` rows with that many rows of each of `together` weights. There are `num_items` of
-    these weights or blocks of rows; the result gives every thread some tasks.
-    """
-    kind, threads = product_kind(weight), team().num_threads
-    return chunk_of(kind, stored_as(weight), weight.shape[-1], num_rows, rows_at_once, num_items, together, threads)
-
-
 @functools.lru_cache(maxsize=4096)
 def chunk_of(
     kind: int,
@@ -350,7 +338,12 @@ def chunk_of(
     together: int,
     threads: int,
 ) -> int:
-    """Return `chunk_rows` for weights of a product kind, stored as said, with rows of `width`."""
+    """Return how many of the `num_rows` rows of a weight a task takes, a multiple of 16.
+
+    The weight is of a product kind, stored as said, with rows of `width`. The task multiplies `rows_at_once` rows with
+    that many rows of each of `together` weights. There are `num_items` of these weights or blocks of rows; the result
+    gives each of the `threads` some tasks.
+    """
     unpacks, row_bytes = _is_unpacked(kind, stored), 2 * width
     if isinstance(stored, torch.dtype):
         row_bytes = width * stored.itemsize

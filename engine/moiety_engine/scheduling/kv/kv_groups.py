@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moiety_engine.cache.content_table import ContentTable
-from moiety_engine.cache.host import Copies, HostTier
+from moiety_engine.cache.host import Copies
 from moiety_engine.cache.prefix_change_log import PrefixChangeLog
 from moiety_engine.scheduling.kv.kv_ledger import KvLedger
 from moiety_engine.scheduling.plan import KvLoad
@@ -82,11 +82,6 @@ class KvGroups:
     @property
     def num_used(self) -> int:
         return sum(kv.pool.num_used for kv in self.ledgers)
-
-    @property
-    def hosts(self) -> list[HostTier]:
-        """Host tiers of the groups, if any."""
-        return [kv.host for kv in self.ledgers if kv.host is not None]
 
     def num_cached(self, request: Request) -> int:
         """Return the largest number of the request's tokens in any single group's prefix cache."""
