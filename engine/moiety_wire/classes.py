@@ -70,3 +70,7 @@ STANDARD = ServiceClass(name="standard", rank=1, ttft_s=2.0, ttft_per_1k_s=0.2, 
 FLEX = ServiceClass(name="flex", rank=2, completion_s=600.0, max_queue_s=300.0, on_overload=OverloadAction.QUEUE)
 BATCH = ServiceClass(name="batch", rank=3, completion_s=86400.0, max_queue_s=3600.0, on_overload=OverloadAction.QUEUE)
 SHIPPED = (PRIORITY, STANDARD, FLEX, BATCH)
+CPU_SLOS = (  # of engines on CPUs, which compute 1,000 prompt tokens of a small model in a second or two
+    msgspec.structs.replace(PRIORITY, ttft_s=1.0, ttft_per_1k_s=1.0, tpot_s=0.1),
+    msgspec.structs.replace(STANDARD, ttft_s=4.0, ttft_per_1k_s=1.0, tpot_s=0.2),
+)

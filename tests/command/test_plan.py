@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moiety_platform import gpu_driver
+from moiety_platform.cli.serve import runs_on_cpu
 from moiety_platform.supervisor.data_dir import DataDir, FirstKeys
 from moiety_platform.supervisor.plan import (
     ServeOptions,
@@ -15,6 +17,7 @@ from moiety_platform.supervisor.plan import (
     gateway_process,
     traces_process,
 )
+from moiety_wire.engine_choices import DeviceChoice
 
 KEYS = FirstKeys(admin_key="mty_admin.secret", tenant="demo", tenant_key="mty_tenant.secret")
 
@@ -39,3 +42,20 @@ def test_gateway_and_trace_store_share_a_token_that_is_on_no_command_line(tmp_pa
         assert "secret" not in f"{part} {given}"
     without = gateway_process(options("127.0.0.1"), data_dir, tmp_path / "socket").environment
     assert set(without) == {"MOIETY_SUPERVISOR_STATUS"}
+
+
+@pytest.mark.parametrize(
+    "device, drivers, expected",
+    [("cpu", True, True), ("cuda", False, False), ("auto", False, True), ("auto", True, False)],
+)
+def test_the_first_start_on_a_cpu_gives_classes_longer_slos(
+    device: str, drivers: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "driver"
+    if drivers:
+        driver.touch()
+    for name in ("NVIDIA_DRIVER", "AMD_DRIVER"):
+        monkeypatch.setattr(gpu_driver, name, driver)
+    given = replace(options("127.0.0.1"), cpu_slos=runs_on_cpu(DeviceChoice(device)))
+    arguments = gateway_process(given, DataDir(tmp_path), tmp_path / "socket").arguments
+    assert ("--cpu-slos" in arguments) is expected

@@ -9,9 +9,12 @@ import sqlalchemy as sa
 from moiety_platform.auth.authenticator import Authenticator
 from moiety_platform.auth.bootstrap import ensure_bootstrap
 from moiety_platform.auth.service import revoke_key
+from moiety_platform.classes.schemas import ClassChange
+from moiety_platform.classes.service import change_class, load_classes
 from moiety_platform.clock import ManualClock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
+from moiety_wire.classes import BATCH, CPU_SLOS, FLEX
 
 from .conftest import PEPPER, Demo
 
@@ -32,6 +35,20 @@ async def test_the_first_run_makes_an_administrator_and_a_demo_tenant_whose_keys
     assert (tenant.tenant_name, tenant.tenant_id, tenant.scopes) == ("demo", made.tenant_id, {"inference"})
     assert made.admin_key not in repr(made)
     assert made.tenant_key not in repr(made)
+
+
+async def test_the_first_run_gives_the_built_in_classes_slos_of_cpus_and_a_later_one_changes_no_class(
+    database: Database, clock: ManualClock
+) -> None:
+    await ensure_bootstrap(database, PEPPER, clock, slos=CPU_SLOS)
+    async with database.write() as session:
+        classes = await load_classes(session)
+        assert [classes["priority"].service, classes["standard"].service] == list(CPU_SLOS)
+        assert [classes["flex"].service, classes["batch"].service] == [FLEX, BATCH]
+        await change_class(session, "standard", ClassChange(ttft_s=3.0))
+    await ensure_bootstrap(database, PEPPER, clock, reissue=True, slos=CPU_SLOS)
+    async with database.read() as session:
+        assert (await load_classes(session))["standard"].service.ttft_s == 3.0
 
 
 async def test_later_runs_make_nothing_even_after_everything_was_revoked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sqlalchemy import exists, select, text
@@ -13,12 +13,15 @@ from moiety_platform.audit.trail import AuditedStore
 from moiety_platform.auth.row_scope import tenant_of
 from moiety_platform.auth.schemas import NewKey
 from moiety_platform.auth.service import create_key
+from moiety_platform.classes.schemas import ClassChange
+from moiety_platform.classes.service import change_class
 from moiety_platform.clock import Clock
 from moiety_platform.db.session import Database
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.tenants.names import is_named
 from moiety_platform.tenants.schemas import NewProject, NewTenant
 from moiety_platform.tenants.service import create_project, create_tenant
+from moiety_wire.classes import ServiceClass
 
 ACTOR = "first start"
 DEMO_TENANT = "demo"
@@ -39,9 +42,9 @@ class BootstrapResult:
 
 
 async def ensure_bootstrap(
-    database: Database, pepper: bytes, clock: Clock, *, reissue: bool = False
+    database: Database, pepper: bytes, clock: Clock, *, reissue: bool = False, slos: Iterable[ServiceClass] = ()
 ) -> BootstrapResult | None:
-    """Fill an empty store; return None if it is not empty.
+    """Fill an empty store, whose built-in classes get the SLOs in `slos`; return None if it is not empty.
 
     With `reissue`, make new keys beside the old ones even then, for the case that the first ones were lost. Raises
     Unavailable when the store is down.
@@ -51,6 +54,10 @@ async def ensure_bootstrap(
         used = await session.scalar(select(exists(select(ApiKey.id)) | exists(select(Tenant.id))))
         if used and not reissue:
             return None
+        if not used:
+            for service in slos:
+                slo = {name: getattr(service, name) for name in ("ttft_s", "ttft_per_1k_s", "tpot_s")}
+                await change_class(session, service.name, ClassChange(**slo))
         return await _make_keys(session, pepper, clock)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from moiety_platform.live_settings import CannotApplySetting
 from moiety_platform.receipts.signing import BadReceiptKey
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, FirstKeys, write_first_keys
+from moiety_wire.classes import CPU_SLOS, ServiceClass
 
 
 def gateway(
@@ -58,6 +60,14 @@ def gateway(
             "the database is empty."
         ),
     ] = None,
+    cpu_slos: Annotated[
+        bool,
+        typer.Option(
+            "--cpu-slos",
+            help="With --first-keys and an empty database: give the classes priority and standard longer SLOs, for "
+            "engines on CPUs.",
+        ),
+    ] = False,
 ) -> None:
     """Run the HTTP gateway alone. Each setting can also be set in the environment, such as MOIETY_PORT for --port.
 
@@ -79,7 +89,8 @@ def gateway(
         if migrate:
             find_upgrade()(settings.store_url)
         if first_keys is not None:
-            keys = asyncio.run(ensure_first_keys(settings, reissue=not first_keys.exists()))
+            slos = CPU_SLOS if cpu_slos else ()
+            keys = asyncio.run(ensure_first_keys(settings, reissue=not first_keys.exists(), slos=slos))
             if keys is not None:  # if the store was empty, the keys in the file belong to another store
                 write_first_keys(first_keys, keys)
         run_gateway(source)
@@ -87,12 +98,17 @@ def gateway(
         raise CommandError(str(exc)) from exc
 
 
-async def ensure_first_keys(settings: GatewaySettings, *, reissue: bool) -> FirstKeys | None:
-    """Return new keys for the owner and a first tenant if the store has none, or with `reissue`; else None."""
+async def ensure_first_keys(
+    settings: GatewaySettings, *, reissue: bool, slos: Iterable[ServiceClass] = ()
+) -> FirstKeys | None:
+    """Return new keys for the owner and a first tenant if the store has none, or with `reissue`; else None.
+
+    The built-in classes of an empty store get the SLOs in `slos`.
+    """
     pepper = pepper_of(settings)
     database = Database.open(settings.store_url)
     try:
-        made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=reissue)
+        made = await ensure_bootstrap(database, pepper, SystemClock(), reissue=reissue, slos=slos)
     finally:
         await database.close()
     if made is None:

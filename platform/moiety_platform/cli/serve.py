@@ -13,6 +13,7 @@ from moiety_options.engine_options import ServingOptions
 from moiety_options.model_options import model_name
 from moiety_platform.cli.errors import CommandError
 from moiety_platform.cli.serve_options import ServeArguments
+from moiety_platform.gpu_driver import has_gpu_driver
 from moiety_platform.supervisor.console import standard_console
 from moiety_platform.supervisor.data_dir import PRIVATE_UMASK, DataDir
 from moiety_platform.supervisor.errors import SupervisorError
@@ -20,6 +21,7 @@ from moiety_platform.supervisor.log_file import LogRotation
 from moiety_platform.supervisor.plan import TOKEN_VARIABLE, ServeOptions
 from moiety_platform.supervisor.ports import LOOPBACK, OPERATIONS_PORT, claim_port
 from moiety_platform.supervisor.serve import serve as supervise
+from moiety_wire.engine_choices import DeviceChoice
 
 FORWARDED = ("COMMANDLINE", "DEFAULT_MAP")  # sources of options that the engine cannot read itself
 
@@ -49,6 +51,7 @@ def run_serve(given: ServeArguments) -> None:
             hang_timeout_s=given.hang_timeout_s,
             log_rotation=LogRotation(given.log_max_bytes, given.log_max_age_h * 3600, given.log_files),
             engine_arguments=(*engine_arguments(given), *(given.more or [])),
+            cpu_slos=runs_on_cpu(given.device),
         )
         run(options, given.data_dir)
     except SupervisorError as exc:
@@ -66,6 +69,11 @@ def engine_arguments(given: ServeArguments) -> list[str]:
     sources = {name: given.context.get_parameter_source(name) for name in declared_options(ServingOptions)}
     names = [name for name, source in sources.items() if source is not None and source.name in FORWARDED]
     return arguments_of(given, [name for name in names if name not in ("model", "name")])
+
+
+def runs_on_cpu(device: DeviceChoice) -> bool:
+    """Return whether an engine with this option will run on a CPU, as far as the machine's drivers tell."""
+    return device is DeviceChoice.CPU or (device is DeviceChoice.AUTO and not has_gpu_driver())
 
 
 def claim_operations_port(host: str, operations_host: str, port: int | None) -> int | None:

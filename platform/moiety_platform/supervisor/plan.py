@@ -36,6 +36,7 @@ class ServeOptions:
     operations_port: int | None = None  # None: /metrics and /schema are on `port`
     hang_timeout_s: float = 30.0  # 0: a part that does not respond is not restarted
     log_rotation: LogRotation = field(default_factory=LogRotation)
+    cpu_slos: bool = False  # the first start gives the built-in classes SLOs for an engine on a CPU
 
     @property
     def url(self) -> str:
@@ -68,6 +69,8 @@ def gateway_process(options: ServeOptions, data_dir: DataDir, socket: Path) -> P
         "--engine", f"ipc://{socket}", "--drain-s", str(options.drain_s),
         "--migrate", "--first-keys", str(data_dir.keys_path),
     ]  # fmt: skip
+    if options.cpu_slos:
+        arguments.append("--cpu-slos")
     if options.operations_port is not None:
         arguments += ["--operations-host", options.operations_host, "--operations-port", str(options.operations_port)]
     if options.config is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from moiety_platform.cli.doctor.finding import Finding, fail, ok, warn
+from moiety_platform.gpu_driver import NVIDIA_DRIVER
 
 AREA = "machine"
 PARTS = ("gateway", "engine", "dashboard", "deepspeed", "plot", "grpc", "parquet")  # extras of serving parts
@@ -83,7 +84,7 @@ def _packages() -> Finding:
 def _gpu() -> Iterator[Finding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        if Path("/dev/nvidiactl").exists():
+        if NVIDIA_DRIVER.exists():
             yield warn(AREA, "gpu_unknown", "there is a GPU, but no nvidia-smi", "install the driver's tools")
         else:
             yield ok(AREA, "gpu", "no NVIDIA GPU: engines run on the processor")
