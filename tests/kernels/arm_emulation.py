@@ -26,16 +26,23 @@ from typing import Any, NamedTuple, get_type_hints
 
 import llvmlite.binding as llvm
 import pytest
+from llvmlite import ir
 from numba import cfunc, types
 from numba.core.dispatcher import Dispatcher
 
 import moiety_kernels
 from moiety_kernels.cpu import compiling, products
+from moiety_kernels.cpu.arm_instructions import ARM_INSTRUCTIONS, ArmInstruction
 from moiety_kernels.cpu.compiling import driver_address
+from moiety_kernels.cpu.dots import PLAIN_PAIRS_AVAILABLE
+from moiety_kernels.cpu.emitter import Emitter
+from moiety_kernels.cpu.instructions import ARM_EXTENSIONS, EMULATED
 from moiety_kernels.cpu.structs import Struct, StructAt, layout_of
 from moiety_kernels.cpu.team import Job, Program, Team
+from moiety_kernels.cpu.values import Vector
 
-TRIPLE, FEATURES = "aarch64-unknown-linux-gnu", "+neon"
+TRIPLE = "aarch64-unknown-linux-gnu"
+FEATURES = "+neon,+bf16,+dotprod,+i8mm" if ARM_EXTENSIONS <= EMULATED else "+neon"
 FOLDER_VARIABLE = "MOIETY_ARM_FOLDER"  # for files of the emulation
 C_FUNCTIONS = {"exp", "expm1", "log", "log1p", "tanh", "pow", "sin", "cos", "sqrt"}  # that `arm_emulation.c` has
 C_FUNCTIONS |= {f"{name}f" for name in C_FUNCTIONS} | {"memcpy", "memmove", "memset", "sched_yield"}
@@ -53,6 +60,7 @@ class Compiled(NamedTuple):
 
     symbol: str
     object_file: bytes
+    instructions: frozenset[str]
     externals: frozenset[str]  # names of functions and data that it takes from elsewhere
 
 
@@ -70,10 +78,32 @@ def compile_for_arm(function: Callable[..., None], *arguments: types.Type) -> Co
     code = kernel._library.get_llvm_str()
     code = re.sub("target triple = .*", f'target triple = "{TRIPLE}"', code)
     code = re.sub("target datalayout = .*", f'target datalayout = "{_target().target_data}"', code)
+    for instruction in ARM_INSTRUCTIONS:
+        code = _with_instruction(code, instruction)
     module = llvm.parse_assembly(code)
     names = [one.name for one in (*module.functions, *module.global_variables) if one.is_declaration]
     externals = frozenset(name for name in names if not name.startswith("llvm.") or name.startswith("llvm.x86."))
-    return Compiled(kernel.native_name, _target().emit_object(module), externals)
+    instructions = re.findall(r"^\t([a-z]\w*)\t", _target().emit_assembly(module), flags=re.MULTILINE)
+    return Compiled(kernel.native_name, _target().emit_object(module), frozenset(instructions), externals)
+
+
+def _with_instruction(code: str, instruction: ArmInstruction) -> str:
+    """Return the code with the instruction's intrinsic in the functions that emulate it."""
+    native = Emitter(ir.Module(), "native", instruction.arguments, instruction.result)
+    native.builder.ret(instruction.native(native, *[Vector(native, one) for one in native.function.args]).ir)
+    body = str(native.function).partition("{")[2]
+    intrinsics = [str(one) for one in native.module.functions if one.is_declaration]
+
+    def function(found: re.Match[str]) -> str:
+        names = re.findall(r"%[\w.]+(?=[,)])", found["head"])
+        own = body
+        for argument, name in zip(native.function.args, names, strict=True):
+            own = own.replace(argument.get_reference(), name)
+        return f"{found['head']}{own}"
+
+    pattern = rf"(?P<head>define [^\n]*@moiety_arm_{instruction.name}[\w.]*\([^\n]*\{{)\n.*?\n\}}\n"
+    code, count = re.subn(pattern, function, code, flags=re.DOTALL)
+    return "\n".join([code, *(intrinsics if count else [])])
 
 
 def all_kernels() -> Iterator[tuple[Callable[..., None], tuple[types.Type, ...]]]:
@@ -92,6 +122,7 @@ def all_kernels() -> Iterator[tuple[Callable[..., None], tuple[types.Type, ...]]
                     yield plain, (types.int64,) * 5
     products_of_kinds = [products._with_float32, products._with_bfloat16, products._in_eights]
     products_of_kinds += [products._in_grouped_eights, *products._WORD_FOURS.values()]
+    products_of_kinds += [products._in_pairs] if PLAIN_PAIRS_AVAILABLE else []
     for product in products_of_kinds:
         yield product, (types.int64,) * products._NUM_ARGS
 

@@ -25,6 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARITHMETICS = {
     "tiles": (paths.TILES, paths.FLOATS),
     "packed": (paths.PAIRS, paths.WORDS, paths.FLOATS),
+    "arm_pairs": (paths.ARM_PAIRS, paths.WORDS, paths.FLOATS),
     "words": (paths.WORDS, paths.FLOATS),
     "vectors": (paths.FLOATS,),
 }

@@ -42,6 +42,7 @@ from .reference_checks import CACHES, DEVICE, WEIGHTS, close, normal, poisoned_m
 __all__ = ["poisoned_memory", "same_numbers_every_time"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("several_threads")
+ROUNDING = ("tiles", "packed", "arm_pairs")  # ways that round rows to bfloat16
 
 
 @pytest.mark.combinations(by=("arithmetic",))
@@ -57,7 +58,7 @@ def test_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 def test_rows_are_rounded_to_the_nearest_bfloat16_where_that_is_what_is_multiplied(arithmetic: str) -> None:
     x, weight = normal(40, 64, scale=3), torch.eye(64, dtype=torch.bfloat16, device=DEVICE)
-    assert torch.equal(linear(x, weight), x.bfloat16().float() if arithmetic in ("tiles", "packed") else x)
+    assert torch.equal(linear(x, weight), x.bfloat16().float() if arithmetic in ROUNDING else x)
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 64), (5, 96), (515, 1024), (270, 3104)])
@@ -113,7 +114,7 @@ def test_experts(
     gate_up = normal(num_experts, 2 * hidden, width, scale=width**-0.5).to(dtype)
     down = normal(num_experts, width, hidden, scale=hidden**-0.5).to(dtype)
     weight, expert = route_reference(normal(tokens, num_experts), RoutingSpec(num_experts, top_k, renormalize=True))
-    inner_is_rounded = arithmetic in ("tiles", "packed") and dtype is torch.bfloat16
+    inner_is_rounded = arithmetic in ROUNDING and dtype is torch.bfloat16
     expected = experts_reference(x, weight, expert, gate_up, down)
     assert close(experts(x, weight, expert, gate_up, down), expected, 2**-8 if inner_is_rounded else 1e-5)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from moiety_kernels.cpu import paths
-from moiety_kernels.cpu.instructions import ARM_LEVEL, LEVEL, LEVEL_VARIABLE, LEVELS, VARIABLE
+from moiety_kernels.cpu.instructions import ARM_EXTENSIONS, ARM_LEVEL, LEVEL, LEVEL_VARIABLE, LEVELS, VARIABLE
 
 HERE = Path(__file__).parent
 # a product of each format and kind of weight, attention, and kernels without a product
@@ -42,10 +42,12 @@ def num_passed(level: str, *args: str, **variables: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("level", ["avx2", "avx512", ARM_LEVEL])
-def test_products_at_a_level_agree_with_their_references(level: str) -> None:
+@pytest.mark.parametrize(
+    "level, emulated", [("avx2", ""), ("avx512", ""), (ARM_LEVEL, ""), (ARM_LEVEL, ",".join(sorted(ARM_EXTENSIONS)))]
+)
+def test_products_at_a_level_agree_with_their_references(level: str, emulated: str) -> None:
     files = [str(HERE / name) for name in ("test_quantization.py", "test_against_reference.py")]
-    assert num_passed(level, *files, "-k", FEW) >= 40
+    assert num_passed(level, *files, "-k", FEW, **{VARIABLE: emulated}) >= 40
 
 
 @pytest.mark.slow
@@ -115,6 +117,11 @@ def test_the_code_of_arms_level_is_kept_apart_from_that_of_the_same_features() -
 def test_a_level_that_does_not_exist_is_refused() -> None:
     done = run_limited("sse2", "-c", "import moiety_kernels.cpu.instructions")
     assert f"{LEVEL_VARIABLE} is 'sse2'; it takes one of avx2, " in done.stderr
+
+
+def test_emulated_extensions_of_arm_need_its_level() -> None:
+    done = run_limited("avx2", "-c", "import moiety_kernels.cpu.instructions", **{VARIABLE: "bf16"})
+    assert f"{VARIABLE} names bf16; these need {LEVEL_VARIABLE}=neon" in done.stderr
 
 
 def test_a_level_is_refused_once_numba_compiles_for_the_whole_processor() -> None:

@@ -33,11 +33,12 @@ from moiety_kernels.quantization.reference import MAGNITUDES, pack, round_to, un
 WHOLE = [INT8, INT4, WeightFormat("int4", 4, 128)]
 OFFSETS = WeightFormat("int4", 4, 64, offsets=True)
 SMALL_OFFSETS, WHOLE_OFFSETS = (replace(OFFSETS, group=group) for group in (32, 128))  # as Q4_K, and as AWQ
+IN_WORDS = ("arm_pairs", "words")  # ways that multiply numbers of four bits with integers of 16 bits
 FORMATS = [*WHOLE, OFFSETS, SMALL_OFFSETS, WHOLE_OFFSETS, FP8, MXFP4, NVFP4]
 
 
 def is_multiplied_as_it_lies(arithmetic: str, form: WeightFormat) -> bool:
-    return not form.is_float8 and (arithmetic == "packed" or (arithmetic == "words" and not form.floating))
+    return not form.is_float8 and (arithmetic == "packed" or (arithmetic in IN_WORDS and not form.floating))
 
 
 def stands_for(arithmetic: str, weight: QuantizedWeight) -> torch.Tensor:
@@ -124,7 +125,7 @@ def test_a_product_is_that_with_the_weight_it_stands_for(
     if is_multiplied_as_it_lies(arithmetic, form):  # of eight bits nothing is lost to bfloat16
         expected = x.double() @ stands_for(arithmetic, weight).double().T + bias.double()
         worst = float((ours - expected).abs().max() / (expected - bias).abs().max().clamp(min=0.1))
-        assert worst < (2e-4 if form.bits == 8 or arithmetic == "words" else 1e-5)
+        assert worst < (2e-4 if form.bits == 8 or arithmetic in IN_WORDS else 1e-5)
     else:
         assert torch.equal(ours, linear(x, dequantize(weight).bfloat16(), bias))
     for some in (slice(0, 1), slice(rows // 2, rows // 2 + 3), slice(rows - 1, rows)):
@@ -155,7 +156,7 @@ def test_any_number_of_groups_and_of_any_size_is_multiplied(arithmetic: str, for
     expected = x.double() @ (stands_for(arithmetic, weight) if as_it_lies else dequantize(weight)).double().T
     bound = 2e-2
     if as_it_lies:
-        bound = 2e-4 if form.bits == 8 or arithmetic == "words" else 1e-5
+        bound = 2e-4 if form.bits == 8 or arithmetic in IN_WORDS else 1e-5
     assert float((linear(x, weight) - expected).abs().max() / expected.abs().max()) < bound
 
 

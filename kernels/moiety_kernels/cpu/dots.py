@@ -21,26 +21,44 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from moiety_kernels.cpu import paths
+from moiety_kernels.cpu.arm_instructions import UPPER_FACTORS, arm_add_bytes, arm_add_pairs, arm_narrowed
 from moiety_kernels.cpu.emitter import Emitter, call, emit_once, function
 from moiety_kernels.cpu.emulated import add_products, multiplied_halves, multiplied_words, rounded_pairs
-from moiety_kernels.cpu.instructions import ARM, EMULATED, PAIRS_FEATURE, WIDE, WORDS_FEATURE
+from moiety_kernels.cpu.instructions import (
+    ARM,
+    ARM_BYTES_FEATURE,
+    ARM_FEATURE,
+    EMULATED,
+    FEATURES,
+    PAIRS_FEATURE,
+    WIDE,
+    WORDS_FEATURE,
+)
 from moiety_kernels.cpu.values import I8, I16, LANES, VF, VI32, Bytes, Floats, Int, Vector
 
 PAIRS_FEW, FOURS_FEW, EIGHTS_FEW, COLS = 2, 4, 4, 4  # rows, for weights in bfloat16, four and eight bits
-PAIRS_ROWS = 6  # rows multiplied with COLS weight rows at once: their sums fill the registers
+PAIRS_ROWS = 6 if WIDE else 2  # rows multiplied with COLS weight rows at once: their sums fill the registers
 EIGHTS_ROWS = 3 if WIDE else 2  # the same for 8-bit weights, where a group's sums are kept beside the totals
 GROUP = 128  # inputs of an integer row that share a scale
 BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
 SHARE_BITS = 8
 
+BYTES_AVAILABLE = {
+    ARM_FEATURE,
+    ARM_BYTES_FEATURE,
+} <= FEATURES  # rows for 8-bit weights are packed as two bytes a number
 PAIRS_AVAILABLE, WHOLE_AVAILABLE = paths.is_usable(paths.PAIRS), paths.is_usable(paths.WORDS)
+PLAIN_PAIRS_AVAILABLE = PAIRS_AVAILABLE or paths.is_usable(paths.ARM_PAIRS)  # with weights in bfloat16
 PAIR_LANES = 2 * LANES
 _BYTES, _WORDS = ir.VectorType(I8, PAIR_LANES), ir.VectorType(I16, PAIR_LANES)
+_SPLIT = ir.VectorType(I8, 2 * PAIR_LANES)  # upper and lower bytes of PAIR_LANES integers
 
 
 def narrowed(e: Emitter, low: Vector, high: Vector) -> Vector:
-    """Round 32 floats to the nearest bfloat16, ties to even, as 16 pairs (AVX512-BF16)."""
+    """Round 2 · LANES floats to the nearest bfloat16, ties to even, as pairs (AVX512-BF16, or Arm's BF16)."""
+    if ARM:
+        return arm_narrowed(e, low, high)
     if PAIRS_FEATURE in EMULATED:
         return rounded_pairs(e, low, high)
     kind = ir.FunctionType(VI32, [VF, VF])
@@ -49,7 +67,9 @@ def narrowed(e: Emitter, low: Vector, high: Vector) -> Vector:
 
 
 def add_pairs(e: Emitter, sums: Vector, x: Vector, w: Vector) -> Vector:
-    """Add two products of bfloat16 to the float in each of 16 lanes (AVX512-BF16)."""
+    """Add two products of bfloat16 to the float in each lane (AVX512-BF16, or Arm's BF16)."""
+    if ARM:
+        return arm_add_pairs(e, sums, x, w)
     if PAIRS_FEATURE in EMULATED:
         return add_products(e, sums, x, w)
     kind = ir.FunctionType(VF, [VF, x.ir.type, w.ir.type])
@@ -65,6 +85,11 @@ def multiplied(e: Emitter, x: Vector, w: Vector) -> Vector:
         return multiplied_halves(x, w)
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDE else "llvm.x86.avx2.pmadd.wd"
     return Vector(e, e.intrinsic(name, VI32, [_WORDS] * 2, x.ir, w.ir))
+
+
+def _add_words(e: Emitter, sums: Vector, x: Vector, w: Vector) -> Vector:
+    """Add the products of a row's integers with those of a weight, as `_Eights` loads both."""
+    return arm_add_bytes(e, sums, x, w) if BYTES_AVAILABLE else sums + multiplied(e, x, w)
 
 
 class PackedDotArguments(NamedTuple):
@@ -201,14 +226,18 @@ class _Eights(PackedDots):
         products_MN = [e.constant(0, VI32)] * len(sums_MN)
         for first in range(0, width, PAIR_LANES):
             at = k + first
-            weights_N = [w.load(at, _BYTES).extended(_WORDS, signed=True) for w in w_N]
+            weights_N = [w.load(at, _BYTES) for w in w_N]
+            if not BYTES_AVAILABLE:
+                weights_N = [weights.extended(_WORDS, signed=True) for weights in weights_N]
             for m, row in enumerate(self.packed_M):
-                x = row.load(at * 2, _WORDS)
+                x = row.load(at * 2, _SPLIT if BYTES_AVAILABLE else _WORDS)
                 for n, weights in enumerate(weights_N):
-                    products_MN[m * cols + n] = products_MN[m * cols + n] + multiplied(e, x, weights)
+                    products_MN[m * cols + n] = _add_words(e, products_MN[m * cols + n], x, weights)
         group = k >> (GROUP.bit_length() - 1)
         x_scale_M = [e.splat(scales.scalar(group)) for scales in self.x_scales_M]
         values_MN = [products.to_floats() for products in products_MN]
+        if BYTES_AVAILABLE:
+            values_MN = [values * e.constant(UPPER_FACTORS) for values in values_MN]
         w_scale_N = [self.weight_scale(scales, k) for scales in scales_N]
         for m, x_scale in enumerate(x_scale_M):
             for n, w_scale in enumerate(w_scale_N):
@@ -267,7 +296,7 @@ def dots_function(kind: DotsKind) -> Any:
 
 
 _MAX_ROWS = 16  # more than any kind takes at once
-PAIRS = DotsKind("pairs", PAIRS_AVAILABLE, PairDots, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
+PAIRS = DotsKind("pairs", PLAIN_PAIRS_AVAILABLE, PairDots, PAIRS_FEW, PAIRS_ROWS)  # a weight in bfloat16
 EIGHTS = DotsKind("eights", WHOLE_AVAILABLE, _Eights, EIGHTS_FEW, EIGHTS_ROWS)  # in eight bits with a scale per row
 GROUPED_EIGHTS = DotsKind("grouped_eights", WHOLE_AVAILABLE, _GroupedEights, EIGHTS_FEW, EIGHTS_ROWS)  # of groups
 

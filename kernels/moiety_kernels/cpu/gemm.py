@@ -16,6 +16,7 @@ import torch
 
 from moiety_kernels.cpu import paths, tiles
 from moiety_kernels.cpu.compiling import jit
+from moiety_kernels.cpu.dots import BYTES_AVAILABLE
 from moiety_kernels.cpu.instructions import EMULATED
 from moiety_kernels.cpu.memory import load_f32, load_i64, store_f32, store_i64
 from moiety_kernels.cpu.packed import DESCRIPTION_BYTES, describe
@@ -62,6 +63,7 @@ MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be rea
 FLOAT32, BFLOAT16, BFLOAT16_TILES, PACKED, PACKED_WORDS = range(5)  # PACKED: in place, with rows packed for it
 _MULTIPLIED = (torch.bfloat16, torch.float32)
 _KINDS = {paths.TILES: BFLOAT16_TILES, paths.PAIRS: PACKED, paths.WORDS: PACKED_WORDS, paths.FLOATS: BFLOAT16}
+_KINDS[paths.ARM_PAIRS] = PACKED
 
 # blocking of a product on tiles
 TILES_ROWS = 512  # most rows at once
@@ -106,7 +108,8 @@ def arithmetic() -> str:
     """
     served = ", ".join(f"{weights}: {paths.serving_path(weights).name}" for weights in paths.PATHS)
     emulated = f", emulated {', '.join(sorted(EMULATED))}" if EMULATED else ""
-    return f"{served}, {LANES} lanes{emulated}"
+    in_bytes = ", products of bytes" if BYTES_AVAILABLE else ""
+    return f"{served}, {LANES} lanes{in_bytes}{emulated}"
 
 
 def stored_as(weight: Tensor | QuantizedWeight) -> torch.dtype | WeightFormat:

@@ -20,7 +20,7 @@ from moiety_kernels.cpu.dots import (
 )
 from moiety_kernels.cpu.memory import load_i64, store_f32
 from moiety_kernels.cpu.pair_fours import unpack_fours_row, unpack_half_fours_row, unpack_offset_fours_row
-from moiety_kernels.cpu.row_packing import pack_fours_row, pack_pairs_row, pack_whole_group, sum_block
+from moiety_kernels.cpu.row_packing import pack_eights_group, pack_fours_row, pack_pairs_row, sum_block
 from moiety_kernels.cpu.structs import Address, Int64, store_struct, struct_at
 from moiety_kernels.cpu.unpacking import E2M1, E2M1_HALVES, INT4_OFFSETS, INT8, PLAIN
 from moiety_kernels.cpu.vectors import fetch
@@ -80,7 +80,7 @@ def pack(rows: int, m: int, k: int, numbers: int, shift: int, packed: int) -> No
         elif numbers == INT8:
             for first in range(0, k, GROUP):
                 scale = target + 2 * k + 4 * (first // GROUP)
-                pack_whole_group(row + 4 * first, min(GROUP, k - first), target + 2 * first, scale)
+                pack_eights_group(row + 4 * first, min(GROUP, k - first), target + 2 * first, scale)
         else:
             pack_fours_row(row, k, target)
             if numbers == INT4_OFFSETS:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from moiety_kernels.cpu.instructions import (
     ARM,
     ARM_FEATURE,
+    ARM_PAIRS_FEATURE,
     EMULATED,
     FEATURES,
     LEVEL,
@@ -40,11 +41,12 @@ WORDS = KernelPath(
     "products of 16-bit integers (AVX2, AVX512-BW or NEON)",
     frozenset({WORDS_FEATURE if WIDE else ARM_FEATURE if ARM else "avx2"}),
 )
+ARM_PAIRS = KernelPath("arm_pairs", "pairs of bfloat16 (Arm's BF16)", frozenset({ARM_FEATURE, ARM_PAIRS_FEATURE}))
 FLOATS = KernelPath("floats", "float32, widened from bfloat16")
 
 # the paths for each kind of weight, the preferred one first; float8 is unpacked and multiplied as bfloat16
 PATHS: dict[str, tuple[KernelPath, ...]] = {
-    "bfloat16": (TILES, PAIRS, FLOATS),
+    "bfloat16": (TILES, PAIRS, *([ARM_PAIRS] if ARM else []), FLOATS),
     "8 bits": (TILES, WORDS, FLOATS),
     "4 bits": (TILES, PAIRS, WORDS, FLOATS),
     "4-bit floats": (TILES, PAIRS, FLOATS),
@@ -56,7 +58,7 @@ def is_usable(path: KernelPath) -> bool:
     """Return whether the CPU has the path's features and, for tiles, the system lets this process use them."""
     if path is FLOATS:
         return True
-    if not (path.features <= FEATURES and (WIDE or path is WORDS)):
+    if not (path.features <= FEATURES and (WIDE or path in (WORDS, ARM_PAIRS))):
         return False
     return path is not TILES or TILES_FEATURE in EMULATED or _are_tiles_permitted()
 

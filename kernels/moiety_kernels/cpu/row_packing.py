@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
-from moiety_kernels.cpu.dots import BLOCKS, PAIRS_AVAILABLE, WHOLE_AVAILABLE, narrowed
+from llvmlite import ir
+
+from moiety_kernels.cpu.dots import (
+    BLOCKS,
+    BYTES_AVAILABLE,
+    PAIRS_AVAILABLE,
+    PLAIN_PAIRS_AVAILABLE,
+    WHOLE_AVAILABLE,
+    narrowed,
+)
 from moiety_kernels.cpu.emitter import Emitter, function
-from moiety_kernels.cpu.values import LANES, VF, VI16, VI32, Float, Floats, Int, Int16s, Pairs, Vector
+from moiety_kernels.cpu.values import I8, LANES, VF, VI16, VI32, Float, Floats, Int, Int16s, Pairs, Vector
 
 _GREATEST = 32_767.0  # largest integer of a row: a group's products with eight bits stay far below 2³¹
 _MIN_GROUP_VALUE = 1e-30  # a group whose values are all smaller counts as zeros
@@ -43,10 +53,11 @@ def _sum_block(e: Emitter, row: Floats) -> Float:
     return e.sum((pairs << 16).as_(VF) + (pairs & 0xFFFF_0000).as_(VF))
 
 
-def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floats) -> None:
+def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floats, *, is_split: bool) -> None:
     """Emit the integers of a row's group and their scale: row[i] ≈ out[i] · scale.
 
-    A NaN or infinite input makes the scale NaN or infinite.
+    A NaN or infinite input makes the scale NaN or infinite. With `is_split`, of each 2 · LANES integers the upper bytes
+    come first, then the lower ones.
     """
 
     def larger(a: Vector, b: Vector) -> Vector:
@@ -62,11 +73,21 @@ def _pack_whole(e: Emitter, row: Floats, count: Int, out: Int16s, scale_at: Floa
     is_number = is_some & (top < math.inf)
     inverse = is_number.choose(_GREATEST / top, zero)
     scale_at[0] = scale.lane(0)
-    for i in e.loop(count, LANES):
-        out[i] = e.rounded(row[i] * inverse).to_int32s().truncated(VI16)
+    if not is_split:
+        for i in e.loop(count, LANES):
+            out[i] = e.rounded(row[i] * inverse).to_int32s().truncated(VI16)
+        return
+    for i in e.loop(count, 2 * LANES):
+        halves = [e.rounded(row[i + part] * inverse).to_int32s().truncated(VI16) for part in (0, LANES)]
+        words = halves[0].shuffled(halves[1], range(2 * LANES))
+        bytes_ = words.as_(ir.VectorType(I8, 4 * LANES))
+        out[i] = bytes_.lanes([*range(1, 4 * LANES, 2), *range(0, 4 * LANES, 2)])
 
 
-pack_pairs_row = function("moiety_pack_pairs", _pack_pairs, is_there=PAIRS_AVAILABLE)
+pack_pairs_row = function("moiety_pack_pairs", _pack_pairs, is_there=PLAIN_PAIRS_AVAILABLE)
 pack_fours_row = function("moiety_pack_fours", _pack_fours, is_there=PAIRS_AVAILABLE)
 sum_block = function("moiety_sum_block", _sum_block, is_there=PAIRS_AVAILABLE)
-pack_whole_group = function("moiety_pack_whole", _pack_whole, is_there=WHOLE_AVAILABLE)
+pack_whole_group = function("moiety_pack_whole", partial(_pack_whole, is_split=False), is_there=WHOLE_AVAILABLE)
+pack_eights_group = function(
+    "moiety_pack_eights", partial(_pack_whole, is_split=BYTES_AVAILABLE), is_there=WHOLE_AVAILABLE
+)
