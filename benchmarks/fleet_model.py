@@ -3,7 +3,7 @@
     python benchmarks/fleet_model.py [--gateways 100] [--engines 1000] [--tenants 100000] [--requests-per-s 5000]
 
 The unit costs (statements, rows, bytes and CPU time for a request, CPU time for an engine's heartbeats) are those that
-`fleet.py`, with two gateways, and `idle_gateway.py` measured. The report has the value of each formula.
+`fleet.py` and `idle_gateway.py` measured. The report has the value of each formula.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "fleet_model.json")
     options = vars(parser.parse_args())
     output = options.pop("output")
-    costs = unit_costs(_results("fleet_small"), _results("idle_gateway"))
+    costs = unit_costs(_results("fleet"), _results("idle_gateway"))
     fleets = {
         f"{reached} gateways per tenant": Fleet(**options, gateways_of_tenant=reached)
         for reached in (2, options["gateways"])
@@ -91,8 +91,8 @@ def constants() -> dict[str, float]:
 
 
 def unit_costs(fleet: dict[str, Any], idle: dict[str, Any]) -> dict[str, float]:
-    """Return the measured unit costs: of the stage with the most answers beyond idle gateways, and of these."""
-    stage = max(fleet["stages"], key=lambda one: one["answered_per_s"])
+    """Return the measured unit costs beyond idle gateways, of the stage with the most answers in time, and of these."""
+    stage = max((one for one in fleet["stages"] if not one["is_behind"]), key=lambda one: one["answered_per_s"])
     rate, num_gateways, idle_cores = stage["answered_per_s"], fleet["settings"]["gateways"], fleet["idle"]["cores"]
     gateways = idle["gateways"]
     per_engine = gateways["zeromq"]["percent_of_a_core"] - gateways["none"]["percent_of_a_core"]
