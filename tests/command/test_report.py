@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moiety_platform.bench.load import BenchAnswer, BenchTarget
-from moiety_platform.bench.report import SLO_TARGETS, percentile, spread_ms, summarise, time_per_token_s
+from moiety_platform.bench.report import (
+    SLO_TARGETS,
+    percentile,
+    slo_targets_of,
+    spread_ms,
+    summarise,
+    time_per_token_s,
+)
+from moiety_wire.class_targets import BadClassTargets, read_classes
+from moiety_wire.classes import CPU_SLOS
 from moiety_workload.request import TraceRequest
 
 
@@ -65,6 +78,21 @@ def test_goodput_counts_only_what_came_in_time_and_errors_are_counted_by_code() 
     assert figures["goodput_tokens_per_s"] == pytest.approx(2.2)
     assert figures["classes"]["standard"]["attainment"] == pytest.approx(1 / 3, abs=1e-6)
     assert figures["classes"]["flex"]["attainment"] == 1
+
+
+def test_answers_are_judged_by_the_classes_of_a_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    rows = [{"name": one.name, "price_factor": 1.0, **msgspec.to_builtins(one)} for one in CPU_SLOS]
+    for content in ({"data": rows}, rows):
+        path.write_text(json.dumps(content))
+        targets = slo_targets_of(read_classes(path))
+        slow = answer(3.0, 4.5)  # 150 ms a token
+        assert summarise([slow], targets)["classes"]["standard"]["attainment"] == 1
+        assert summarise([slow])["classes"]["standard"]["attainment"] == 0
+        assert targets["flex"] == SLO_TARGETS["flex"]
+    path.write_text("3")
+    with pytest.raises(BadClassTargets, match="neither an object nor a list"):
+        read_classes(path)
 
 
 def requests_of(*tenants: str) -> list[TraceRequest]:

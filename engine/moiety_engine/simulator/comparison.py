@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import msgspec
 
 from moiety_engine.errors import InvalidConfig
 from moiety_engine.simulator.capacity import Capacity, at_load, measure_capacity
@@ -18,6 +14,8 @@ from moiety_engine.simulator.devices import SimulatedDevice
 from moiety_engine.simulator.replica import check_policy
 from moiety_engine.simulator.simulate import simulate
 from moiety_engine.simulator.work import WorkModel
+from moiety_wire import class_targets
+from moiety_wire.class_targets import BadClassTargets
 from moiety_wire.classes import SHIPPED, ServiceClass
 from moiety_workload.generators import generate
 from moiety_workload.readers import load_workload
@@ -135,31 +133,11 @@ def compare(
 
 
 def read_classes(path: Path) -> tuple[ServiceClass, ...]:
-    """Return the shipped classes with the changes and additions of a file.
-
-    The file is TOML with a table per class, or .json with an object; only JSON can remove a target, by null. Raises
-    InvalidConfig.
-    """
+    """Return the built-in classes with the changes and additions of a file. Raises InvalidConfig."""
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as exc:
-        raise InvalidConfig(f"cannot read the classes from {path}: {exc}") from exc
-    classes = {service.name: service for service in SHIPPED}
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise InvalidConfig(f"{path}: {name} must be a table of a class's settings, such as [{name}]")
-        if unknown := set(table) - set(ServiceClass.__struct_fields__):
-            raise InvalidConfig(f"{path}: class {name} has no setting {', '.join(sorted(unknown))}")
-        start = msgspec.to_builtins(classes[name]) if name in classes else {}
-        try:
-            service = msgspec.convert(start | table | {"name": name}, ServiceClass)
-        except msgspec.ValidationError as exc:
-            raise InvalidConfig(f"{path}: class {name}: {exc}") from exc
-        if complaint := service.complaint():
-            raise InvalidConfig(f"{path}: class {name}: {complaint}")
-        classes[name] = service
-    return tuple(classes.values())
+        return class_targets.read_classes(path)
+    except BadClassTargets as exc:
+        raise InvalidConfig(str(exc)) from exc
 
 
 def _bind(on_progress: Callable[[str, int, float, int], None], policy: str, seed: int) -> Callable[[float, int], None]:

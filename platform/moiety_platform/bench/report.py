@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moiety_platform.bench.load import BenchAnswer
-from moiety_wire.classes import SHIPPED, STANDARD
+from moiety_wire.classes import SHIPPED, STANDARD, ServiceClass
 
 PERCENTILES = (50, 90, 99)
 
@@ -38,11 +38,15 @@ class SloTarget:
         )
 
 
-# A class that is not shipped gets the SLO of the standard class.
-SLO_TARGETS = {
-    service.name: SloTarget(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
-    for service in SHIPPED
-}
+def slo_targets_of(classes: Iterable[ServiceClass]) -> dict[str, SloTarget]:
+    """Return the SLO of each class by name."""
+    return {
+        service.name: SloTarget(service.ttft_s, service.ttft_per_1k_s, service.tpot_s, service.completion_s)
+        for service in classes
+    }
+
+
+SLO_TARGETS = slo_targets_of(SHIPPED)
 
 
 def time_per_token_s(answer: BenchAnswer) -> float | None:
@@ -67,11 +71,14 @@ def spread_ms(values_s: Iterable[float | None]) -> dict[str, float | None]:
     return {f"p{percent}": round(percentile(known, percent) * 1000, 3) if known else None for percent in PERCENTILES}
 
 
-def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
-    """Return the figures of a run. Latencies cover served requests only; attainment counts the others as missed."""
+def summarise(answers: Sequence[BenchAnswer], targets: Mapping[str, SloTarget] = SLO_TARGETS) -> dict[str, Any]:
+    """Return the figures of a run. Latencies cover served requests only; attainment counts the others as missed.
+
+    `targets`: the SLO of each class. A class that is not in it gets the SLO of the standard class.
+    """
     served = [answer for answer in answers if answer.error is None]
     duration_s = max((answer.request.arrival_s + answer.end_s for answer in answers), default=0.0)
-    attained = [answer for answer in answers if slo_target_of(answer).is_attained(answer)]
+    attained = [answer for answer in answers if slo_target_of(answer, targets).is_attained(answer)]
     classes = sorted({answer.request.service_class for answer in answers})
     return {
         "duration_s": round(duration_s, 3),
@@ -84,14 +91,14 @@ def summarise(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
         "output_tokens_per_s": rate(sum(answer.output_tokens for answer in served), duration_s),
         "goodput_tokens_per_s": rate(sum(answer.output_tokens for answer in attained), duration_s),
         **latencies(served),
-        "classes": {name: summarise_class(name, answers) for name in classes},
+        "classes": {name: summarise_class(name, answers, targets) for name in classes},
         "send_delay_ms": spread_ms(answer.late_s for answer in answers),
     }
 
 
-def summarise_class(name: str, answers: Sequence[BenchAnswer]) -> dict[str, Any]:
+def summarise_class(name: str, answers: Sequence[BenchAnswer], targets: Mapping[str, SloTarget]) -> dict[str, Any]:
     members = [answer for answer in answers if answer.request.service_class == name]
-    attained = sum(slo_target_of(answer).is_attained(answer) for answer in members)
+    attained = sum(slo_target_of(answer, targets).is_attained(answer) for answer in members)
     served = [answer for answer in members if answer.error is None]
     return {"requests": len(members), "attainment": round(attained / len(members), 6), **latencies(served)}
 
@@ -104,8 +111,8 @@ def latencies(served: Sequence[BenchAnswer]) -> dict[str, Any]:
     }
 
 
-def slo_target_of(answer: BenchAnswer) -> SloTarget:
-    return SLO_TARGETS.get(answer.request.service_class, SLO_TARGETS[STANDARD.name])
+def slo_target_of(answer: BenchAnswer, targets: Mapping[str, SloTarget]) -> SloTarget:
+    return targets.get(answer.request.service_class, targets[STANDARD.name])
 
 
 def rate(count: float, duration_s: float) -> float:

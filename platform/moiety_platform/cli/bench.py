@@ -18,10 +18,12 @@ from rich.text import Text
 
 from moiety_platform.bench.environment import describe_environment
 from moiety_platform.bench.load import BenchAnswer, BenchTarget, TargetError, find_target, run_load
-from moiety_platform.bench.report import summarise
+from moiety_platform.bench.report import slo_targets_of, summarise
 from moiety_platform.cli.errors import EXIT_FAILED, CommandError, NotReachable
 from moiety_platform.cli.printing import print_line
 from moiety_platform.printable import printable
+from moiety_wire.class_targets import BadClassTargets, read_classes
+from moiety_wire.classes import SHIPPED
 from moiety_workload.errors import BadTrace
 from moiety_workload.generators import draw_poisson
 from moiety_workload.readers import read_trace
@@ -61,6 +63,15 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="Name of the model. If not given, the first one that the gateway lists.")
     ] = None,
+    class_targets: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File with the gateway's classes, whose SLOs count: TOML with a table for each class to change, "
+            "or the output of moiety class list --json. If not given, the built-in classes.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts and arrivals.")] = 0,
     timeout_s: Annotated[
         float,
@@ -75,18 +86,20 @@ def serve(
     rng = Random(seed)
     try:
         requests = make_requests(rng, trace, rate, num_requests, duration_s, input_tokens, output_tokens, scale)
-    except BadTrace as exc:
+        targets = slo_targets_of(SHIPPED if class_targets is None else read_classes(class_targets))
+    except (BadTrace, BadClassTargets) as exc:
         raise CommandError(str(exc)) from exc
     settings = {
         "url": url, "trace": trace.name if trace else None, "rate": rate, "num_requests": num_requests,
         "duration_s": duration_s, "scale": scale, "input_tokens": None if trace else input_tokens,
         "output_tokens": None if trace else output_tokens, "seed": seed, "timeout_s": timeout_s, "keys": len(key),
+        "class_targets": class_targets.name if class_targets else None,
     }  # fmt: skip
     try:
         target, answers = asyncio.run(measure(url.rstrip("/"), key, model, timeout_s, requests, rng))
     except TargetError as exc:
         raise NotReachable(str(exc)) from exc
-    figures = summarise(answers)
+    figures = summarise(answers, targets)
     keys_used = len(set(target.assign_keys(requests)))
     if keys_used < len(set(key)):
         print_line(f"{keys_used} of {len(set(key))} keys are used: the trace has no requests for the others", err=True)
