@@ -75,12 +75,12 @@ def test_developers_of_a_file_are_restricted_to_projects(moiety: Callable[..., A
     def apply(projects: str, listed: str = "{name: web}, {name: lab}") -> Any:
         file.write_text(
             f"tenants:\n  - {{name: narrow, projects: [{listed}]}}\n"
-            f"users:\n  - {{email: ada@example.com, role: developer, tenant: narrow{projects}}}\n"
+            f"users:\n  - {{email: bea@example.com, role: developer, tenant: narrow{projects}}}\n"
         )
         return moiety("apply", "-f", str(file), "--source", "narrow", "--json")
 
     def reached() -> set[str] | None:
-        ids = json.loads(moiety("user", "show", "ada@example.com", "--json").stdout)["project_ids"]
+        ids = json.loads(moiety("user", "show", "bea@example.com", "--json").stdout)["project_ids"]
         rows = json.loads(moiety("project", "list", "--tenant", "narrow", "--json").stdout)["data"]
         return None if ids is None else {one["name"] for one in rows if one["id"] in ids}
 
