@@ -44,10 +44,7 @@ BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
 SHARE_BITS = 8
 
-BYTES_AVAILABLE = {
-    ARM_FEATURE,
-    ARM_BYTES_FEATURE,
-} <= FEATURES  # rows for 8-bit weights are packed as two bytes a number
+BYTES_AVAILABLE = {ARM_FEATURE, ARM_BYTES_FEATURE} <= FEATURES  # each number of a row is packed as two bytes
 PAIRS_AVAILABLE, WHOLE_AVAILABLE = paths.is_usable(paths.PAIRS), paths.is_usable(paths.WORDS)
 PLAIN_PAIRS_AVAILABLE = PAIRS_AVAILABLE or paths.is_usable(paths.ARM_PAIRS)  # with weights in bfloat16
 PAIR_LANES = 2 * LANES
