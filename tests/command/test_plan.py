@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from moiety_platform.supervisor.plan import (
     traces_process,
 )
 from moiety_wire.engine_choices import DeviceChoice
+
+from .conftest import Ended
 
 KEYS = FirstKeys(admin_key="mty_admin.secret", tenant="demo", tenant_key="mty_tenant.secret")
 
@@ -59,3 +62,9 @@ def test_the_first_start_on_a_cpu_gives_classes_longer_slos(
     given = replace(options("127.0.0.1"), cpu_slos=runs_on_cpu(DeviceChoice(device)))
     arguments = gateway_process(given, DataDir(tmp_path), tmp_path / "socket").arguments
     assert ("--cpu-slos" in arguments) is expected
+
+
+def test_slos_of_a_first_start_need_its_keys(called: Callable[..., Ended]) -> None:
+    refused = called("gateway", "--cpu-slos")
+    assert refused.returncode == 2
+    assert "give --first-keys" in refused.stderr

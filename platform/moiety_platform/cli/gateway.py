@@ -75,6 +75,10 @@ def gateway(
 
     Ends with 0 after a stop, 1 if it could not start, 2 for a wrong option or setting.
     """
+    if cpu_slos and first_keys is None:
+        raise typer.BadParameter(
+            "it is for the start that creates the first keys; give --first-keys", param_hint="--cpu-slos"
+        )
     os.umask(PRIVATE_UMASK)
     flags = {
         "host": host, "port": port, "operations_host": operations_host, "operations_port": operations_port,
