@@ -29,7 +29,7 @@ def read_classes(path: Path) -> tuple[ServiceClass, ...]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         tables = _tables(content)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError) as exc:
         raise BadClassTargets(f"cannot read the classes from {path}: {exc}") from exc
     classes = {service.name: service for service in SHIPPED}
     for name, table in tables.items():
@@ -52,7 +52,9 @@ def _tables(content: Any) -> Mapping[str, Any]:
     """Return the settings by class. A gateway's list has further settings, which are prices."""
     listed = content["data"] if isinstance(content, dict) and isinstance(content.get("data"), list) else content
     if isinstance(listed, list):
+        if not all(isinstance(row, dict) and isinstance(row.get("name"), str) for row in listed):
+            raise ValueError("each entry of the list must be a class with a name")
         return {row["name"]: {name: row[name] for name in row.keys() & _FIELDS} for row in listed}
     if not isinstance(listed, dict):
-        raise TypeError("it is neither an object nor a list")
+        raise ValueError("it is neither an object nor a list")
     return listed

@@ -90,9 +90,14 @@ def test_answers_are_judged_by_the_classes_of_a_gateway(tmp_path: Path) -> None:
         assert summarise([slow], targets)["classes"]["standard"]["attainment"] == 1
         assert summarise([slow])["classes"]["standard"]["attainment"] == 0
         assert targets["flex"] == SLO_TARGETS["flex"]
-    path.write_text("3")
-    with pytest.raises(BadClassTargets, match="neither an object nor a list"):
-        read_classes(path)
+    for wrong, message in (
+        ("3", "neither an object nor a list"),
+        ('{"data": [3]}', "a class with a name"),
+        ("[{}]", "a name"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(BadClassTargets, match=message):
+            read_classes(path)
 
 
 def requests_of(*tenants: str) -> list[TraceRequest]:
