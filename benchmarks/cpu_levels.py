@@ -31,7 +31,8 @@ from moiety_engine.environment import environment
 from moiety_engine.loop import EngineLoop
 from moiety_engine.startup import load_loop
 from moiety_kernels.cpu import paths
-from moiety_kernels.cpu.instructions import ARM_LEVEL, LEVEL_VARIABLE, LEVELS
+from moiety_kernels.cpu.instructions import ARM_LEVEL, LEVELS
+from moiety_kernels.cpu.levels import LEVEL_VARIABLE
 
 WHOLE = "whole"  # the level that withholds nothing
 FORMATS = ["bfloat16", "int8", "int4", "awq", "gptq", "awq_32"]  # the kernels multiply the last one as GGUF's Q4_K

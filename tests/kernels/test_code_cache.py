@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from numba import config
+
 from moiety_kernels.cpu.code_cache import SharedCacheFile
 
 WAIT_S = 0.5
@@ -47,3 +50,26 @@ def test_code_of_a_known_signature_is_replaced(tmp_path: Path) -> None:
         SharedCacheFile(str(tmp_path), "function", "stamp").save("int64", number)
     assert SharedCacheFile(str(tmp_path), "function", "stamp").load("int64") == 1
     assert len(list(tmp_path.glob("*.nbc"))) == 1
+
+
+def test_code_of_the_read_only_folder_is_used_and_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image, written = tmp_path / "image", tmp_path / "written"
+    for folder in (image, written):
+        (folder / "moe").mkdir(parents=True)
+    SharedCacheFile(str(image / "moe"), "function", "stamp").save("avx2", "of the image")
+    before = sorted(image.rglob("*"))
+    monkeypatch.setattr(config, "CACHE_DIR", str(written))
+    monkeypatch.setattr(SharedCacheFile, "read_only", image)
+    file = SharedCacheFile(str(written / "moe"), "function", "stamp")
+    file.save("amx", "of this machine")
+    assert [file.load(level) for level in ("avx2", "amx", "neon")] == ["of the image", "of this machine", None]
+    file.save("avx2", "newer")
+    assert file.load("avx2") == "newer"
+    assert sorted(image.rglob("*")) == before
+    assert SharedCacheFile(str(tmp_path), "function", "stamp").load("avx2") is None
+
+
+def test_addresses_of_objects_are_not_kept(tmp_path: Path) -> None:
+    file = SharedCacheFile(str(tmp_path), "function", "stamp")
+    file.save("int64", ("call of <function inner at 0x7f4c25216520>", b" at 0x7f"))
+    assert file.load("int64") == ("call of <function inner>", b" at 0x7f")

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from moiety_kernels.cpu import paths
-from moiety_kernels.cpu.instructions import ARM_EXTENSIONS, ARM_LEVEL, LEVEL, LEVEL_VARIABLE, LEVELS, VARIABLE
+from moiety_kernels.cpu.instructions import ARM_EXTENSIONS, ARM_LEVEL, LEVEL, LEVELS, VARIABLE
+from moiety_kernels.cpu.levels import LEVEL_VARIABLE
 
 HERE = Path(__file__).parent
 # a product of each format and kind of weight, attention, and kernels without a product

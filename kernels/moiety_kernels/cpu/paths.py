@@ -14,16 +14,18 @@ from moiety_kernels.cpu.instructions import (
     ARM,
     ARM_FEATURE,
     ARM_PAIRS_FEATURE,
+    COMPILE_ONLY,
+    COMPILED_LEVEL,
     EMULATED,
     FEATURES,
     LEVEL,
-    LEVEL_VARIABLE,
     PAIRS_FEATURE,
     TILES_FEATURE,
     WIDE,
     WITHHELD,
     WORDS_FEATURE,
 )
+from moiety_kernels.cpu.levels import LEVEL_VARIABLE
 
 
 class KernelPath(NamedTuple):
@@ -60,7 +62,7 @@ def is_usable(path: KernelPath) -> bool:
         return True
     if not (path.features <= FEATURES and (WIDE or path in (WORDS, ARM_PAIRS))):
         return False
-    return path is not TILES or TILES_FEATURE in EMULATED or _are_tiles_permitted()
+    return path is not TILES or COMPILE_ONLY or TILES_FEATURE in EMULATED or _are_tiles_permitted()
 
 
 def _are_tiles_permitted() -> bool:
@@ -88,7 +90,10 @@ def reason_against(path: KernelPath) -> str:
 
 
 def report() -> dict[str, Any]:
-    """Return the level that limits the features, and for each kind of weight the path and reasons against others."""
+    """Return the levels of the features, and for each kind of weight the path and reasons against others.
+
+    `compiled_for` is the level of the compiled code (None on other CPUs than x86), and `level` the one that limits it.
+    """
     paths = {}
     for weights, candidates in PATHS.items():
         serving = serving_path(weights)
@@ -98,7 +103,8 @@ def report() -> dict[str, Any]:
             "title": serving.title,
             "not": {path.title: reason_against(path) for path in before},
         }
-    return {"level": LEVEL or None, "withheld": sorted(WITHHELD), "paths": paths}
+    levels = {"compiled_for": COMPILED_LEVEL or None, "level": LEVEL or None}
+    return {**levels, "withheld": sorted(WITHHELD), "paths": paths}
 
 
 if __name__ == "__main__":

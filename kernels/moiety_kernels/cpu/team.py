@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import types
 
 from moiety_kernels.cpu.compiling import driver_address, jit, task_address
+from moiety_kernels.cpu.instructions import COMPILE_ONLY
 from moiety_kernels.cpu.memory import (
     acquire_i64,
     call_driver,
@@ -230,7 +232,24 @@ class Team:
                 self._wake[index].set()
 
 
+class CompileOnlyTeam(Team):
+    """Team that compiles what it would run, for a CPU level that this machine need not have (`levels.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        _serve.compile((types.int64,) * 2)  # type: ignore[attr-defined]
+        _replay.compile((types.int64,) * 4)  # type: ignore[attr-defined]
+
+    def _call(self, driver: Any, function: int, num_tasks: int, args: Struct) -> None:
+        driver.compile((types.int64,) * 5)
+        if self._recorded is not None:
+            self._recorded.append(Job(driver, function, num_tasks, self._args.copy()))
+
+    def replay(self, program: Program) -> None:
+        """Leave the tensors of the program as they are; its jobs were compiled when they were recorded."""
+
+
 @functools.cache
 def team() -> Team:
     """Return the process's team; it has as many threads as torch is set to use at the first call."""
-    return Team(torch.get_num_threads())
+    return CompileOnlyTeam() if COMPILE_ONLY else Team(torch.get_num_threads())
