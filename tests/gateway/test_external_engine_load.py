@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import openai
@@ -68,22 +69,38 @@ async def test_a_long_queue_there_is_a_long_wait_here_and_too_long_a_one_is_refu
         assert len(server.bodies) == 1
 
 
-async def test_unchanged_metrics_are_read_less_often_until_they_change_or_a_request_comes(
+async def test_a_quiet_server_is_checked_less_often_until_its_metrics_change_or_a_request_comes(
     start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
 ) -> None:
+    """The interval is 50 ms, and 200 ms of a quiet server."""
     server = await start_server()
     engine = client_of(server)
     async with start_over(engine) as gateway:
+        await asyncio.sleep(1)
         server.probes.clear()
-        await until(lambda: server.probes.count("/health") >= 40)
-        assert 1 <= server.probes.count("/metrics") <= 20
+        await asyncio.sleep(2)
+        assert 2 <= server.probes.count("/health") <= 15
         assert engine.state.load_is_fresh
         server.running = 7
         await until(lambda: engine.state.load.num_running == 7)
         server.running = 0
+        await asyncio.sleep(1)
         server.probes.clear()
         await gateway.client.chat.completions.create(**ASK)
         await until(lambda: "/metrics" in server.probes)
+
+
+async def test_a_quiet_server_that_falls_silent_is_lost(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, until: Until
+) -> None:
+    server = await start_server()
+    engine = client_of(server, heartbeat=Heartbeat(interval_s=0.05, timeout_s=0.1, silence_s=0.3))
+    async with start_over(engine):
+        await asyncio.sleep(1)
+        server.is_silent = True
+        await until(lambda: not engine.state.healthy)
+        server.is_silent = False
+        await until(lambda: engine.state.healthy)
 
 
 async def test_the_end_of_an_idle_server_is_noticed_before_the_next_check(

@@ -376,3 +376,18 @@ def test_any_received_message_counts_as_a_sign_of_life() -> None:
     clock.advance(5.1)
     assert liveness.is_lost
     assert not liveness.is_streaming
+
+
+def test_a_pause_between_checks_counts_as_one_interval_of_silence() -> None:
+    clock = ManualClock()
+    liveness = Liveness(clock, silence_s=5)
+    clock.advance(20)
+    liveness.end_pause(1)
+    assert not liveness.is_lost
+    clock.advance(4.1)
+    assert liveness.is_lost
+    liveness.record_data()
+    clock.advance(0.5)
+    liveness.end_pause(1)  # after less than the interval
+    clock.advance(4.6)
+    assert liveness.is_lost

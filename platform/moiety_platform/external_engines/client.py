@@ -42,6 +42,7 @@ from moiety_platform.external_engines.metrics import ExternalMetrics
 from moiety_platform.external_engines.probe import ModelListUnavailable, NoResponse, Prober, UnhealthyServer
 from moiety_platform.external_engines.probe_connection import ProbeConnection
 from moiety_platform.external_engines.waiting import EndedRequests, class_loads
+from moiety_platform.shared_wake_ups import next_round_s, process_phase_s
 from moiety_wire.classes import ServiceClass
 from moiety_wire.engine_load import Load
 from moiety_wire.fleet_service import FleetService
@@ -51,7 +52,8 @@ CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # shorter than the servers' own, so that they close no connection during a new request
 LINGER_S = 0.1  # after an answer, until its connection is free
-MAX_SKIPS = 4  # health checks without metrics, of a server whose metrics do not change
+QUIET_CHECKS = 4  # in a row with the same metrics and without a request from here, after which a server is quiet
+QUIET_INTERVALS = 4  # between two checks of a quiet server, which its kept connection tells apart from one that ended
 DROPS_APART_S = 10.0  # between two checks because a kept connection was closed
 JITTER = 0.1  # of the interval, by which a check is earlier, so that many servers are not checked at once
 STREAM_SILENCE_S = 600.0  # within an answer: a request may be queued, or preempted between two tokens
@@ -63,8 +65,9 @@ log = structlog.get_logger(__name__)
 class Heartbeat:
     """Health check of a server.
 
-    The next check starts `interval_s` after an answer, which must arrive within `timeout_s`. After `silence_s` without
-    an answer or a byte of a stream, the server's requests are lost.
+    The next check starts `interval_s` after an answer, which must arrive within `timeout_s`, and QUIET_INTERVALS times
+    later while the server is quiet. After `silence_s` without an answer or a byte of a stream, the server's requests
+    are lost.
     """
 
     interval_s: float = 1.0
@@ -117,7 +120,7 @@ class ExternalEngineClient:
         self._num_loads = 0
         self._num_ended = 0
         self._num_asked = 0  # requests when the metrics were last read
-        self._num_quiet = self._num_skips = 0  # health checks without metrics: wanted, and made since the last metrics
+        self._num_quiet = 0  # checks in a row that found the same metrics and no request from here
         self._ends = EndedRequests()
         self._admitted: dict[str, tuple[ServiceClass, int]] = {}  # this gateway's requests, by class
         self._num_connections = 0
@@ -141,10 +144,15 @@ class ExternalEngineClient:
             self._card,
             self._load,
             len(self._running),
-            now_s - self._load_at_s,
+            self._load_age_s(now_s),
             self._num_connections,
             now_s - self._since_s if self._is_healthy else 0.0,
         )
+
+    def _load_age_s(self, now_s: float) -> float:
+        """Return the age of the load. The pause between two checks of a quiet server does not count."""
+        pause_s = (QUIET_INTERVALS - 1) * self._heartbeat.interval_s if self._is_quiet else 0.0
+        return max(0.0, now_s - self._load_at_s - pause_s)
 
     def use_key(self, api_key: str | None) -> None:
         """Set the API key for later requests."""
@@ -239,8 +247,8 @@ class ExternalEngineClient:
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task
-        if self._num_skips:
-            self._probe_now.set()  # read the metrics, which are some seconds old
+        if self._is_quiet:
+            self._probe_now.set()  # the metrics are some seconds old
         name = submit.service.name
         self._admitted[name] = submit.service, self._admitted.get(name, (submit.service, 0))[1] + 1
         try:
@@ -277,9 +285,24 @@ class ExternalEngineClient:
             except Exception as error:  # root of a task: log and retry; meanwhile the engine gets no requests
                 log.exception("engine_probe_failed", engine=self.address)
                 self._lost(f"its answers cannot be read: {error}")
+            was_quiet = self._is_quiet
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._heartbeat.interval_s * (1 - JITTER * random())):
+                async with asyncio.timeout_at(self._next_check_s()):
                     await self._probe_now.wait()
+            if was_quiet:
+                self._liveness.end_pause(self._heartbeat.interval_s)
+
+    def _next_check_s(self) -> float:
+        """Return the event loop's time of the next check. Those of quiet servers share the wake-ups of the process."""
+        now_s = asyncio.get_running_loop().time()
+        interval_s = self._heartbeat.interval_s
+        if self._is_quiet:
+            return next_round_s(now_s, QUIET_INTERVALS * interval_s, process_phase_s())
+        return now_s + interval_s * (1 - JITTER * random())
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._is_healthy and self._num_quiet >= QUIET_CHECKS
 
     async def _probe(self) -> None:
         has_broken, self._has_broken = self._has_broken, False
@@ -287,31 +310,31 @@ class ExternalEngineClient:
             await self._prober.check_health()
             self._liveness.record_data()
             card = None if self._is_healthy and not has_broken else await self._prober.card()
-            await self._probe_load()
+            is_quiet = await self._probe_load()
+            self._num_quiet = self._num_quiet + 1 if is_quiet else 0
             if card is not None:
                 self._connected(card)
         except UnhealthyServer as error:
+            self._num_quiet = 0
             self._liveness.record_data()
             if isinstance(error, ModelListUnavailable) and self._is_healthy and self._liveness.is_streaming:
                 return
             self._lost(str(error))
         except NoResponse as error:
+            self._num_quiet = 0
             self._has_broken |= has_broken
             if self._liveness.is_lost:
                 self._lost(str(error))
                 self._fail_all()
 
-    async def _probe_load(self) -> None:
-        """Read the server's metrics, less often while they do not change and this gateway has no request there."""
+    async def _probe_load(self) -> bool:
+        """Read the server's metrics. Return whether they are unchanged and this gateway has had no request there."""
         asked = self._num_ended + len(self._running)
-        if self._num_skips < self._num_quiet and asked == self._num_asked and not self._running:
-            self._num_skips += 1
-        else:
-            before, self._figures = self._figures, await self._prober.metrics()
-            is_quiet = self._figures == before and asked == self._num_asked and not self._running
-            self._num_quiet = min(self._num_quiet + 1, MAX_SKIPS) if is_quiet else 0
-            self._num_skips, self._num_asked = 0, asked
+        before, self._figures = self._figures, await self._prober.metrics()
+        is_quiet = self._figures == before and asked == self._num_asked and not self._running
+        self._num_asked = asked
         self._note_load()
+        return is_quiet
 
     def _connected(self, card: ModelCard) -> None:
         self._card, self._is_healthy = card, True

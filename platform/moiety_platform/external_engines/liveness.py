@@ -21,6 +21,10 @@ class Liveness:
         """Record that data arrived from the engine."""
         self._last_data_s = self._clock.monotonic()
 
+    def end_pause(self, interval_s: float) -> None:
+        """Count no more than `interval_s` of the time until now as silence, because the engine was not asked."""
+        self._last_data_s = max(self._last_data_s, self._clock.monotonic() - interval_s)
+
     def record_stream(self) -> None:
         """Record that bytes of a stream arrived."""
         self._last_data_s = self._last_streamed_s = self._clock.monotonic()
