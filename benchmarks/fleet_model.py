@@ -17,7 +17,7 @@ from typing import Any
 from moiety_platform.db.session import CHECKING, REPORTING, SERVING
 from moiety_platform.quota.enforcer import LEASE_S, TICK_S
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.usage.recorder import BUSY_INTERVALS, INTERVAL_S
+from moiety_platform.usage.write_pace import BUSY_INTERVALS, INTERVAL_S
 from moiety_wire.fleet_service import MAX_SENT_TENANTS
 from moiety_wire.messages import HEARTBEAT_INTERVAL_S
 

@@ -38,7 +38,7 @@ class HeldDatabase(Database):
     holds: asyncio.Event  # set once a read waits
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncSession]:
+    async def read_statements(self) -> AsyncIterator[AsyncSession]:
         task = asyncio.current_task()
         assert task is not None
         if task.get_name() == self.failing:
@@ -51,7 +51,7 @@ class HeldDatabase(Database):
                 await self.gate.wait()
             finally:
                 self.num_waiting -= 1
-        async with super().read() as session:
+        async with super().read_statements() as session:
             yield session
 
 

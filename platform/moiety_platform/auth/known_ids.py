@@ -44,7 +44,7 @@ class KnownKeyIds:
             page = select(*columns).order_by(*columns).limit(PAGE_ROWS)
             if after is not None:
                 page = page.where(tuple_(*columns) > after)
-            async with database.read() as session:
+            async with database.read_statements() as session:
                 rows: list[tuple[datetime, str]] = [(row[0], row[1]) for row in await session.execute(page)]
             for created_at, key_id in rows:
                 self.add(key_id)

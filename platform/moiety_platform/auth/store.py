@@ -83,7 +83,7 @@ _find = BulkStatement(
 
 async def find_keys(database: Database, key_ids: Sequence[str]) -> dict[str, StoredKey]:
     """Return the keys that exist, by id. Raises Unavailable when the store is down."""
-    async with database.read() as session:
+    async with database.read_statements() as session:
         found = await _find.read(session, [(key_id,) for key_id in key_ids])
     return {row[0]: _stored(*row) for row in found}
 

@@ -83,7 +83,7 @@ class PendingWorkReader:
     async def _read(self) -> PendingWork:
         await asyncio.sleep(GATHER_S)
         self._next = None  # who asks from now on must see what is committed until then
-        async with self._database.read() as session:
+        async with self._database.read_statements() as session:
             num_deletions, *flags = (await session.execute(self._statement)).one()
         return PendingWork(num_deletions, *map(bool, flags))
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import (
     JSON,
+    BigInteger,
     ColumnElement,
     CursorResult,
     Dialect,
@@ -85,7 +86,9 @@ class BulkStatement:
     def _statement(self, dialect: Dialect) -> Any:
         statement = self._statements.get(dialect.name)
         if statement is None:
-            given = _read(dialect, self._columns, bindparam("rows", type_=String))
+            given = _read(
+                dialect, self._columns, bindparam("rows", type_=String), bindparam("num_rows", type_=BigInteger)
+            )
             statement = self._statements[dialect.name] = self._build(given, dialect)
         return statement
 
@@ -93,8 +96,11 @@ class BulkStatement:
         self, session: AsyncSession, statement: Any, rows: Iterable[Row], own: Mapping[str, Any]
     ) -> CursorResult[Any]:
         connection = await session.connection()
-        document = _document(connection.dialect, self._columns, list(rows))
-        found: CursorResult[Any] = await connection.execute(statement, {"rows": document, **own})
+        given = list(rows)
+        values = {"rows": _document(connection.dialect, self._columns, given), **own}
+        if connection.dialect.name == "postgresql":
+            values["num_rows"] = len(given)
+        found: CursorResult[Any] = await connection.execute(statement, values)
         return found
 
 
@@ -181,12 +187,19 @@ def in_rows(session: AsyncSession, columns: Sequence[Any], rows: Iterable[Row]) 
     row of the table.
     """
     dialect, found = session.get_bind().dialect, [column.expression for column in columns]
-    document = bindparam(None, _document(dialect, found, list(rows)), String)
-    return tuple_(*columns).in_(_read(dialect, found, document))
+    given = list(rows)
+    document = bindparam(None, _document(dialect, found, given), String)
+    return tuple_(*columns).in_(_read(dialect, found, document, bindparam(None, len(given), BigInteger)))
 
 
-def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> Select[Any]:
-    """Return a select that unpacks the JSON document into rows."""
+def _read(
+    dialect: Dialect, columns: _Columns, document: ColumnElement[str], num_rows: ColumnElement[int]
+) -> Select[Any]:
+    """Return a select that unpacks the JSON document into rows.
+
+    PostgreSQL is told their number, because it assumes 100 rows otherwise, and would read a whole table of some ten
+    thousand rows to find a few in it.
+    """
     values: list[ColumnElement[Any]]
     if dialect.name == "postgresql":
         each = func.json_array_elements(cast(document, JSON)).table_valued("value")
@@ -201,7 +214,8 @@ def _read(dialect: Dialect, columns: _Columns, document: ColumnElement[str]) -> 
             for place, column in enumerate(columns)
         ]
     named = [value.label(column.key) for value, column in zip(values, columns, strict=True)]
-    return select(*named).where(true())  # without WHERE, SQLite would parse an insert's ON as a join's
+    found = select(*named).where(true())  # without WHERE, SQLite would parse an insert's ON as a join's
+    return found.limit(num_rows) if dialect.name == "postgresql" else found
 
 
 def _document(dialect: Dialect, columns: _Columns, rows: Sequence[Row]) -> str:

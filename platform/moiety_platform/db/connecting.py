@@ -28,6 +28,7 @@ class OpenConnections:
     """Tasks in which an engine's connections are opened and closed, and the threads that the driver has for them."""
 
     def __init__(self) -> None:
+        self.are_direct = False  # True after one to PostgreSQL was opened, and none through a pooler
         self.tasks: set[asyncio.Task[Any]] = set()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = threading.Lock()

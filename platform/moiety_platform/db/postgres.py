@@ -23,6 +23,7 @@ from sqlalchemy import Dialect
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.util import await_only
 
+from moiety_platform.db.connecting import OpenConnections
 from moiety_platform.db.connection_errors import NoConnection
 from moiety_platform.db.postgres_url import PostgresUrl, asyncpg_dsn
 from moiety_platform.db.url_errors import BadDatabaseUrl
@@ -50,9 +51,12 @@ class PostgresConnection(asyncpg.Connection):  # type: ignore[misc]  # the drive
 class PostgresConnector:
     """Factory for the connections of one engine."""
 
-    def __init__(self, url: PostgresUrl, *, connect_timeout_s: float, statement_timeout_s: float) -> None:
+    def __init__(
+        self, url: PostgresUrl, opened: OpenConnections, *, connect_timeout_s: float, statement_timeout_s: float
+    ) -> None:
         """Check the files that the URL names. Raises BadDatabaseUrl if a certificate or key cannot be read."""
-        self._url = url
+        self._url, self._opened = url, opened
+        self._has_pooler = False
         self._timeout_s = connect_timeout_s if url.connect_timeout_s is None else url.connect_timeout_s
         self._statement_timeout_s = statement_timeout_s
         self._has_logged_pooler = False
@@ -64,6 +68,8 @@ class PostgresConnector:
     def connect(self, dialect: Dialect, _arguments: list[Any], _options: dict[str, Any]) -> DBAPIConnection:
         """Open a connection, in a greenlet of SQLAlchemy. Raises NoConnection."""
         opened, is_pooled = await_only(self._open())
+        self._has_pooler |= is_pooled
+        self._opened.are_direct = not self._has_pooler
 
         async def give() -> PostgresConnection:
             return opened

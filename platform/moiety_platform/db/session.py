@@ -29,6 +29,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from moiety_platform.db.connecting import POLL_S, OpenConnections, connect_uncancelled
 from moiety_platform.db.failures import unavailable_if_unreachable
+from moiety_platform.db.idle_connections import check_idle_connections
 from moiety_platform.db.postgres_url import PostgresUrl
 from moiety_platform.db.url import postgres_url, sqlite_path
 from moiety_platform.thread_priority import lower_priority
@@ -106,11 +107,14 @@ def _create_postgres_engine(url: PostgresUrl, opened: OpenConnections, pool: Poo
         pool_size=pool.size,
         max_overflow=0,
         pool_timeout=pool.wait_s,
-        pool_pre_ping=True,
+        pool_use_lifo=True,  # as of SQLite
         hide_parameters=True,
     )
-    connector = PostgresConnector(url, connect_timeout_s=pool.wait_s, statement_timeout_s=pool.statement_timeout_s)
+    connector = PostgresConnector(
+        url, opened, connect_timeout_s=pool.wait_s, statement_timeout_s=pool.statement_timeout_s
+    )
     connect_uncancelled(engine, opened, connector.connect)
+    check_idle_connections(engine)
     return engine
 
 
@@ -125,6 +129,8 @@ class Database:
         self.num_statements = 0  # sent so far, including those that open transactions
         event.listen(engine.sync_engine, "before_cursor_execute", self._count)
         self._read = async_sessionmaker(engine, expire_on_commit=False, autoflush=False)
+        alone = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._read_alone = async_sessionmaker(alone, expire_on_commit=False, autoflush=False)
         writer = engine.execution_options(**{_BEGIN_OPTION: "BEGIN IMMEDIATE"})
         self._write = async_sessionmaker(writer, expire_on_commit=False)
         self._criteria: tuple[ORMOption, ...] = ()
@@ -160,6 +166,25 @@ class Database:
             async with self._read() as session:
                 self._restrict(session)
                 yield session
+
+    @asynccontextmanager
+    async def read_statements(self) -> AsyncIterator[AsyncSession]:
+        """Open a session for statements that read and need not see the same state.
+
+        It has no transaction where PostgreSQL is reached directly, since beginning and ending one take two messages in
+        each direction. A pooler could send the messages of a statement without a transaction to different servers.
+        Raises Unavailable when the store is away.
+        """
+        if self.opened.are_direct:
+            with unavailable_if_unreachable():
+                async with self._read_alone() as session:
+                    await session.connection()  # can be a new one, which is found to be a pooler's
+                    if self.opened.are_direct:
+                        self._restrict(session)
+                        yield session
+                        return
+        async with self.read() as session:
+            yield session
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:

@@ -95,7 +95,7 @@ class Snapshot(Generic[T]):
     async def _read(self) -> None:
         num_edits, asked_at_s = self._num_edits, self.clock.monotonic()
         try:
-            async with asyncio.timeout(LOOKUP_TIMEOUT_S), self.database.read() as session:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S), self.database.read_statements() as session:
                 value = await self.load(session)
         except (Unavailable, TimeoutError) as error:
             if not self._away:

@@ -27,6 +27,7 @@ from moiety_platform.edits import Edits
 from moiety_platform.errors import Unavailable
 from moiety_platform.periodic_task import PeriodicTask
 from moiety_platform.quota.account import Account, KnownScope, fail
+from moiety_platform.quota.account_map import AccountMap
 from moiety_platform.quota.errors import LimitRefusal, never_fits, store_unavailable
 from moiety_platform.quota.kinds import Limit, Meter, Scope, Unit, window_end, window_start
 from moiety_platform.quota.lease import Hold, Lease, WindowId
@@ -86,7 +87,7 @@ class QuotaEnforcer:
         self.quarantine = Quarantine(self.database, self.store, self.clock, every_s=self.ttl_s / 4)
         self._rates = RateStore(now=self.store.now)
         self._scopes: dict[Scope, KnownScope] = {}
-        self._accounts: dict[WindowId, Account] = {}
+        self._accounts = AccountMap()
         self._edits = Edits()  # of scopes' limits, in this process
         self._asked: set[Account] = set()  # accounts with waiting requests
         pause_s = min(self.tick_s, OUTAGE_PAUSE_S)
@@ -230,12 +231,13 @@ class QuotaEnforcer:
         stale = [] if requested_only else self._stale_scopes(sent_s)
         if not (wants or returned or renewed or stale):
             return
-        begin = self.database.write if wants or returned or renewed else self.database.read
+        begin = self.database.write if wants or returned or renewed else self.database.read_statements
         self._sent_s = sent_s
         try:
             async with begin() as session:
-                grants = await self._exchange(session, returned, wants)
-                stored = await self.store.renew(session, renewed) if renewed else {}
+                grants, stored = await self._exchange(session, returned, wants)
+                if others := [window for window in renewed if window not in stored]:
+                    stored |= await self.store.renew(session, others)
                 limits = await load_limits(session, stale)
         except BaseException as error:  # on any error, no request is left waiting
             for futures in waiters.values():
@@ -268,21 +270,22 @@ class QuotaEnforcer:
 
     async def _exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Sequence[LeaseRequest]
-    ) -> dict[WindowId, Grant]:
-        """Return the grants of stocks and slots, and of rates."""
+    ) -> tuple[dict[WindowId, Grant], dict[WindowId, LeaseAmounts]]:
+        """Return the grants of stocks, slots and rates, and the leases that were raised and thereby renewed."""
         leased, drawn = {*self._leased(returned)}, {*self._leased(want.window for want in wants)}
-        grants = await self.store.exchange(
+        grants, raised = await self.store.exchange(
             session,
             {window: amount for window, amount in returned.items() if window in leased},
             [want for want in wants if want.window in drawn],
             slice_size,
         )
-        return grants | await self._rates.exchange(
+        of_rates = await self._rates.exchange(
             session,
             {window: amount for window, amount in returned.items() if window not in leased},
             [want for want in wants if want.window not in drawn],
             slice_size,
         )
+        return grants | of_rates, raised
 
     def _leased(self, windows: Iterable[WindowId]) -> list[WindowId]:
         """Return the windows with a lease in the store; rates have none."""
@@ -310,12 +313,10 @@ class QuotaEnforcer:
 
     def _learn_limits(self, limits: Mapping[Scope, list[Limit]], now_s: float, seen: int) -> None:
         """Apply limits that were read at `now_s`, unless they were edited here after edit number `seen`."""
-        if not limits:
-            return
-        now_known = {limit.quota_id: limit for of_scope in limits.values() for limit in of_scope}
-        for account in self._accounts.values():
-            account.learn_limit(now_known.get(account.limit.quota_id, account.limit))
         for scope, of_scope in limits.items():
+            for limit in of_scope:
+                for account in self._accounts.of_limit(limit.quota_id):
+                    account.learn_limit(limit)
             known = self._scopes.get(scope)
             if known is not None and not self._edits.since(seen, scope):
                 if of_scope != known.limits:
@@ -382,9 +383,9 @@ class QuotaEnforcer:
             found = await self._read_limits(unknown)
             read = {scope: KnownScope(limits, now_s, now_s) for scope, limits in found.items()}
             known += read.values()
-            self._scopes = {
-                s: known_scope for s, known_scope in read.items() if not self._edits.since(seen, s)
-            } | self._scopes
+            for scope, known_scope in read.items():
+                if not self._edits.since(seen, scope):
+                    self._scopes.setdefault(scope, known_scope)
             self._learn_limits(found, now_s, seen)
         for known_scope in known:
             known_scope.used_s = now_s
@@ -392,7 +393,7 @@ class QuotaEnforcer:
 
     async def _read_limits(self, scopes: Sequence[Scope]) -> dict[Scope, list[Limit]]:
         try:
-            async with asyncio.timeout(self.answer_s), self.database.read() as session:
+            async with asyncio.timeout(self.answer_s), self.database.read_statements() as session:
                 return await load_limits(session, scopes)
         except TimeoutError as error:
             raise store_unavailable() from error
@@ -404,7 +405,8 @@ class QuotaEnforcer:
             lease = Lease(window, self.replica_id, limit.kind.unit, meter=limit.kind.meter)
             period = limit.kind.period
             ends_unix_s = math.inf if period is None else window_end(period, window.start).timestamp()
-            account = self._accounts[window] = Account(lease, limit, ends_unix_s)
+            account = Account(lease, limit, ends_unix_s)
+            self._accounts.add(account)
         return account
 
     def _collect_leases(
@@ -439,10 +441,8 @@ class QuotaEnforcer:
         """Drop leases and scopes that were unused for long, once the store knows all that is known here."""
         oldest_s = now_s - _FORGET_AFTER_S
         self._scopes = {scope: known for scope, known in self._scopes.items() if known.used_s >= oldest_s}
-        self._accounts = {
-            window: account
-            for window, account in self._accounts.items()
-            if account.used_s >= oldest_s or account.in_use(stored.get(window, _NO_AMOUNTS))
-        }
+        self._accounts = self._accounts.kept(
+            lambda account: account.used_s >= oldest_s or account.in_use(stored.get(account.lease.window, _NO_AMOUNTS))
+        )
         for known in self._scopes.values():
             known.accounts = None

@@ -33,7 +33,7 @@ async def load_limits(session: AsyncSession, scopes: Iterable[Scope]) -> dict[Sc
     names = list(by_name)
     for first in range(0, len(names), _SCOPES_AT_ONCE):
         rows = await _of_scopes.read(session, names[first : first + _SCOPES_AT_ONCE])
-        for quota_id, level, scope_id, kind, cap in sorted(rows):
+        for quota_id, level, scope_id, kind, cap in sorted(map(tuple, rows)):
             if kind not in _KINDS:
                 log.warning(
                     "limit_of_unknown_kind",

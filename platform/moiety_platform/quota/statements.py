@@ -51,7 +51,8 @@ class LeaseStatements:
         self.mine_alone = BulkStatement(_WINDOW_KEY, self._lock_mine)
         self.mine = BulkStatement(_WINDOW_KEY, self._read_mine)  # (quota id, start, granted, settled)
         self.renew = BulkStatement(_WINDOW_KEY, self._renew)
-        self.open_leases = BulkStatement(_WINDOW_KEY, self._open_leases)
+        # adds to leases, makes those that are missing, and renews all: (quota id, start, granted, settled)
+        self.grant = BulkStatement([*_WINDOW_KEY, QuotaLease.granted], self._grant)
         self.windows = BulkStatement(
             _WINDOW_KEY, self._read_windows
         )  # (id, start, granted, cap, other replicas), locked
@@ -69,18 +70,23 @@ class LeaseStatements:
         values = {"expires_ms": self._expires_ms(), "state": LeaseState.LIVE}
         return update(QuotaLease).where(*self._are_mine(given)).values(values)
 
-    def _open_leases(self, given: Select[Any], dialect: Dialect) -> Any:
-        """Insert empty leases where there are none yet."""
-        empty: dict[str, ColumnElement[Any]] = {
+    def _grant(self, given: Select[Any], dialect: Dialect) -> Any:
+        others: dict[str, ColumnElement[Any]] = {
             "replica_id": literal(self._replica_id),
-            "granted": literal(0),
             "settled": literal(0),
             "expires_ms": self._expires_ms(),
             "state": literal(LeaseState.LIVE.value),
         }
-        leases = given.add_columns(*empty.values())
-        insert = insert_of(dialect, QuotaLease).from_select([*_WINDOW, *empty], leases)
-        return insert.on_conflict_do_nothing()
+        leases = given.add_columns(*others.values())
+        insert = insert_of(dialect, QuotaLease).from_select([*_WINDOW, "granted", *others], leases)
+        changed = {
+            "granted": QuotaLease.granted + insert.excluded.granted,
+            "expires_ms": insert.excluded.expires_ms,
+            "state": insert.excluded.state,
+        }
+        return insert.on_conflict_do_update(index_elements=list(_LEASE), set_=changed).returning(
+            *_LEASE_KEY, QuotaLease.granted, QuotaLease.settled
+        )
 
     def _read_windows(self, given: Select[Any], _: Dialect) -> Any:
         sharing = (

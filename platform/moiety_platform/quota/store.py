@@ -81,15 +81,16 @@ class LeaseStore:
 
     async def exchange(
         self, session: AsyncSession, returned: Mapping[WindowId, int], wants: Iterable[LeaseRequest], slice_size: Slice
-    ) -> dict[WindowId, Grant]:
+    ) -> tuple[dict[WindowId, Grant], dict[WindowId, LeaseAmounts]]:
         """Take back what is neither settled nor held, and grant what the caps allow.
 
-        Windows of deleted limits are missing in the result.
+        Returns the grants, without windows of deleted limits, and the leases that were raised, which are thereby
+        renewed.
         """
         asked = {want.window: want for want in wants}
         windows = sorted({*returned, *asked})
         if not windows:
-            return {}
+            return {}, {}
         await open_windows(session, [(*_key(window), 0, 0) for window in windows])
         state = await self._lock(session, windows)
         returned = await self._still_ours(session, returned)
@@ -105,8 +106,7 @@ class LeaseStore:
         changes = {window: -amount for window, amount in returned.items()}
         for window, grant in grants.items():
             changes[window] = changes.get(window, 0) + grant.amount
-        await self._change(session, {window: amount for window, amount in changes.items() if amount})
-        return grants
+        return grants, await self._change(session, changes)
 
     async def renew(self, session: AsyncSession, windows: Iterable[WindowId]) -> dict[WindowId, LeaseAmounts]:
         """Extend the leases on these windows; return the stored state of each."""
@@ -218,13 +218,16 @@ class LeaseStore:
             }
         return found
 
-    async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> None:
-        """Raise or lower the amounts granted to this replica. The windows are locked."""
-        await grant_windows(session, {_key(window): amount for window, amount in amounts.items()})
-        new = sorted(window for window, amount in amounts.items() if amount > 0)
-        if new:
-            await self._statements.open_leases.execute(session, map(_key, new))
-        await grant_leases(session, {(*_key(window), self.replica_id): n for window, n in amounts.items()})
+    async def _change(self, session: AsyncSession, amounts: Mapping[WindowId, int]) -> dict[WindowId, LeaseAmounts]:
+        """Raise or lower the amounts granted to this replica; return the raised leases. The windows are locked."""
+        lowered = {_key(window): amount for window, amount in amounts.items() if amount < 0}
+        raised = {_key(window): amount for window, amount in sorted(amounts.items()) if amount > 0}
+        await grant_windows(session, lowered | raised)
+        await grant_leases(session, {(*key, self.replica_id): amount for key, amount in lowered.items()})
+        if not raised:
+            return {}
+        changed = await self._statements.grant.execute(session, [(*key, amount) for key, amount in raised.items()])
+        return {WindowId(one.quota_id, one.start): LeaseAmounts(one.granted, one.settled) for one in changed}
 
 
 async def lease_covers(session: AsyncSession, charges: Iterable[Charge]) -> bool:

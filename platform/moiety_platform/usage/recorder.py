@@ -1,8 +1,8 @@
 """Usage recorder: it stores each row once and loses none, and no request waits for it.
 
-`record` puts a row into memory; a task writes the collected rows after `interval_s`, and under load after two
-intervals, so that the statements of one transaction serve many rows. The table's primary key makes writing idempotent,
-so rows in doubt are written again.
+`record` puts a row into memory; a task writes the collected rows after `interval_s`, and while rows keep coming after
+two or four intervals (`write_pace.py`). The table's primary key makes writing idempotent, so rows in doubt are written
+again.
 
 When the database is away or slow: a batch that cannot be stored goes to the journal, an append-only file beside the
 database's, and is replayed when the database is back, or at the next start. Once `max_pending` rows wait in memory,
@@ -42,9 +42,8 @@ from moiety_platform.usage.quarantined_rows import QuarantinedUsage
 from moiety_platform.usage.rejected_rows import REFUSALS, accepts_plain_rows, is_value_error
 from moiety_platform.usage.row import NOT_COLUMNS, UsageRow
 from moiety_platform.usage.store import insert_rows
+from moiety_platform.usage.write_pace import INTERVAL_S, WritePace
 
-INTERVAL_S = 0.25
-BUSY_ROWS, BUSY_INTERVALS = 10, 2  # after a round of BUSY_ROWS rows, the next begins after BUSY_INTERVALS intervals
 MAX_PENDING = 10_000
 BATCH_ROWS = 1000
 MAX_BACKOFF_S = 5.0
@@ -109,10 +108,9 @@ class UsageRecorder:
         self._unlogged: list[UsageRow] = []  # rows of the current turn of the event loop
         self._running: dict[str, UsageRow] = {}
         self._when_stored: dict[str, Callable[[], None]] = {}
-        self._interval_s = interval_s
+        self._pace = WritePace(interval_s)
         self._max_pending = max_pending
         self._pending: deque[UsageRow] = deque()
-        self._num_drained = 0  # rows of the last round
         self._oldest_spilled: datetime | None = None  # of the rows in the journal, as far as this process knows
         self._draining = asyncio.Lock()
         self._work = asyncio.Event()
@@ -207,9 +205,8 @@ class UsageRecorder:
             if not backoff_s:
                 await self._work.wait()
             self._work.clear()
-            num_intervals = BUSY_INTERVALS if self._num_drained >= BUSY_ROWS else 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s or num_intervals * self._interval_s)
+                await asyncio.wait_for(self._stopping.wait(), backoff_s or self._pace.pause_s())
             try:
                 await self.flush()
             except (Unavailable, OSError) as error:
@@ -220,14 +217,15 @@ class UsageRecorder:
                         journaled_rows=self._journaled,
                         advice=f"{store_advice(error)}; rows wait in the journal",
                     )
-                backoff_s = min(MAX_BACKOFF_S, max(self._interval_s, backoff_s * 2))
+                backoff_s = min(MAX_BACKOFF_S, max(self._pace.interval_s, backoff_s * 2))
             else:
                 if backoff_s:
                     _log.info("usage_store_recovered", stored_rows=self._stored)
                 backoff_s = 0.0
 
     async def _drain(self) -> None:
-        self._num_drained = left = len(self._pending)  # later rows are for the next round
+        left = len(self._pending)  # later rows are for the next round
+        self._pace.note_write(left)
         while left > 0:
             batch = [self._pending[i] for i in range(min(BATCH_ROWS, left))]
             try:
