@@ -11,6 +11,7 @@ from typing import Any
 
 import helm_python
 import yaml
+from prometheus_client import generate_latest
 
 from autoscaling.hpa import SYNC_S, Autoscaler, Terms
 from autoscaling.prometheus import SCRAPE_S, Prometheus
@@ -97,7 +98,7 @@ def replay(workload: Workload, terms: PoolTerms, scaling: Terms, first: int) -> 
     while not pool.is_done or now_s < workload.duration_s:
         while scraped_s <= now_s + SYNC_S:
             _tell(gateway, outcome, pool.advance(scraped_s))
-            prometheus.scrape(scraped_s, gateway.render().decode())
+            prometheus.scrape(scraped_s, generate_latest(gateway.registry).decode())
             scraped_s += SCRAPE_S
         now_s += SYNC_S
         _tell(gateway, outcome, pool.advance(now_s))

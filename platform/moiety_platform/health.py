@@ -138,4 +138,4 @@ class MetricsController(Controller):
         """Return metrics in Prometheus' text format."""
         if store is not None:
             await store.why_not_ready()  # so that the first scrape includes it
-        return Response(source.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await source.render(), headers={"content-type": CONTENT_TYPE})

@@ -10,7 +10,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from importlib.metadata import version
 
 import structlog
@@ -36,6 +35,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+
+from moiety_platform.metrics import families_in_turns
 
 SERVICE_NAME = "moiety-gateway"
 EXPORT_TIMEOUT_S = 10.0
@@ -107,32 +108,26 @@ class MetricSender(Collector):
         while not is_last:
             is_last = self._closing.wait(self._interval_s)
             try:
-                families = _in_loop(self._loop, lambda: list(self._registry.collect()))
+                families = self._families()
                 result = self._exporter.export(self._data(families))
             except Exception:  # top level of a thread that lives as long as the process
                 log.exception("metrics_not_sent")
                 result = MetricExportResult.FAILURE
             self.counts[TAKEN if result is MetricExportResult.SUCCESS else NOT_TAKEN] += 1
 
+    def _families(self) -> list[Family]:
+        """Read the metrics in the event loop, which owns them. Raises TimeoutError."""
+
+        async def read() -> list[Family]:
+            return [family async for family in families_in_turns(self._registry)]
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(COLLECT_S)
+
     def _data(self, families: Sequence[Family]) -> MetricsData:
         now_ns = time.time_ns()
         metrics = [metric_of(family, self._start_ns, now_ns) for family in families if family.samples]
         scopes = [ScopeMetrics(self._scope, metrics, "")]
         return MetricsData([ResourceMetrics(self._resource, scopes, "")])
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, read: Callable[[], list[Family]]) -> list[Family]:
-    """Read the metrics in the event loop, which owns them. Raises TimeoutError."""
-    found: Future[list[Family]] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(read())
-        except Exception as error:  # raised where the result is awaited
-            found.set_exception(error)
-
-    loop.call_soon_threadsafe(run)
-    return found.result(COLLECT_S)
 
 
 def metric_of(family: Family, start_ns: int, now_ns: int) -> Metric:

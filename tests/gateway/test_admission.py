@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from moiety_platform.admission.gate import AdmissionGate, refuse_unattainable
 from moiety_platform.clock import ManualClock
@@ -124,7 +125,7 @@ async def test_a_downgraded_request_is_stated_as_it_was_served(
         assert {json.loads(event)["service_tier"] for event in events} == {"flex"}
         (row,) = await gateway.rows.wait_for(1)
         assert (row.service_class, row.slo_attained) == ("flex", True)
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
         assert (
             'moiety_admission_total{outcome="downgraded",reason="predicted_late",service_class="standard"} 1.0' in text
         )
@@ -160,7 +161,7 @@ async def test_the_openai_client_sees_a_rate_limit_with_the_time_to_come_back(
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.http_status, row.error_code) == ("rejected", 429, "overloaded")
         assert (row.prompt_tokens, row.output_tokens, row.slo_attained) == (0, 0, False)
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
         assert 'moiety_admission_total{outcome="rejected",reason="predicted_late",service_class="standard"} 1.0' in text
 
 
@@ -291,7 +292,7 @@ async def test_a_tenant_may_have_only_so_much_in_flight(
         rows = await gateway.rows.wait_for(4)
         assert sorted(row.outcome for row in rows) == ["disconnected", "disconnected", "length", "rejected"]
         reason = 'moiety_admission_total{outcome="rejected",reason="tenant_queue_full",service_class="standard"} 1.0'
-        assert reason in gateway.metrics.render().decode()
+        assert reason in generate_latest(gateway.metrics.registry).decode()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0, 100)), max_size=30), st.integers(1, 8))
@@ -390,7 +391,7 @@ async def test_admission_results_are_in_the_usage_row_the_span_and_the_metrics(
         await gateway.post(CHAT, BODY)
         (row,) = await gateway.rows.wait_for(1)
         assert (row.num_preemptions, row.slo_attained) == (2, True)
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
     (span,) = spans.named("chat tiny")
     told = {name: span.attributes[f"moiety.{name}"] for name in ("admission", "reason", "preemptions", "slo_attained")}
     assert told == {"admission": "admitted", "reason": "accepted_late", "preemptions": 2, "slo_attained": True}

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 import zmq
+from prometheus_client import generate_latest
 
 from moiety_engine.scripted.link import ScriptedCore
 from moiety_engine.scripted.script import Script
@@ -86,7 +87,9 @@ async def test_a_stream_continues_at_another_engine_without_lost_or_repeated_tok
         assert first.resumed_ids is None
         assert (len(second.resumed_ids), len(third.resumed_ids)) == (10, 30)
         assert {len(engine.submits) for engine in engines} == {1}  # none had it twice
-        assert b'moiety_failovers_total{cause="engine_failed",model="tiny"} 2.0' in gateway.metrics.render()
+        assert b'moiety_failovers_total{cause="engine_failed",model="tiny"} 2.0' in generate_latest(
+            gateway.metrics.registry
+        )
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
@@ -359,7 +362,7 @@ async def test_an_engine_that_ends_hands_over_what_it_did_not_finish(
         assert text == (prompt.encode() * 400)[:400].decode(errors="replace")
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.output_tokens, row.prompt_tokens) == ("length", 400, len(prompt.encode()))
-        rendered = gateway.metrics.render().decode()
+        rendered = generate_latest(gateway.metrics.registry).decode()
         assert f'cause="{"engine_draining" if end == "drained" else "engine_failed"}",model="tiny"}} 1.0' in rendered
 
 

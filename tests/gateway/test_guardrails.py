@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.guardrails.detectors import find, has_check_digit
@@ -41,7 +42,7 @@ async def set_guardrail(gateway: RunningGateway, stage: str, **fields: Any) -> N
 
 def checks(gateway: RunningGateway, stage: str, outcome: str) -> float:
     name = f'moiety_guardrail_checks_total{{guardrail="g",outcome="{outcome}",stage="{stage}"}} '
-    lines = gateway.metrics.render().decode().splitlines()
+    lines = generate_latest(gateway.metrics.registry).decode().splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client import generate_latest
 from sqlalchemy import event, select
 from tests.database_clock import DatabaseClock
 
@@ -95,7 +96,7 @@ async def test_a_repeated_request_gets_the_first_answer_at_every_gateway_and_is_
         assert len(await gateway.rows.wait_for(number)) == number
     assert other.rows.rows == []
     assert num_generations(gateway, other) == 2
-    assert 'moiety_idempotency_total{outcome="replayed"} 2.0' in gateway.metrics.render().decode()
+    assert 'moiety_idempotency_total{outcome="replayed"} 2.0' in generate_latest(gateway.metrics.registry).decode()
 
 
 @pytest.mark.parametrize(("path", "fields"), EVERY_ENDPOINT)

@@ -7,17 +7,20 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import insert
 
 from moiety_platform.auth.keys import generate_key, hash_key
 from moiety_platform.bench.closed_loop import run_closed_loop
 from moiety_platform.db.session import Database
-from moiety_platform.metrics import OTHER, RANKED_EVERY_S, TenantCollector
+from moiety_platform.metrics import OTHER, RANKED_EVERY_S, Metrics, TenantCollector
 from moiety_platform.otlp_metrics import EXPORT_TIMEOUT_S, NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
 from moiety_platform.usage.row import UsageRow
@@ -117,3 +120,27 @@ async def test_a_receiver_of_metrics_that_is_away_or_silent_slows_no_request(
             await until(lambda: sender.counts[NOT_TAKEN] > 0)
             _, _, page = await gateway.request("GET", "/metrics")
             assert b'moiety_metric_exports_total{outcome="not_taken"}' in page
+
+
+def types(text: bytes) -> list[str]:
+    return [line for line in text.decode().splitlines() if line.startswith("# TYPE")]
+
+
+async def test_a_scrape_of_many_engines_gives_way_to_requests() -> None:
+    """Each family takes 5 ms, so that a scrape of ten would stop requests for 50 ms."""
+    source = Metrics()
+
+    def families() -> Iterator[Metric]:
+        for number in range(10):
+            time.sleep(0.005)
+            yield GaugeMetricFamily(f"family_{number}", "One of many.", number)
+
+    source.watch(families)
+    rendering = asyncio.create_task(source.render())
+    turns = 0
+    while not rendering.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 10
+    assert rendering.result().count(b"family_9 9.0\n") == 1
+    assert types(rendering.result()) == types(generate_latest(source.registry))

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client import generate_latest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.inference.response_headers import MODEL_HEADER, ROUTE_HEADER
@@ -126,7 +127,7 @@ async def test_a_fallback_answers_and_only_its_tokens_are_billed(
         assert (row["prompt_tokens"] + row["output_tokens"], row["cost_nanodollars"]) == (tokens, tokens * 2000)
         assert (await gateway.admin("GET", "/usage/reconciliation"))["agrees"]
         assert len(broken.submits) == len(good.submits) == 1
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
         assert 'moiety_route_fallbacks_total{cause="engine_failed",model="broken",route="safe"} 1.0' in text
         assert 'moiety_route_requests_total{model="good",outcome="length",route="safe"} 1.0' in text
 
@@ -249,7 +250,7 @@ async def test_copies_for_the_shadow_model_are_answered_by_nobody_and_billed_to_
         rows = (await gateway.admin("GET", "/usage/requests"))["data"]
         assert {row["model"] for row in rows} == {"good"}
         assert sum(row["prompt_tokens"] + row["output_tokens"] for row in rows) == 2 * one
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
         assert 'moiety_shadow_requests_total{model="shadow",outcome="completed",route="tried"} 2.0' in text
 
 
@@ -266,7 +267,7 @@ async def test_copies_are_dropped_above_their_number_and_under_load_and_end_with
         assert [(await chat(gateway, "tried"))[0] for _ in range(3)] == [200] * 3
         assert (await chat(gateway, "rarely"))[0] == 200
         assert traffic.num_open == 2
-        text = gateway.metrics.render().decode()
+        text = generate_latest(gateway.metrics.registry).decode()
         assert 'moiety_shadow_requests_total{model="shadow",outcome="dropped",route="tried"} 1.0' in text
         assert 'route="rarely"} ' not in text.split("moiety_shadow_requests_total")[-1]
     assert traffic.num_open == 0 and not shadow.state.num_inflight

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client import generate_latest
 from sqlalchemy import select
 
 from moiety_platform.db.base import Base
@@ -89,7 +90,7 @@ async def test_prompts_answers_and_keys_are_only_where_clients_get_them_back(
             told = await read_admin_api(gateway)
             tables = await read_tables(gateway.database)
             tables["objects"] = "".join(await asyncio.to_thread(read_files, tmp_path / "objects"))
-            metrics = gateway.metrics.render().decode()
+            metrics = generate_latest(gateway.metrics.registry).decode()
             keys = [key.rpartition(".")[2] for key in (gateway.key, gateway.admin_key, *made)]
         await asyncio.to_thread(sender.close)
         num_traces = await store.count(TraceRecord, 16)

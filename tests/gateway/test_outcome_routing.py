@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from prometheus_client import generate_latest
 
 from moiety_platform.clock import Clock, ManualClock, SystemClock
 from moiety_platform.engine_addresses import ExternalAddress
@@ -199,7 +200,7 @@ async def test_engines_of_ours_that_fail_are_asked_less_as_well(start_gateway: S
     async with start_gateway(engines, breaker_clock=ManualClock()) as gateway:
         assert await ask_many(gateway) == [whole] * NUM_REQUESTS
         assert len(engines[0].submits) == 1
-        metrics = gateway.metrics.render().decode()
+        metrics = generate_latest(gateway.metrics.registry).decode()
         assert f'moiety_engine_circuit_state{{engine="{engines[0].address}"}} 2.0' in metrics
         _, _, answer = await gateway.request("GET", "/admin/v1/engines", b"", gateway.admin_key)
         assert [one["circuit"] for one in json.loads(answer)["data"]] == ["open", "closed"]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from moiety_platform.engine_client.fake import FakeEngineClient
 from moiety_platform.errors import Conflict
@@ -129,7 +130,7 @@ async def test_a_missed_guarantee_is_credited_once_and_the_books_agree(
     assert (total["totals"]["num_guarantees"], total["totals"]["num_guarantees_met"]) == (1, 0)
     report = await gateway.admin("GET", "/usage/reconciliation")
     assert report["agrees"] and report["total"]["credit_nanodollars"] == credit
-    text = gateway.metrics.render().decode()
+    text = generate_latest(gateway.metrics.registry).decode()
     assert 'moiety_quote_guarantees_total{met="false",model="tiny",service_class="standard"} 1.0' in text
     assert f'moiety_credit_nanodollars_total{{service_class="standard"}} {float(credit)}' in text
 

@@ -12,6 +12,7 @@ import msgspec
 import openai
 import pytest
 import zmq
+from prometheus_client import generate_latest
 
 from moiety_engine.checkpoint import resolve_checkpoint
 from moiety_engine.config import EngineConfig, TransferConfig
@@ -131,7 +132,7 @@ async def test_requests_of_a_lost_engine_are_recomputed_by_others(
         assert await answer_of(gateway) == WHOLE
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.output_tokens) == ("length", 60)
-        assert b"moiety_failovers_total{" in gateway.metrics.render()
+        assert b"moiety_failovers_total{" in generate_latest(gateway.metrics.registry)
     assert killed[0].card.role is (EngineRole.PREFILL if victim == "prefill" else EngineRole.DECODE)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from anthropic import AsyncAnthropic
+from prometheus_client import generate_latest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, admit
 from moiety_text.tokenizer import Tokenizer
@@ -54,12 +55,12 @@ def foreseeing(
                 return [prompt_of(one, engine) for one in wanted]
 
             async def outcomes() -> Any:
-                text = gateway.metrics.render().decode()
+                text = generate_latest(gateway.metrics.registry).decode()
                 return [line for line in text.splitlines() if line.startswith("moiety_speculative_prefill_total")]
 
             async def told() -> Any:
                 """Wait until speculative prefill has an outcome, and return all outcomes."""
-                await until(lambda: b"moiety_speculative_prefill_total{" in gateway.metrics.render())
+                await until(lambda: b"moiety_speculative_prefill_total{" in generate_latest(gateway.metrics.registry))
                 return await outcomes()
 
             gateway.prompts, gateway.outcomes, gateway.told = prompts, outcomes, told
@@ -158,7 +159,8 @@ async def test_speculative_prefill_does_not_run_when_a_quota_is_used_up(
         await ask(gateway)
         await until(
             lambda: (
-                b'moiety_speculative_prefill_total{model="hermes",outcome="limited"} 1.0' in gateway.metrics.render()
+                b'moiety_speculative_prefill_total{model="hermes",outcome="limited"} 1.0'
+                in generate_latest(gateway.metrics.registry)
             )
         )
         assert await used(gateway, day) == size

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import generate_latest
 
 from moiety_platform.engine_client.fake import FakeEngineClient, report_counts
 from moiety_platform.engine_client.fake import FakeVerdict as EngineVerdict
@@ -268,7 +269,7 @@ async def test_only_notable_traces_are_sampled_with_a_rate_of_zero(
         events.append(Event(1, EventKind.PREEMPTED, Reason.OVER_SHARE))
         await gateway.post(CHAT, BODY)
         rows = await gateway.rows.wait_for(2)
-        metrics = gateway.metrics.render().decode()
+        metrics = generate_latest(gateway.metrics.registry).decode()
     assert [root.attributes["moiety.request_id"] for root, _ in traces_of(spans.spans)] == [rows[1].request_id]
     assert 'moiety_trace_verdicts_total{verdict="unsampled"} 1.0' in metrics
     assert 'moiety_trace_verdicts_total{verdict="preempted"} 1.0' in metrics
@@ -352,7 +353,7 @@ async def test_a_store_that_is_away_or_silent_slows_no_request_and_its_spans_are
             assert {status for status, _, _ in answers} == {200}
             rows = await gateway.rows.wait_for(40)
             assert max(row.duration_ms for row in rows) < EXPORT_TIMEOUT_S * 1000
-            text = gateway.metrics.render().decode()
+            text = generate_latest(gateway.metrics.registry).decode()
         began = time.monotonic()
         await asyncio.to_thread(sender.close, 0.1)
         assert time.monotonic() - began < EXPORT_TIMEOUT_S
