@@ -17,6 +17,7 @@ from litestar.params import SkipValidation
 
 from moiety_platform.db.readiness import ReadinessCheck, StoreReadiness
 from moiety_platform.machine_limits import MachineLimits
+from moiety_platform.metric_scrape import render_metrics
 from moiety_platform.metrics import CONTENT_TYPE, Metrics
 from moiety_platform.openapi.described import JSON, Described, describes
 from moiety_platform.routing.replicas import Replicas
@@ -138,4 +139,4 @@ class MetricsController(Controller):
         """Return metrics in Prometheus' text format."""
         if store is not None:
             await store.why_not_ready()  # so that the first scrape includes it
-        return Response(await source.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(await render_metrics(source.registry), headers={"content-type": CONTENT_TYPE})

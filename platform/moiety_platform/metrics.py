@@ -6,12 +6,11 @@ registry is passed as an argument. `engine_metrics` covers the engines' counters
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -22,7 +21,6 @@ from prometheus_client import (
     Info,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -44,7 +42,6 @@ DURATION_BUCKETS_S = tuple(0.01 * 2**i for i in range(16))  # the conventions' e
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _REQUEST = ("model", "service_class")
 _GEN_AI = ("operation", *_REQUEST)
-TURN_S = 0.001  # of the event loop, for which metrics are read before requests are served again
 MAX_TENANTS = 20
 OTHER = "other"  # never a tenant's id, since all begin with ten_
 RANKED_EVERY_S = 60.0
@@ -116,30 +113,6 @@ class _FamilyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._read()
-
-
-async def families_in_turns(registry: Collector) -> AsyncIterator[Metric]:
-    """Yield the families of a registry. Call it in the event loop that owns the metrics.
-
-    A scrape of many engines takes long, so it gives way to requests about every TURN_S, also while the caller uses a
-    family.
-    """
-    begin_s = time.perf_counter()
-    for family in registry.collect():
-        yield family
-        if time.perf_counter() - begin_s >= TURN_S:
-            await asyncio.sleep(0)
-            begin_s = time.perf_counter()
-
-
-class _OneFamily(CollectorRegistry):
-    """Registry with one family, to render it alone."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._family
 
 
 def new_registry() -> CollectorRegistry:
@@ -460,7 +433,3 @@ class Metrics:
     def watch(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Report, at each scrape, the metrics that `read` returns."""
         self.registry.register(_FamilyCollector(read))
-
-    async def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return b"".join([generate_latest(_OneFamily(family)) async for family in families_in_turns(self.registry)])

@@ -36,7 +36,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from moiety_platform.metrics import families_in_turns
+from moiety_platform.metric_scrape import families_in_turns
 
 SERVICE_NAME = "moiety-gateway"
 EXPORT_TIMEOUT_S = 10.0

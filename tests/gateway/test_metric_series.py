@@ -20,6 +20,7 @@ from sqlalchemy import insert
 from moiety_platform.auth.keys import generate_key, hash_key
 from moiety_platform.bench.closed_loop import run_closed_loop
 from moiety_platform.db.session import Database
+from moiety_platform.metric_scrape import render_metrics
 from moiety_platform.metrics import OTHER, RANKED_EVERY_S, Metrics, TenantCollector
 from moiety_platform.otlp_metrics import EXPORT_TIMEOUT_S, NOT_TAKEN, TAKEN, MetricSender, otlp_metric_exporter
 from moiety_platform.tenants.models import ApiKey, Project, Tenant
@@ -136,7 +137,7 @@ async def test_a_scrape_of_many_engines_gives_way_to_requests() -> None:
             yield GaugeMetricFamily(f"family_{number}", "One of many.", number)
 
     source.watch(families)
-    rendering = asyncio.create_task(source.render())
+    rendering = asyncio.create_task(render_metrics(source.registry))
     turns = 0
     while not rendering.done():
         await asyncio.sleep(0)
