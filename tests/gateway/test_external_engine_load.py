@@ -99,8 +99,10 @@ async def test_a_quiet_server_that_falls_silent_is_lost(
         await asyncio.sleep(1)
         server.is_silent = True
         await until(lambda: not engine.state.healthy)
+        assert engine.state.reason
         server.is_silent = False
         await until(lambda: engine.state.healthy)
+        assert engine.state.reason == ""
 
 
 async def test_the_end_of_an_idle_server_is_noticed_before_the_next_check(

@@ -78,19 +78,17 @@ class SharedCacheFile(_CacheFile):  # type: ignore[misc]
 
     def __init__(self, cache_path: str, filename_base: str, source_stamp: Any) -> None:
         super().__init__(cache_path, filename_base, source_stamp)
-        folder = Path(cache_path)
-        is_known = self.read_only is not None and folder.is_relative_to(config.CACHE_DIR)  # type: ignore[attr-defined]
-        self._before: Any = None
-        if self.read_only is not None and is_known:
-            kept = self.read_only / folder.relative_to(config.CACHE_DIR)  # type: ignore[attr-defined]
-            self._before = _CacheFile(str(kept), filename_base, source_stamp)
+        self._read_only: Any = None
+        written, folder = Path(config.CACHE_DIR), Path(cache_path)  # type: ignore[attr-defined]
+        if self.read_only is not None and folder.is_relative_to(written):
+            self._read_only = _CacheFile(str(self.read_only / folder.relative_to(written)), filename_base, source_stamp)
 
     def load(self, key: Any) -> Any:
         """Return the code of a signature and CPU, or None."""
         found = super().load(key)
-        return self._before.load(key) if found is None and self._before is not None else found
+        return self._read_only.load(key) if found is None and self._read_only is not None else found
 
-    def save(self, key: Any, data: Any) -> None:
+    def save(self, key: Any, data: tuple[Any, ...]) -> None:
         """Add the code of a signature and CPU."""
         with locked(Path(f"{self._index_path}.lock")):
             known = self._load_index()
@@ -98,7 +96,7 @@ class SharedCacheFile(_CacheFile):  # type: ignore[misc]
             while self._data_name(number) in taken:
                 number += 1
             name = known.get(key) or self._data_name(number)
-            self._save_data(name, tuple(map(_without_addresses, data)) if isinstance(data, tuple) else data)
+            self._save_data(name, tuple(map(_without_addresses, data)))
             self._save_index({**known, key: name})
 
 

@@ -72,6 +72,9 @@ def _choose_level() -> str:
     level = limit if COMPILE_ONLY else best_level(_CPU_FEATURES, limit)
     if level:
         _compile_for(level)
+    elif LEVEL:
+        missing = ", ".join(sorted(X86_LEVELS["avx2"].features - _CPU_FEATURES))
+        raise ValueError(f"{LEVEL_VARIABLE} is {LEVEL!r}, but this processor has no {missing}, which all levels need")
     return level
 
 
