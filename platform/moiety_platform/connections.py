@@ -30,6 +30,7 @@ from moiety_platform.upgrades import framing_head
 from moiety_wire.shared_fields import CopyOf
 
 MIN_BODY_BYTES_PER_S = 500  # minimum rate of a body that takes longer than the timeout
+REUSE_S = 2.0  # idle time after which a stopping server closes a connection; a client that uses it earlier is answered
 LINGER_S = 1.0  # further input is read and dropped for this long: a connection reset would discard the response
 
 
@@ -53,10 +54,16 @@ class ServerConfig(uvicorn.Config):
             app, http=ClientConnection, headers=SECURITY_HEADERS, timeout_keep_alive=limits.keep_alive_s, **options
         )
         self.limits = limits
+        self.is_draining = False  # the server stops
 
     def use(self, limits: ConnectionLimits) -> None:
         """Use these limits for new connections, and for the next request of open ones."""
         self.limits, self.timeout_keep_alive = limits, limits.keep_alive_s
+
+    @property
+    def reuse_s(self) -> float:
+        """Idle time after which a connection is closed while the server drains."""
+        return min(REUSE_S, self.timeout_keep_alive, (self.timeout_graceful_shutdown or 0) / 2)
 
 
 class _Phase(Enum):
@@ -126,6 +133,8 @@ class ClientConnection(HttpToolsProtocol):
         self._disconnect = DisconnectSignal(self._drop)
         self._timed: _Phase | None = None
         self._is_refused = False
+        self._is_draining = False  # the server stops: the next response is the last
+        self._idle_since = 0.0  # event-loop time at which the connection was opened or its last response was sent
         self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
         self._reads_framing_head = False  # the parser reads that generated head, which is not a request
@@ -137,7 +146,10 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gathering = CoalescingTransport(transport, self.loop)
         super().connection_made(cast(asyncio.Transport, self._gathering))
+        self._idle_since = self.loop.time()
         self._set_timer()
+        if self._server.is_draining:
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
@@ -245,6 +257,8 @@ class ClientConnection(HttpToolsProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # HTTP/1.0 clients do not know the interim response (RFC 9110, 10.1.1)
         super().on_headers_complete()
+        if self._is_draining and self.cycle is not None:
+            self.cycle.keep_alive = False
         if version == "1.0" and self.cycle is not None:
             self.cycle.send = UnchunkedSend(self.cycle)  # type: ignore[method-assign]
         self._phase = _Phase.BODY
@@ -266,7 +280,34 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self._refuse(BadRequest("This is not HTTP/1.1 as this server reads it; use an HTTP client", code=BAD_HTTP))
 
+    # ── the server's stop ──
+
+    def shutdown(self) -> None:
+        """Announce the end of the connection with its next response, or close it once it was idle for `reuse_s`.
+
+        A client of HTTP/1.1 may send a request while the server closes, and cannot know whether it was served. So a
+        connection that is in use is closed with a response that says so (RFC 9112, 9.6): the present one if its head is
+        not sent, otherwise the next. nginx has the same rule as `keepalive_min_timeout`.
+        """
+        self._is_draining = True
+        self.timeout_keep_alive = self._server.reuse_s  # type: ignore[assignment]  # used as a float
+        if self._is_answering:
+            self.cycle.keep_alive = self.cycle.keep_alive and self.cycle.response_started
+        elif self._phase is _Phase.NOTHING:
+            self._unset_keepalive_if_required()
+            left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+            self.timeout_keep_alive_task = self.loop.call_later(max(0.0, left_s), self.timeout_keep_alive_handler)
+
+    def close_if_idle(self) -> None:
+        """Close the connection at once, unless a response is in progress."""
+        if not self._is_answering:
+            self.transport.close()
+
     # ── responses ──
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
 
     def _send_whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """Send a complete response with one write; see `SEND_WHOLE`. Return False if ASGI messages must send it.
@@ -295,9 +336,13 @@ class ClientConnection(HttpToolsProtocol):
     # ── bounds ──
 
     @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
     def _is_idle(self) -> bool:
         """True while no response is in progress and uvicorn's keep-alive timer does not run."""
-        return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
+        return not self._is_answering and self.timeout_keep_alive_task is None
 
     def _is_too_large(self) -> bool:
         num_bytes = self._header_bytes + len(self.url)
@@ -347,12 +392,11 @@ class ClientConnection(HttpToolsProtocol):
     def _time_is_up(self) -> None:
         if self.transport.is_closing():
             return
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if self._phase is _Phase.HEAD and is_answering:
+        if self._phase is _Phase.HEAD and self._is_answering:
             self._set_timer()  # a pipelined request
         elif self._phase is _Phase.BODY and self._body_comes_on():
             self._set_timer()
-        elif self._phase is _Phase.NOTHING or (self._phase is _Phase.BODY and not is_answering):
+        elif self._phase is _Phase.NOTHING or (self._phase is _Phase.BODY and not self._is_answering):
             self.transport.close()
         else:
             what = "body" if self._phase is _Phase.BODY else "headers"

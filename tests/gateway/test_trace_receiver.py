@@ -37,8 +37,9 @@ from tests.server_thread import serving_in_thread
 from moiety_platform.db.base import Base
 from moiety_platform.db.session import Database
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.http_server import HttpServer
 from moiety_platform.listening import bind
-from moiety_platform.trace_receiver.process import TraceServer, build_app
+from moiety_platform.trace_receiver.process import DRAIN_S, LIMITS, build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.traces.exporters import EXPORT_TIMEOUT_S, grpc_exporter, otlp_exporter, store_exporter
@@ -92,7 +93,7 @@ async def run_store(folder: Path, *, has_tables: bool = True, **settings: Any) -
     given = {"traces_database_url": url, "traces_token": TOKEN, "traces_untrusted_token": GUEST, **settings}
     async with build_app(TraceSettings(**given)) as app:
         listener = bind("127.0.0.1", 0)
-        server = TraceServer(app)
+        server = HttpServer(app, DRAIN_S, LIMITS)
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield Store(f"http://127.0.0.1:{listener.getsockname()[1]}", database)

@@ -1,35 +1,24 @@
-"""The gateway's HTTP server: uvicorn with our limits of connections, and without its signal handlers."""
+"""The gateway's HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-import uvicorn
 from litestar import Litestar
 
-from moiety_platform.connections import ConnectionLimits, ServerConfig
-from moiety_platform.listening import BACKLOG
+from moiety_platform.connections import ConnectionLimits
+from moiety_platform.http_server import HttpServer
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.settings import GatewaySettings
 from moiety_platform.shared_wake_ups import next_round_s, process_phase_s
 
 TICK_S = 1.0  # interval at which the Date header of responses is renewed
-SWITCHED_OFF: dict[str, Any] = {  # parts of uvicorn that a gateway does without
-    "ws": "none",
-    "lifespan": "off",
-    "log_config": None,
-    "access_log": False,
-    "server_header": False,
-    "proxy_headers": False,
-}
 
 
-class GatewayServer(uvicorn.Server):
-    """uvicorn with our limits, and without its signal handlers, which would end the process before it cleans up."""
+class GatewayServer(HttpServer):
+    """HTTP server whose limits follow the live settings, and which wakes up once a second at most."""
 
     def __init__(
         self,
@@ -42,16 +31,15 @@ class GatewayServer(uvicorn.Server):
         self._on_started = on_started
         self._on_draining = on_draining
         self._wake_up: Callable[[], object] | None = None  # ends the wait for the next tick
-        self._limited = ServerConfig(app, limits, timeout_graceful_shutdown=drain_s, backlog=BACKLOG, **SWITCHED_OFF)
-        super().__init__(self._limited)
+        super().__init__(app, drain_s, limits)
 
     def followed_by(self, live: LiveSettings[GatewaySettings]) -> None:
         """Follow the limits of connections. Running requests keep their limits."""
         live.follow([*ConnectionLimits.__dataclass_fields__, "drain_s"], self._use)
 
     def _use(self, settings: GatewaySettings) -> None:
-        self._limited.use(ConnectionLimits.of(settings))
-        self._limited.timeout_graceful_shutdown = settings.drain_s
+        self.limited.use(ConnectionLimits.of(settings))
+        self.limited.timeout_graceful_shutdown = settings.drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -70,21 +58,9 @@ class GatewayServer(uvicorn.Server):
         finally:
             self._wake_up = None
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then close the idle connections that are left: those that were accepted during the drain."""
-        await super().shutdown(sockets)
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        await asyncio.sleep(0)  # in which the event loop closes their sockets
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
     def request_exit(self) -> None:
         """Drain; at the second call, stop at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        super().request_exit()
         if self._wake_up is not None:
             self._wake_up()
         self._on_draining()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -12,16 +11,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import structlog
-import uvicorn
 import uvloop
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moiety_platform.connections import ConnectionLimits, ServerConfig
+from moiety_platform.connections import ConnectionLimits
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.readiness import StoreReadiness
 from moiety_platform.db.session import Database
-from moiety_platform.listening import BACKLOG, bind
+from moiety_platform.http_server import HttpServer
+from moiety_platform.listening import bind
 from moiety_platform.live_settings import LiveSettings
 from moiety_platform.logs import configure_logging, set_log_level
 from moiety_platform.machine_limits import MachineLimits
@@ -37,6 +36,7 @@ from moiety_platform.trace_store.models import SpanRecord, TraceRecord
 from moiety_platform.trace_store.store import Now, purge_of
 from moiety_wire.heartbeat import sending_heartbeats
 
+DRAIN_S = 2
 DAY_MS = 24 * 3600 * 1000
 LIMITS = ConnectionLimits(
     max_header_bytes=32 * 1024, max_headers=100, header_timeout_s=15, body_timeout_s=30, send_timeout_s=60,
@@ -77,7 +77,7 @@ async def _serve_live(
         assert not live.unfollowed, live.unfollowed
         told = ReloadMetrics(app.registry)
         reloader = None if source.path is None else Reloader(source, live, told)
-        server = TraceServer(app)
+        server = HttpServer(app, DRAIN_S, LIMITS)
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, server.request_exit)
@@ -86,25 +86,6 @@ async def _serve_live(
         async with watching(reloader):
             with sending_heartbeats(os.environ):
                 await server.serve([listener])
-
-
-class TraceServer(uvicorn.Server):
-    """uvicorn with the limits of the gateway's server, and without its signal handlers."""
-
-    def __init__(self, app: TraceApp) -> None:
-        super().__init__(
-            ServerConfig(
-                app, LIMITS, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=2, backlog=BACKLOG,
-            )
-        )  # fmt: skip
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def request_exit(self) -> None:
-        self.should_exit = True
 
 
 @asynccontextmanager

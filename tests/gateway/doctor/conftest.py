@@ -27,9 +27,10 @@ from moiety_platform.cli.doctor.finding import Severity
 from moiety_platform.cli.gateway import ensure_first_keys
 from moiety_platform.clock import SystemClock
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.http_server import HttpServer
 from moiety_platform.listening import bind
 from moiety_platform.settings import GatewaySettings
-from moiety_platform.trace_receiver.process import TraceServer, build_app
+from moiety_platform.trace_receiver.process import DRAIN_S, LIMITS, build_app
 from moiety_platform.trace_receiver.settings import TraceSettings
 from moiety_wire.messages import ModelCard
 
@@ -81,7 +82,7 @@ async def run_trace_store(folder: Path, token: Any = TOKEN, port: int = 0) -> As
     settings = TraceSettings(database_url=database, traces_token=token, log_format="json")
     async with build_app(settings) as app:
         listener = bind("127.0.0.1", port)
-        server = TraceServer(app)
+        server = HttpServer(app, DRAIN_S, LIMITS)
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/otlp"
