@@ -134,7 +134,6 @@ class ClientConnection(HttpToolsProtocol):
         self._timed: _Phase | None = None
         self._is_refused = False
         self._is_draining = False  # the server stops: the next response is the last
-        self._idle_since = 0.0  # event-loop time at which the connection was opened or its last response was sent
         self._head_refusal: PlatformError | None = None  # reason for which the parser was stopped at the end of a head
         self._framing_head: bytes | None = None  # of a request to upgrade, whose body the parser does not see
         self._reads_framing_head = False  # the parser reads that generated head, which is not a request
@@ -146,7 +145,6 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._gathering = CoalescingTransport(transport, self.loop)
         super().connection_made(cast(asyncio.Transport, self._gathering))
-        self._idle_since = self.loop.time()
         self._set_timer()
         if self._server.is_draining:
             self.shutdown()
@@ -290,12 +288,14 @@ class ClientConnection(HttpToolsProtocol):
         not sent, otherwise the next. nginx has the same rule as `keepalive_min_timeout`.
         """
         self._is_draining = True
+        timer, keep_alive_s = self.timeout_keep_alive_task, self.timeout_keep_alive
         self.timeout_keep_alive = self._server.reuse_s  # type: ignore[assignment]  # used as a float
         if self._is_answering:
             self.cycle.keep_alive = self.cycle.keep_alive and self.cycle.response_started
         elif self._phase is _Phase.NOTHING:
+            idle_s = 0.0 if timer is None else self.loop.time() - (timer.when() - keep_alive_s)
+            left_s = self.timeout_keep_alive - idle_s
             self._unset_keepalive_if_required()
-            left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
             self.timeout_keep_alive_task = self.loop.call_later(max(0.0, left_s), self.timeout_keep_alive_handler)
 
     def close_if_idle(self) -> None:
@@ -304,10 +304,6 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
 
     # ── responses ──
-
-    def on_response_complete(self) -> None:
-        self._idle_since = self.loop.time()
-        super().on_response_complete()
 
     def _send_whole(self, scope: Scope, status: int, headers: Mapping[str, str], body: bytes) -> bool:
         """Send a complete response with one write; see `SEND_WHOLE`. Return False if ASGI messages must send it.
@@ -342,7 +338,7 @@ class ClientConnection(HttpToolsProtocol):
     @property
     def _is_idle(self) -> bool:
         """True while no response is in progress and uvicorn's keep-alive timer does not run."""
-        return not self._is_answering and self.timeout_keep_alive_task is None
+        return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
 
     def _is_too_large(self) -> bool:
         num_bytes = self._header_bytes + len(self.url)
