@@ -11,7 +11,7 @@ M rows, N weight rows, K width, G groups of inputs that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ _UNIT = 4 * LANES  # inputs whose bytes fill a vector of 16-bit integers: one or
 _BYTES, _WORDS = ir.VectorType(I8, 2 * LANES), ir.VectorType(I16, 2 * LANES)
 _HALF_BYTES, _HALF_WORDS = ir.VectorType(I8, BLOCK // 2), ir.VectorType(I16, BLOCK // 2)
 _BLOCKS = GROUP // BLOCK
+_FEW = 2  # scales of 128 inputs that are read faster one by one than as lanes of a vector
 
 
 def _separated(e: Emitter, both: Vector) -> list[Vector]:
@@ -108,14 +109,17 @@ class _WordFours(AllColumns):
     def _add_group(self, k: Int, w_N: list[Bytes], scales_N: list[Floats], carried: list[Vector]) -> None:
         e, cols, rows = self.e, self.cols, len(self.packed_M)
         first, group = self._first_scale(k), k >> 7
+        of_group = ir.VectorType(F32, self.scales_of_group)
+        each_N = [scales.load(first, of_group) for scales in scales_N]
+        splats_N = [self._splats(*pair, first) for pair in zip(scales_N, each_N, strict=True)]
         totals_MN: list[Vector | None] = [None] * (rows * cols)
         products_MN: list[Vector | None] = [None] * (rows * cols)
         for unit in range(0, GROUP, _UNIT):
             x_M = [[row.load((k + (unit + half)) * 2, _WORDS) for half in (0, 2 * LANES)] for row in self.packed_M]
             is_whole = (unit + _UNIT) % (self.blocks * BLOCK) == 0 or self.blocks * BLOCK < _UNIT
-            for n, (w, scales) in enumerate(zip(w_N, scales_N, strict=True)):
+            for n, (w, splats) in enumerate(zip(w_N, splats_N, strict=True)):
                 numbers = _separated(e, w.load((k + unit) >> 1, _BYTES).extended(_WORDS, signed=False))
-                scale = self._scale(scales, first, unit) if is_whole else None
+                scale = splats(unit) if is_whole else None
                 for m, x in enumerate(x_M):
                     at = m * cols + n
                     product, before = _sum_of_products(e, x, numbers), products_MN[at]
@@ -124,29 +128,30 @@ class _WordFours(AllColumns):
                         values, total = product.to_floats(), totals_MN[at]
                         totals_MN[at] = values * scale if total is None else e.fma(values, scale, total)
                         products_MN[at] = None
-        of_group = ir.VectorType(F32, self.scales_of_group)
         for m, x_scales in enumerate(self.x_scales_M):
             x_scale = e.splat(x_scales.scalar(group))
             sums = self._row_sums(m).load(group * self.scales_of_group, of_group)
-            for n, scales in enumerate(scales_N):
+            for n, scales in enumerate(each_N):
                 at, total = m * cols + n, totals_MN[m * cols + n]
                 assert total is not None
                 carried[at] = e.fma(total, x_scale, carried[at])
                 at += rows * cols
-                carried[at] = self._fma(scales.load(first, of_group), sums, carried[at])
+                carried[at] = self._fma(scales, sums, carried[at])
 
-    def _scale(self, scales: Floats, first: Int, unit: int) -> Vector:
-        """Return the scale of the inputs of a unit; those of its two blocks, in both halves, where they differ."""
-        e = self.e
+    def _splats(self, scales: Floats, each: Vector, first: Int) -> Callable[[int], Vector]:
+        """Return the emitter of the scale of a unit's inputs; of those of its two blocks, in halves, where they differ.
 
-        def scale_of(block: int) -> Vector:
-            return e.splat(scales.scalar(first + block // self.blocks * self.per_scale))
+        `each`: all scales of the 128 inputs, which are at `first`.
+        """
 
-        block = unit // BLOCK
-        if self.blocks > 1 or _UNIT == BLOCK:
-            return scale_of(block)
-        halves = [lane if lane < LANES // 2 else LANES + lane for lane in range(LANES)]
-        return scale_of(block).shuffled(scale_of(block + 1), halves)
+        def splat(unit: int) -> Vector:
+            at = unit // BLOCK // self.blocks * self.per_scale
+            if self.scales_of_group <= _FEW:
+                return self.e.splat(scales.scalar(first + at))
+            second = at if self.blocks > 1 or _UNIT == BLOCK else at + self.per_scale
+            return each.lanes([at] * (LANES // 2) + [second] * (LANES // 2))
+
+        return splat
 
     def _add_block(self, whole: Int, k: Int, w_N: list[Bytes], scales_N: list[Floats], carried: list[Vector]) -> None:
         """Add a block after the last 128 inputs, whose inputs are in their own order."""
