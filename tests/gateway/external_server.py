@@ -63,6 +63,8 @@ class Server:
         self.stop_at: int | None = None  # tokens, after which it ends by its end-of-sequence token
         self.dies_at: int | None = None  # tokens, after which the connection is cut
         self.raw: bytes | None = None  # an answer to every completion, sent unchanged
+        self.num_to_drop = 0  # requests on kept connections that are not answered: the connection is closed, or cut
+        self.cuts = False
         self.is_silent = False
         self.ended = asyncio.Event()
         self._server = ClosingServer(self._serve)
@@ -82,6 +84,7 @@ class Server:
         await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_answered = 0
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -93,6 +96,11 @@ class Server:
                     if not self.is_silent:
                         await self._tell(writer, path)
                     continue
+                if num_answered and self.num_to_drop:
+                    self.num_to_drop -= 1
+                    if self.cuts:
+                        writer.transport.abort()
+                    return
                 self.bodies.append(json.loads(body))
                 self.headers.append({"path": path, **headers})
                 if self.raw is not None:
@@ -100,6 +108,7 @@ class Server:
                     await writer.drain()
                     return
                 await self._answer(reader, writer, self.bodies[-1])
+                num_answered += 1
                 if self.kind == "llama.cpp":  # it closes after every stream, although it offers keep-alive
                     await reader.read(1)
                     return

@@ -12,8 +12,10 @@ from typing import Any
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from moiety_platform.engine_client.fake import FakeEngineClient
+from moiety_platform.external_engines.external_request import MAX_RESENDS
 from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
@@ -93,6 +95,38 @@ async def test_a_server_that_is_killed_in_the_middle_ends_the_stream_with_an_err
         (row,) = await gateway.rows.wait_for(1)
         assert (row.outcome, row.http_status, row.error_code) == ("failed", 200, "engine_failed")
         assert row.output_tokens == 10 * len(server.bodies)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("kind", ["vllm", "generic"])  # connections to llama.cpp are not kept
+async def test_a_request_on_a_kept_connection_that_the_server_closes_is_sent_again(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, kind: str, cuts: bool
+) -> None:
+    server = await start_server(kind)
+    server.cuts = cuts
+    async with start_over(client_of(server, "&context=512")) as gateway:
+        await asyncio.gather(*(gateway.client.chat.completions.create(**ASK) for _ in range(3)))
+        num_answered, server.num_to_drop = len(server.bodies), MAX_RESENDS
+        answer = await gateway.client.chat.completions.create(**ASK)
+        assert answer.choices[0].message.content == WHOLE[:40]
+        assert (server.num_to_drop, len(server.bodies)) == (0, num_answered + 1)
+        assert gateway.engines[0].state.healthy
+        assert [row.outcome for row in await gateway.rows.wait_for(4)] == ["length"] * 4
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+async def test_a_request_whose_new_connection_breaks_is_sent_again_by_failover_alone(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, cuts: bool
+) -> None:
+    """Otherwise a request that ends a server would end more of them than failover allows."""
+    server = await start_server()
+    server.raw, server.cuts = b"", cuts
+    async with start_over(client_of(server)) as gateway:
+        with capture_logs() as logs, pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.chat.completions.create(**ASK)
+        assert caught.value.code == "engine_failed"
+        (done,) = (one for one in logs if one["event"] == "request")
+        assert len(server.bodies) == 1 + done["failovers"]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "generic"])

@@ -28,6 +28,7 @@ from moiety_wire.messages import Submit
 
 MAX_ERROR_BYTES = 64 * 1024
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # before a request is sent again
+MAX_RESENDS = 2  # of a request, each after a kept connection that the server had closed
 GRACE_S = 1.0  # to wait for counts and the end of the stream after the finish reason
 PROTOCOL_VIOLATION = "engine_protocol_violation"
 
@@ -129,13 +130,32 @@ class ExternalRequest:
             headers["Connection"] = "close"
         if submit.traceparent:
             headers["traceparent"] = submit.traceparent
-        async with self.http.stream("POST", self.url, content=content, headers=headers) as response:
+        async with aclosing(await self._respond(content, headers)) as response:
             if response.status_code != 200:
                 raise error_of_answer(
                     response.status_code, await _beginning(response), response.headers, self.clock.now()
                 )
             self.stream.deliver(answer.accept())
             await self._relay(response)
+
+    async def _respond(self, content: bytes, headers: dict[str, str]) -> httpx.Response:
+        """Send the request and return the beginning of the answer. Raises httpx.HTTPError.
+
+        A server that restarts closes its kept connections, and a request can be under way on one then. Without any
+        answer it is sent again: it changes nothing at the server, so a repetition does no harm (RFC 9110, 9.2.2).
+        """
+        for resends in range(MAX_RESENDS + 1):
+            connecting = _Connecting()
+            request = self.http.build_request(
+                "POST", self.url, content=content, headers=headers, extensions={"trace": connecting.note}
+            )
+            try:
+                return await self.http.send(request, stream=True)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if connecting.is_new or resends == MAX_RESENDS:
+                    raise
+                log.info("engine_request_resent", engine=self.url, request_id=self.submit.request_id)
+        raise AssertionError("the last attempt returns or raises")
 
     async def _content(self) -> bytes:
         """Return the encoded body. Images are long, so they are copied in a thread."""
@@ -190,6 +210,16 @@ class ExternalRequest:
         if not self.answer.has_finished:
             raise EngineFailed("the engine ended its answer early; send the request again")
         self.stream.deliver(self.answer.end())
+
+
+class _Connecting:
+    """Observer of one attempt: `is_new` is True once a connection is opened for it."""
+
+    is_new = False
+
+    async def note(self, event: str, _info: object) -> None:
+        """Note an event of httpcore's tracing."""
+        self.is_new = self.is_new or event.startswith("connection.connect")
 
 
 def _pause_s(error: Exception, attempt: int) -> float | None:
