@@ -297,6 +297,8 @@ class ClientConnection(HttpToolsProtocol):
             left_s = self.timeout_keep_alive - idle_s
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(max(0.0, left_s), self.timeout_keep_alive_handler)
+        elif self._phase is _Phase.HEAD:
+            self._set_timer(self.timeout_keep_alive)  # the rest of a head delays the stop no longer
 
     def close_if_idle(self) -> None:
         """Close the connection at once, unless a response is in progress."""
@@ -356,10 +358,12 @@ class ClientConnection(HttpToolsProtocol):
             f"{self._limits.max_headers} headers that this server accepts; send less"
         )
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, seconds: float | None = None) -> None:
+        """Limit the time of the present phase, by default to that of the settings."""
         self._clear_timer()
         self._timed, self._num_bytes_before = self._phase, self._num_bytes
-        seconds = self._limits.body_timeout_s if self._phase is _Phase.BODY else self._limits.header_timeout_s
+        if seconds is None:
+            seconds = self._limits.body_timeout_s if self._phase is _Phase.BODY else self._limits.header_timeout_s
         self._timer = self.loop.call_later(seconds, self._time_is_up)
 
     def _clear_timer(self) -> None:

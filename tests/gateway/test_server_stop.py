@@ -81,7 +81,7 @@ async def serving(kind: type[HttpServer], drain_s: int = DRAIN_S) -> AsyncIterat
         await served.go.wait()
         await send({"type": "http.response.body", "body": b"done"})
 
-    server = kind(app, drain_s, ConnectionLimits.of(GatewaySettings()))
+    server = kind(app, drain_s, ConnectionLimits.of(GatewaySettings(header_timeout_s=2 * DEADLINE_S)))
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()[:2]
     served = Served(server, address, asyncio.create_task(server.serve([listener])))
@@ -189,6 +189,19 @@ async def test_idle_connections_are_closed_and_do_not_hold_up_the_stop(kind: typ
         await served.stop()
         assert [await one.rest() for one in (idle, silent)] == [b"", b""]
         assert time.monotonic() - began >= REUSE_S / 2, "a client that uses its connection often is answered"
+        async with asyncio.timeout(DEADLINE_S):  # far less than the time to drain
+            await served.task
+
+
+@kinds
+async def test_a_head_that_is_never_completed_is_refused_and_does_not_hold_up_the_stop(kind: type[HttpServer]) -> None:
+    async with serving(kind) as served:
+        client = await connected(served)
+        client.send(REQUEST[:10])
+        await asyncio.sleep(0.05)  # the server has read it
+        await served.stop()
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 408 ") and announces_end(answer)
         async with asyncio.timeout(DEADLINE_S):  # far less than the time to drain
             await served.task
 
