@@ -181,6 +181,7 @@ def looks(gateway: HostileGateway, tmp_path: Path) -> Iterator[Looks]:
 
 
 def sign_in(looks: Looks, path: str = "") -> None:
+    looks.page.goto("about:blank")  # the page before writes its cookie some time after it is drawn
     looks.page.context.clear_cookies()  # of the session before
     looks.page.goto(f"{looks.address}/{path}")
     looks.page.get_by_label("Administrator key").fill(KEY)

@@ -172,6 +172,7 @@ class Browser:
         return url.startswith((self.address, self.address.replace("http", "ws"), "data:", "blob:"))
 
     def sign_in(self, key: str, path: str = "") -> None:
+        self.page.goto("about:blank")  # the page before writes its cookie some time after it is drawn
         self.page.context.clear_cookies()  # of the session of another key
         self.page.goto(f"{self.address}/{path}")
         self.page.get_by_label("Administrator key").fill(key)
