@@ -225,7 +225,9 @@ class ClientConnection(HttpToolsProtocol):
         if self._reads_framing_head:
             return
         super().on_message_begin()
-        self._limits, self.timeout_keep_alive = self._server.limits, self._server.timeout_keep_alive
+        self._limits = self._server.limits
+        if not self._is_draining:
+            self.timeout_keep_alive = self._server.timeout_keep_alive
         self.scope["state"] |= {DISCONNECT_SIGNAL: self._disconnect, SEND_WHOLE: self._send_whole}
         self._phase, self._timed = _Phase.HEAD, None  # a running timer belongs to the previous phase
         self._header_bytes = self._line_bytes = 0
@@ -297,8 +299,8 @@ class ClientConnection(HttpToolsProtocol):
             left_s = self.timeout_keep_alive - idle_s
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(max(0.0, left_s), self.timeout_keep_alive_handler)
-        elif self._phase is _Phase.HEAD:
-            self._set_timer(self.timeout_keep_alive)  # the rest of a head delays the stop no longer
+        else:
+            self._set_timer()
 
     def close_if_idle(self) -> None:
         """Close the connection at once, unless a response is in progress."""
@@ -338,6 +340,11 @@ class ClientConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
+    def _delays_stop(self) -> bool:
+        """True while the server stops and this connection has no response in progress."""
+        return self._is_draining and not self._is_answering
+
+    @property
     def _is_idle(self) -> bool:
         """True while no response is in progress and uvicorn's keep-alive timer does not run."""
         return (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
@@ -358,12 +365,17 @@ class ClientConnection(HttpToolsProtocol):
             f"{self._limits.max_headers} headers that this server accepts; send less"
         )
 
-    def _set_timer(self, seconds: float | None = None) -> None:
-        """Limit the time of the present phase, by default to that of the settings."""
+    def _set_timer(self) -> None:
+        """Limit the time of the present phase.
+
+        While the server stops, the rest of a head, or of a body whose request is answered, delays it no longer than an
+        idle connection.
+        """
         self._clear_timer()
         self._timed, self._num_bytes_before = self._phase, self._num_bytes
-        if seconds is None:
-            seconds = self._limits.body_timeout_s if self._phase is _Phase.BODY else self._limits.header_timeout_s
+        seconds = self._limits.body_timeout_s if self._phase is _Phase.BODY else self._limits.header_timeout_s
+        if self._delays_stop:
+            seconds = min(seconds, self._server.reuse_s)
         self._timer = self.loop.call_later(seconds, self._time_is_up)
 
     def _clear_timer(self) -> None:
@@ -394,7 +406,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         if self._phase is _Phase.HEAD and self._is_answering:
             self._set_timer()  # a pipelined request
-        elif self._phase is _Phase.BODY and self._body_comes_on():
+        elif self._phase is _Phase.BODY and self._body_comes_on() and not self._delays_stop:
             self._set_timer()
         elif self._phase is _Phase.NOTHING or (self._phase is _Phase.BODY and not self._is_answering):
             self.transport.close()

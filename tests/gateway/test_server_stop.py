@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from moiety_platform.settings import GatewaySettings
 REQUEST = b"POST /a HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\n\r\nhello"
 DEADLINE_S = 30.0
 DRAIN_S = 60
+REUSE_PARTS = 10
 
 kinds = pytest.mark.parametrize("kind", [HttpServer, GatewayServer])
 
@@ -74,7 +76,7 @@ class Client:
 @asynccontextmanager
 async def serving(kind: type[HttpServer], drain_s: int = DRAIN_S) -> AsyncIterator[Served]:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["more_body"]:
+        while scope["path"] != "/unread" and (await receive())["more_body"]:
             pass
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
         served.started.release()
@@ -204,6 +206,43 @@ async def test_a_head_that_is_never_completed_is_refused_and_does_not_hold_up_th
         assert answer.startswith(b"HTTP/1.1 408 ") and announces_end(answer)
         async with asyncio.timeout(DEADLINE_S):  # far less than the time to drain
             await served.task
+
+
+@kinds
+@pytest.mark.parametrize("sent", [REQUEST[:1], b"\r\n"])
+async def test_a_head_that_begins_after_the_stop_does_not_hold_it_up(kind: type[HttpServer], sent: bytes) -> None:
+    async with serving(kind) as served:
+        client = await connected(served)
+        client.send()
+        await client.answer()
+        await served.stop()
+        client.send(sent)
+        answer = await client.rest()
+        assert (answer == b"") if sent.isspace() else answer.startswith(b"HTTP/1.1 408 ")
+        async with asyncio.timeout(DEADLINE_S):  # far less than the time to drain
+            await served.task
+
+
+@kinds
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_the_body_of_an_answered_request_does_not_hold_up_the_stop(kind: type[HttpServer], goes_on: bool) -> None:
+    async def send_on() -> None:
+        for _ in range(REUSE_PARTS * 4):
+            client.send(b"x" * 1000)
+            await asyncio.sleep(REUSE_S / REUSE_PARTS)
+
+    async with serving(kind) as served:
+        client = await connected(served)
+        client.send(b"POST /unread HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000\r\n\r\nhello")
+        await client.answer()
+        await served.stop()
+        sending = asyncio.create_task(send_on()) if goes_on else None
+        with contextlib.suppress(ConnectionResetError):  # the client sends to a closed connection
+            assert await client.rest() == b""
+        async with asyncio.timeout(DEADLINE_S):  # far less than the time to drain
+            await served.task
+        if sending is not None:
+            sending.cancel()
 
 
 @kinds
