@@ -64,7 +64,10 @@ class Server:
         self.dies_at: int | None = None  # tokens, after which the connection is cut
         self.raw: bytes | None = None  # an answer to every completion, sent unchanged
         self.num_to_drop = 0  # requests on kept connections that are not answered: the connection is closed, or cut
-        self.cuts = False
+        self.cuts = False  # connections are cut instead of closed, also after `raw`
+        self.drop_after_s = 0.0
+        self.drops_with = b""  # sent before
+        self.num_dropped = 0
         self.is_silent = False
         self.ended = asyncio.Event()
         self._server = ClosingServer(self._serve)
@@ -98,6 +101,10 @@ class Server:
                     continue
                 if num_answered and self.num_to_drop:
                     self.num_to_drop -= 1
+                    self.num_dropped += 1
+                    await asyncio.sleep(self.drop_after_s)
+                    writer.write(self.drops_with)
+                    await writer.drain()
                     if self.cuts:
                         writer.transport.abort()
                     return
@@ -106,6 +113,8 @@ class Server:
                 if self.raw is not None:
                     writer.write(self.raw)
                     await writer.drain()
+                    if self.cuts:
+                        writer.transport.abort()
                     return
                 await self._answer(reader, writer, self.bodies[-1])
                 num_answered += 1

@@ -40,6 +40,7 @@ class Reply:
     breaks_after: int | None = None  # events, after which the connection is cut
     hangs_after: int | None = None  # events, after which nothing comes
     error_event: bool = False  # the stream ends with `error`
+    is_missing: bool = False  # the connection is cut before the head
 
 
 class ScriptedProvider:
@@ -76,6 +77,9 @@ class ScriptedProvider:
             return
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
+        if reply.is_missing:
+            writer.transport.abort()
+            return
         if reply.status != 200:
             data = json.dumps({"type": "error", "error": reply.error}).encode()
             head = f"HTTP/1.1 {reply.status} X\r\n{reply.headers}Content-Length: {len(data)}\r\n\r\n"

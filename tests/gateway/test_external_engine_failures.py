@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from moiety_platform.engine_client.fake import FakeEngineClient
-from moiety_platform.external_engines.external_request import MAX_RESENDS
+from moiety_platform.external_engines.client import RESENDS
+from moiety_platform.external_engines.external_request import RESEND_WITHIN_S
 from moiety_platform.routing.choose import are_extensible
 from moiety_platform.routing.replicas import Replicas
 from moiety_wire.classes import STANDARD
@@ -106,12 +108,31 @@ async def test_a_request_on_a_kept_connection_that_the_server_closes_is_sent_aga
     server.cuts = cuts
     async with start_over(client_of(server, "&context=512")) as gateway:
         await asyncio.gather(*(gateway.client.chat.completions.create(**ASK) for _ in range(3)))
-        num_answered, server.num_to_drop = len(server.bodies), MAX_RESENDS
+        num_answered, server.num_to_drop = len(server.bodies), RESENDS
         answer = await gateway.client.chat.completions.create(**ASK)
         assert answer.choices[0].message.content == WHOLE[:40]
         assert (server.num_to_drop, len(server.bodies)) == (0, num_answered + 1)
         assert gateway.engines[0].state.healthy
         assert [row.outcome for row in await gateway.rows.wait_for(4)] == ["length"] * 4
+
+
+@pytest.mark.parametrize(
+    "drop_after_s, drops_with",
+    [(2 * RESEND_WITHIN_S, b""), (0.0, b"no head\r\n\r\n"), (0.0, b"HTTP/1.1 500 Oops\r\nno field\r\n\r\n")],
+)
+async def test_a_request_that_a_server_has_worked_on_or_answered_is_sent_again_by_failover_alone(
+    start_server: StartServer, client_of: ClientOf, start_over: StartOver, drop_after_s: float, drops_with: bytes
+) -> None:
+    server = await start_server()
+    async with start_over(client_of(server)) as gateway:
+        await asyncio.gather(*(gateway.client.chat.completions.create(**ASK) for _ in range(6)))
+        server.num_to_drop, server.drop_after_s, server.drops_with = 6, drop_after_s, drops_with
+        with capture_logs() as logs:
+            with contextlib.suppress(openai.InternalServerError):
+                await gateway.client.chat.completions.create(**ASK)
+            (done,) = (one for one in logs if one["event"] == "request")
+        assert not [one for one in logs if one["event"] == "engine_request_resent"]
+        assert 1 <= server.num_dropped <= 1 + done["failovers"]
 
 
 @pytest.mark.parametrize("cuts", [False, True])

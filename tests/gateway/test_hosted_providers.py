@@ -250,6 +250,18 @@ async def test_a_stream_that_breaks_after_its_first_token_is_not_sent_again(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_request_on_a_kept_connection_that_breaks_is_not_sent_twice_to_who_bills_it(
+    provider: ScriptedProvider, start_over: StartOver
+) -> None:
+    async with start_over(client_of(provider, "&retries=0")) as gateway:
+        await answered(gateway, CHAT)
+        provider.replies.append(Reply(is_missing=True))
+        status, _, answer = await gateway.post(CHAT, BODIES[CHAT])
+        assert status == 502 and b"engine_failed" in answer
+    assert len(provider.bodies) == 2
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_disconnect_ends_the_request_at_the_provider_and_bills_what_came(
     provider: ScriptedProvider, start_over: StartOver, protocol: str
 ) -> None:

@@ -50,6 +50,7 @@ from moiety_wire.messages import SILENCE_LIMIT_S, Abort, Extend, ModelCard, Subm
 
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 30.0
+RESENDS = 1  # of a request on a connection that the server had closed
 KEEP_ALIVE_S = 2.0  # shorter than the servers' own, so that they close no connection during a new request
 LINGER_S = 0.1  # after an answer, until its connection is free
 QUIET_CHECKS = 4  # in a row with the same metrics and without a request from here, after which a server is quiet
@@ -244,6 +245,7 @@ class ExternalEngineClient:
             self._liveness.record_stream,
             self._suspect,
             retries=0 if hosted is None else hosted.retries,
+            resends=RESENDS if hosted is None else 0,  # a provider may bill both
         )
         task = asyncio.create_task(exchange.run(), name=f"request {submit.request_id}")
         self._running[submit.request_id] = stream, answer, task

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from moiety_wire.messages import Submit
 
 MAX_ERROR_BYTES = 64 * 1024
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # before a request is sent again
-MAX_RESENDS = 2  # of a request, each after a kept connection that the server had closed
+RESEND_WITHIN_S = 0.5  # of the end of a request; a connection that was closed before shows it within a round trip
+DISCONNECTED = "Server disconnected"  # the beginning of httpcore's message
 GRACE_S = 1.0  # to wait for counts and the end of the stream after the finish reason
 PROTOCOL_VIOLATION = "engine_protocol_violation"
 
@@ -52,6 +54,7 @@ class ExternalRequest:
     on_bytes: Callable[[], None]
     on_break: Callable[[str], None]
     retries: int = 0  # of a request that the server refused to begin, or that did not reach it
+    resends: int = 0  # of a request whose kept connection the server had closed
 
     async def run(self) -> None:
         """Send the request and deliver the answer until its end or a failure. May be cancelled at any time."""
@@ -141,21 +144,25 @@ class ExternalRequest:
     async def _respond(self, content: bytes, headers: dict[str, str]) -> httpx.Response:
         """Send the request and return the beginning of the answer. Raises httpx.HTTPError.
 
-        A server that restarts closes its kept connections, and a request can be under way on one then. Without any
-        answer it is sent again: it changes nothing at the server, so a repetition does no harm (RFC 9110, 9.2.2).
+        A server that restarts closes its kept connections, and a request can be under way on one then. It is sent again
+        only if the connection ended so soon that the server cannot have worked on the request for long. Otherwise a
+        request that ends a server would end more of them than failover allows.
         """
-        for resends in range(MAX_RESENDS + 1):
-            connecting = _Connecting()
-            request = self.http.build_request(
-                "POST", self.url, content=content, headers=headers, extensions={"trace": connecting.note}
-            )
+        for _ in range(self.resends):
+            attempt = _Attempt()
             try:
-                return await self.http.send(request, stream=True)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if connecting.is_new or resends == MAX_RESENDS:
+                return await self._send_once(content, headers, attempt)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
+                if not attempt.is_on_closed_connection(error):
                     raise
                 log.info("engine_request_resent", engine=self.url, request_id=self.submit.request_id)
-        raise AssertionError("the last attempt returns or raises")
+        return await self._send_once(content, headers, _Attempt())
+
+    async def _send_once(self, content: bytes, headers: dict[str, str], attempt: _Attempt) -> httpx.Response:
+        request = self.http.build_request(
+            "POST", self.url, content=content, headers=headers, extensions={"trace": attempt.note}
+        )
+        return await self.http.send(request, stream=True)
 
     async def _content(self) -> bytes:
         """Return the encoded body. Images are long, so they are copied in a thread."""
@@ -212,14 +219,29 @@ class ExternalRequest:
         self.stream.deliver(self.answer.end())
 
 
-class _Connecting:
-    """Observer of one attempt: `is_new` is True once a connection is opened for it."""
+class _Attempt:
+    """Observer of a request that is sent once, by the events of httpcore's tracing."""
 
-    is_new = False
+    def __init__(self) -> None:
+        self._is_connection_new = False
+        self._sent_at_s: float | None = None
 
     async def note(self, event: str, _info: object) -> None:
-        """Note an event of httpcore's tracing."""
-        self.is_new = self.is_new or event.startswith("connection.connect")
+        if event.startswith("connection.connect"):
+            self._is_connection_new = True
+        elif event.endswith("send_request_body.complete"):
+            self._sent_at_s = time.monotonic()
+
+    def is_on_closed_connection(self, error: httpx.TransportError) -> bool:
+        """Return whether the error is that of a kept connection that the server had closed, as far as can be known."""
+        if self._is_connection_new or _is_malformed(error):
+            return False
+        return self._sent_at_s is None or time.monotonic() - self._sent_at_s <= RESEND_WITHIN_S
+
+
+def _is_malformed(error: httpx.TransportError) -> bool:
+    """Return whether the answer could not be parsed; httpcore has the same class for that and for the end of data."""
+    return isinstance(error, httpx.RemoteProtocolError) and not str(error).startswith(DISCONNECTED)
 
 
 def _pause_s(error: Exception, attempt: int) -> float | None:
