@@ -31,6 +31,12 @@ ARITHMETICS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fast_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply in pairs wherever the processor can, also where the choice would be another way that is faster."""
+    monkeypatch.setattr(paths, "SLOW_PAIRS", False)
+
+
 @pytest.fixture(scope="module")
 def several_threads() -> Iterator[None]:
     """Compute with two threads; other tests use one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moiety_kernels.cpu.levels import X86_LEVELS, best_level
+from moiety_kernels.cpu.levels import X86_LEVELS, best_level, has_slow_pairs
 
 V3, V4 = X86_LEVELS["avx2"].features, X86_LEVELS["avx512"].features
 
@@ -32,3 +32,18 @@ def test_a_limit_is_reached_and_not_exceeded(limit: str) -> None:
     everything = frozenset().union(*(level.features for level in X86_LEVELS.values()))
     assert best_level(everything, limit) == limit
     assert best_level(V3, limit) == "avx2"
+
+
+@pytest.mark.parametrize(
+    "cpu, level", [("emeraldrapids", "avx512bf16-slow"), ("cooperlake", "avx512bf16-slow"), ("znver4", "avx512bf16")]
+)
+def test_processors_with_slow_pairs_have_a_level_of_their_own(cpu: str, level: str) -> None:
+    features = X86_LEVELS["avx512bf16"].features
+    assert best_level(features, has_slow_pairs=has_slow_pairs(cpu)) == level
+    assert best_level(features, "amx", has_slow_pairs=has_slow_pairs(cpu)) == level
+    for limit in ("avx512bf16", "avx512bf16-slow", "avx512"):
+        assert best_level(features, limit, has_slow_pairs=has_slow_pairs(cpu)) == limit
+
+
+def test_tiles_are_used_beside_slow_pairs() -> None:
+    assert best_level(X86_LEVELS["amx"].features, has_slow_pairs=True) == "amx"

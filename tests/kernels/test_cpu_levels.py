@@ -91,6 +91,18 @@ def test_a_level_withholds_its_instructions_from_the_choice_and_the_compiler() -
         assert "avx512" in reason
 
 
+@pytest.mark.skipif(not paths.is_usable(paths.PAIRS), reason="this processor does not multiply in pairs")
+def test_slow_pairs_serve_only_weights_for_which_nothing_is_faster() -> None:
+    served = {
+        level: {weights: one["path"] for weights, one in json.loads(done.stdout)["paths"].items()}
+        for level in ("avx512bf16", "avx512bf16-slow")
+        if (done := run_limited(level, "-m", "moiety_kernels.cpu.paths"))
+    }
+    fast, slow = served.values()
+    assert fast == {"bfloat16": "pairs", "8 bits": "words", "4 bits": "pairs", "4-bit floats": "pairs"}
+    assert slow == {"bfloat16": "floats", "8 bits": "words", "4 bits": "words", "4-bit floats": "pairs"}
+
+
 COMPILES = """
 import sys
 from numba import config

@@ -6,10 +6,10 @@ they become 16-bit integers, of which each GROUP shares a scale (AVX512-BW; one 
 operations than widening the weight, and keeps more of the rows' precision. Sums run over the inputs in one order, so a
 row's result has the same bits whatever other rows are in the batch. `row_packing.py` packs the rows.
 
-Few rows are multiplied with one weight row after the other: memory is then read sequentially, and the hardware
-prefetcher follows (4-bit rows are so short that several are read at once). More rows are multiplied with COLS weight
-rows at a time, so that the rows themselves are read less often. Each part of the rows prefetches its share of the next
-weight rows, so that memory is read during computation. `pair_fours.py` has the products of pairs with 4-bit weights.
+Few rows are multiplied with one weight row after the other: memory is then read sequentially, and what follows is
+prefetched (4-bit rows are so short that several are read at once). More rows are multiplied with COLS weight rows at a
+time, so that the rows themselves are read less often. Each part of the rows prefetches its share of the next weight
+rows, so that memory is read during computation. `pair_fours.py` has the products of pairs with 4-bit weights.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ EIGHTS_ROWS = 3 if WIDE else 2  # the same for 8-bit weights, where a group's su
 GROUP = 128  # inputs of an integer row that share a scale
 BLOCKS = 64  # 4-bit inputs that are read at once: two blocks
 LINE = 64
+AHEAD_BYTES = 4 << 10  # prefetch distance into the L2 cache, of rows that are multiplied one after the other
 SHARE_BITS = 8
 
 BYTES_AVAILABLE = {ARM_FEATURE, ARM_BYTES_FEATURE} <= FEATURES  # each number of a row is packed as two bytes
@@ -154,15 +155,18 @@ class PackedDots:
         """Return factors of the sums over all lanes, those of the columns again and again."""
         return None
 
-    def prefetch_share(self, done: Int, num_bytes: int) -> None:
-        """Prefetch a part of the next weight rows, where several are read at once.
+    def prefetch_next(self, w_N: list[Bytes], done: Int, num_bytes: int) -> None:
+        """Prefetch as much of the weight as is read now: what follows one row, or the share of the next COLS rows.
 
         `done` bytes of each row were read before; `num_bytes` of each are read now.
         """
-        if self.cols > 1:
-            start = (done * self.args.share) >> SHARE_BITS
-            for line in range(0, self.cols * num_bytes, LINE):
-                self.args.ahead.prefetch(start + line, locality=self.locality)
+        if self.cols == 1:
+            for line in range(0, num_bytes, LINE):
+                w_N[0].prefetch(done + (AHEAD_BYTES + line), locality=2)
+            return
+        start = (done * self.args.share) >> SHARE_BITS
+        for line in range(0, self.cols * num_bytes, LINE):
+            self.args.ahead.prefetch(start + line, locality=self.locality)
 
 
 class AllColumns(PackedDots):
@@ -190,7 +194,7 @@ class PairDots(PackedDots):
         for k in self.e.loop(self.args.k, PAIR_LANES, sums_MN):
             at = k * 2
             weights_N = [w.load(at, VI32) for w in w_N]
-            self.prefetch_share(at, 2 * PAIR_LANES)
+            self.prefetch_next(w_N, at, 2 * PAIR_LANES)
             for m, row in enumerate(self.packed_M):
                 x = row.load(at, VI32)
                 for n, weights in enumerate(weights_N):
@@ -218,8 +222,8 @@ class _Eights(PackedDots):
     def _add_part(self, k: Int, width: int, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
         """Add `width` inputs of one group."""
         e, cols = self.e, self.cols
-        if width == GROUP:
-            self.prefetch_share(k, GROUP)
+        if width == GROUP or cols == 1:
+            self.prefetch_next(w_N, k, width)
         products_MN = [e.constant(0, VI32)] * len(sums_MN)
         for first in range(0, width, PAIR_LANES):
             at = k + first

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 TASKS_PER_THREAD = 3
 ROW_BLOCK = 96  # rows per task: with K = 1024 they fill a third of a 1 MiB L2 cache
 TILES_BLOCK_BYTES = 512 << 10  # packed rows of one task, sized for the L2 cache
-WIDEN_ROWS = 2 * TILE_ROWS  # fewest rows for which widening first pays
+WIDEN_ROWS = 4 * TILE_ROWS  # fewest rows for which widening first pays
 PANEL_BYTES = 128 << 10  # of widened weight, sized for the L2 cache
 PANEL_PAD = 64  # bytes between widened rows, so that they do not all map to the same cache sets
 MAX_WIDTH = 65_536
-CHUNK_BYTES = 128 << 10  # weight that a task reads when there are few rows
-PACKED_CHUNK_BYTES = 512 << 10  # the same where each task packs the rows again
+CHUNK_BYTES = 512 << 10  # weight that a task reads when there are few rows; its last prefetches are of another task
+UNPACKED_CHUNK_BYTES = 128 << 10  # the same of a weight that is unpacked first, sized for the L2 cache
 MANY_ROWS_CHUNK_BYTES = 1 << 20  # and with many rows, which also have to be read
 
 # how a weight is multiplied
@@ -356,13 +356,12 @@ def chunk_of(
     if rows_at_once >= WIDEN_ROWS:
         most = MANY_ROWS_CHUNK_BYTES
     else:
-        most = PACKED_CHUNK_BYTES if kind in (BFLOAT16_TILES, PACKED, PACKED_WORDS) else CHUNK_BYTES
+        most = UNPACKED_CHUNK_BYTES if unpacks and kind != BFLOAT16_TILES else CHUNK_BYTES
     chunk = max(16, most // row_bytes // 16 * 16)
     if kind == BFLOAT16_TILES and width > TILES_DEPTH:
         chunk = TILES_MOST_COLUMNS
     if unpacks:
         chunk = min(chunk, UNPACKED_BYTES // row_bytes // 16 * 16)
-    if kind in (BFLOAT16_TILES, PACKED, PACKED_WORDS):
-        while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * threads:
-            chunk = chunk // 2 // 16 * 16
+    while chunk > 2 * ROWS and num_items * -(-num_rows // chunk) < TASKS_PER_THREAD * threads:
+        chunk = chunk // 2 // 16 * 16
     return min(chunk, -(-num_rows // 16) * 16)

@@ -32,6 +32,7 @@ from moiety_kernels.cpu.levels import (
     OPTIONAL_FEATURES,
     X86_LEVELS,
     best_level,
+    has_slow_pairs,
 )
 
 VARIABLE = "MOIETY_EMULATED_INSTRUCTIONS"
@@ -69,7 +70,7 @@ def _choose_level() -> str:
     if not IS_X86:
         return ""
     limit = "avx2" if LEVEL == ARM_LEVEL else LEVEL
-    level = limit if COMPILE_ONLY else best_level(_CPU_FEATURES, limit)
+    level = limit if COMPILE_ONLY else best_level(_CPU_FEATURES, limit, has_slow_pairs=_HAS_SLOW_PAIRS)
     if level:
         _compile_for(level)
     elif LEVEL:
@@ -107,7 +108,10 @@ def _set_arm_extensions(*, are_used: bool) -> frozenset[str]:
 
 
 _CPU_FEATURES = frozenset(name for name, is_there in llvm.get_host_cpu_features().items() if is_there)
+_HAS_SLOW_PAIRS = IS_X86 and has_slow_pairs(llvm.get_host_cpu_name())
 COMPILED_LEVEL = _choose_level()  # "" on other CPUs than x86, and without AVX2
+SLOW_PAIRS = _HAS_SLOW_PAIRS if not LEVEL else LEVEL in X86_LEVELS and X86_LEVELS[LEVEL].has_slow_pairs
+SLOW_PAIRS = SLOW_PAIRS and PAIRS_FEATURE not in EMULATED
 WITHHELD = frozenset[str]()  # features that the CPU has and LEVEL does not
 if LEVEL and COMPILED_LEVEL:
     WITHHELD = (_CPU_FEATURES & OPTIONAL_FEATURES) - X86_LEVELS[COMPILED_LEVEL].features

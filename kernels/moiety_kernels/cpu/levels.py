@@ -20,6 +20,7 @@ class CpuLevel(NamedTuple):
 
     target: str  # LLVM's name of a CPU, for scheduling
     features: frozenset[str]  # LLVM's names
+    has_slow_pairs: bool = False  # products of bfloat16 in pairs take longer than those of float32
 
     @property
     def compiler_features(self) -> str:
@@ -41,20 +42,32 @@ X86_LEVELS = {  # from the fewest features to the most
     "avx512": CpuLevel("x86-64-v4", _AVX512),
     "avx512vnni": CpuLevel("x86-64-v4", _VNNI),
     "avx512bf16": CpuLevel("x86-64-v4", _BF16),
+    "avx512bf16-slow": CpuLevel("x86-64-v4", _BF16, has_slow_pairs=True),
     "amx": CpuLevel("x86-64-v4", _BF16 | {"amx-tile", "amx-bf16", "amx-int8"}),
 }
 OPTIONAL_FEATURES = frozenset().union(*(level.features for level in X86_LEVELS.values())) - _AVX2
 
 
-def best_level(features: Set[str], limit: str = "") -> str:
+def best_level(features: Set[str], limit: str = "", *, has_slow_pairs: bool = False) -> str:
     """Return the level with the most features among those of a CPU; "" if the CPU has not even AVX2.
 
-    `limit` names a level whose features are not exceeded.
+    `limit` names a level whose features are not exceeded; it is returned if the CPU has its features.
     """
-    allowed = X86_LEVELS[limit].features if limit else None
+    if limit and X86_LEVELS[limit].features <= features:
+        return limit
+    usable = features & X86_LEVELS[limit].features if limit else features
     fitting = [
         name
         for name, level in X86_LEVELS.items()
-        if level.features <= features and (allowed is None or level.features <= allowed)
+        if level.features <= usable and (has_slow_pairs or not level.has_slow_pairs)
     ]
     return fitting[-1] if fitting else ""
+
+
+def has_slow_pairs(cpu: str) -> bool:
+    """Return whether a CPU, by its name in LLVM, multiplies pairs of bfloat16 more slowly than float32.
+
+    A core of an Intel Xeon of the fifth generation reached 41 G products per second in pairs, and 65 G in float32. One
+    of AMD's Zen 4 reached 117 G and 57 G (`docs/cpu.md`).
+    """
+    return not cpu.startswith("znver")

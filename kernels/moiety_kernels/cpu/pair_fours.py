@@ -140,7 +140,7 @@ class _Fours(AllColumns):
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
         whole = self.args.k & -BLOCKS
         for i in self.e.loop_if_any(whole, BLOCKS, sums_MN):
-            self.prefetch_share(i >> 1, BLOCKS // 2)
+            self.prefetch_next(w_N, i >> 1, BLOCKS // 2)
             parts_N = [self.bits.two_blocks(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
             self._add_parts(i, parts_N, sums_MN)
         for i in self.e.loop_if_any(self.args.k - whole, PAIR_LANES, sums_MN):
@@ -162,7 +162,7 @@ class _WholeFours(_Fours):
 
     def add(self, w_N: list[Bytes], scales_N: list[Floats], sums_MN: list[Vector]) -> None:
         for i in self.e.loop(self.args.k, GROUP, sums_MN):
-            self.prefetch_share(i >> 1, GROUP // 2)
+            self.prefetch_next(w_N, i >> 1, GROUP // 2)
             parts_N = [self.bits.group(w, scales, i) for w, scales in zip(w_N, scales_N, strict=True)]
             self._add_parts(i, parts_N, sums_MN)
 

@@ -20,6 +20,7 @@ from moiety_kernels.cpu.instructions import (
     FEATURES,
     LEVEL,
     PAIRS_FEATURE,
+    SLOW_PAIRS,
     TILES_FEATURE,
     WIDE,
     WITHHELD,
@@ -53,6 +54,7 @@ PATHS: dict[str, tuple[KernelPath, ...]] = {
     "4 bits": (TILES, PAIRS, WORDS, FLOATS),
     "4-bit floats": (TILES, PAIRS, FLOATS),
 }
+_BETTER_THAN_SLOW_PAIRS = frozenset({"bfloat16", "4 bits"})  # weights whose later paths are faster than slow pairs
 
 
 @functools.cache
@@ -74,9 +76,13 @@ def _are_tiles_permitted() -> bool:
 def serving_path(weights: str) -> KernelPath:
     """Return the path that multiplies a kind of weight on this machine."""
     for path in PATHS[weights]:  # no generator, since every product asks
-        if is_usable(path):
+        if is_usable(path) and not _is_slow(path, weights):
             return path
     raise AssertionError("the last path of each kind needs no features")
+
+
+def _is_slow(path: KernelPath, weights: str) -> bool:
+    return SLOW_PAIRS and path is PAIRS and weights in _BETTER_THAN_SLOW_PAIRS
 
 
 def reason_against(path: KernelPath) -> str:
@@ -86,6 +92,8 @@ def reason_against(path: KernelPath) -> str:
         return f"the processor has no {', '.join(sorted(missing))}"
     if withheld:
         return f"{LEVEL_VARIABLE}={LEVEL} withholds {', '.join(sorted(withheld))}"
+    if SLOW_PAIRS and path is PAIRS:
+        return "they are slower than the path in use on this processor"
     return "the system does not let this process use them" if path is TILES else "the processor has no avx512f"
 
 

@@ -77,7 +77,7 @@ class _WordFours(AllColumns):
         whole, count = self.args.k & -GROUP, len(sums_MN)
         carried = sums_MN + [self._zeros(self.scales_of_group)] * count
         for i in self.e.loop_if_any(whole, GROUP, carried):
-            self.prefetch_share(i >> 1, GROUP // 2)
+            self.prefetch_next(w_N, i >> 1, GROUP // 2)
             self._add_group(i, w_N, scales_N, carried)
         sums_MN[:] = [self._added(*pair) for pair in zip(carried[:count], carried[count:], strict=True)]
         carried = sums_MN + [self._zeros(self.per_scale)] * count
@@ -111,6 +111,7 @@ class _WordFours(AllColumns):
         first, group = self._first_scale(k), k >> 7
         of_group = ir.VectorType(F32, self.scales_of_group)
         each_N = [scales.load(first, of_group) for scales in scales_N]
+        self._prefetch_scales(scales_N, first)
         splats_N = [self._splats(*pair, first) for pair in zip(scales_N, each_N, strict=True)]
         totals_MN: list[Vector | None] = [None] * (rows * cols)
         products_MN: list[Vector | None] = [None] * (rows * cols)
@@ -137,6 +138,13 @@ class _WordFours(AllColumns):
                 carried[at] = e.fma(total, x_scale, carried[at])
                 at += rows * cols
                 carried[at] = self._fma(scales, sums, carried[at])
+
+    def _prefetch_scales(self, scales_N: list[Floats], first: Int) -> None:
+        """Prefetch the scales at this place of the next COLS weight rows, where they are a large part of a weight."""
+        if self.cols > 1 and self.scales_of_group > _FEW:
+            for scales in scales_N:
+                following = scales.as_(Bytes).moved(self.args.scales_stride * self.cols)
+                following.prefetch(first * 4, locality=2)
 
     def _splats(self, scales: Floats, each: Vector, first: Int) -> Callable[[int], Vector]:
         """Return the emitter of the scale of a unit's inputs; of those of its two blocks, in halves, where they differ.
