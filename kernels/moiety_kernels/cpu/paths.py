@@ -93,7 +93,7 @@ def reason_against(path: KernelPath) -> str:
     if withheld:
         return f"{LEVEL_VARIABLE}={LEVEL} withholds {', '.join(sorted(withheld))}"
     if SLOW_PAIRS and path is PAIRS:
-        return "they are slower than the path in use on this processor"
+        return f"slower on this processor for {' and '.join(sorted(_BETTER_THAN_SLOW_PAIRS, reverse=True))}"
     return "the system does not let this process use them" if path is TILES else "the processor has no avx512f"
 
 

@@ -129,7 +129,8 @@ def _cpu_kernels() -> Iterator[Finding]:
         reasons |= path["not"]
     serving = "; ".join(f"{weights}: {path['title']}" for weights, path in report["paths"].items())
     against = "".join(f"; no {title}: {reason}" for title, reason in reasons.items())
-    found = f"an engine on this processor multiplies weights by their type, {serving}{against}"
+    level = f" (level {report['compiled_for']})" if report["compiled_for"] else ""
+    found = f"an engine on this processor{level} multiplies weights by their type, {serving}{against}"
     if report["withheld"]:
         message = f"MOIETY_CPU_LEVEL={report['level']} withholds instructions of this processor; {found}"
         advice = "unless this is a test, remove the variable here and from the engines' environment"
