@@ -259,6 +259,17 @@ def test_changes_are_told_field_by_field() -> None:
     assert changes.in_words(entry | user, {}) == "ada@example.com viewer"
 
 
+def test_minutes_without_requests_are_zeros_of_a_history() -> None:
+    sums = [
+        minute_sum("2026-01-01T11:56:00Z", output_tokens=120),
+        minute_sum("2026-01-01T11:58:00Z", output_tokens=60),
+    ]
+    minute, now = timedelta(minutes=1), NOON + timedelta(seconds=30)
+    frame = series.minutes_frame(sums, minute, now)
+    assert series.history(frame, "tokens_per_s", 5 * minute, minute, now) == [0.0, 2.0, 0.0, 1.0, 0.0, 0.0]
+    assert series.history(frame.head(0), "tokens_per_s", 5 * minute, minute, now) == []
+
+
 def test_a_class_keeps_its_colour_wherever_it_is_shown() -> None:
     both = colours.of_classes(["standard", "gold", "batch"])
     assert colours.of_classes(["batch"])["batch"] == both["batch"]

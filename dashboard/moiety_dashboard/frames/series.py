@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pandas as pd
@@ -77,9 +77,17 @@ def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
     return long[long["requests"] > 0]
 
 
-def history(frame: pd.DataFrame, column: str) -> list[float]:
-    """Return sums of a column over all groups, slot by slot, for a line without axes."""
-    return [float(value) for value in frame.groupby("slot")[column].sum()]
+def history(frame: pd.DataFrame, column: str, span: timedelta, step: timedelta, now: datetime) -> list[float]:
+    """Return sums of a column over all groups for each slot of the time up to now, for a line without axes.
+
+    Slots without requests are 0; if there are no requests at all, there is no line.
+    """
+    if frame.empty:
+        return []
+    sums = frame.groupby("slot")[column].sum()
+    last = datetime.fromtimestamp(now.timestamp() // step.total_seconds() * step.total_seconds(), UTC)
+    slots = [last - step * number for number in range(span // step, -1, -1)]
+    return [float(sums.get(slot, 0.0)) for slot in slots]
 
 
 def shares(sums: Rows, parts: Sequence[str], whole: str) -> list[float]:

@@ -72,14 +72,21 @@ def sides_frame(result: Mapping[str, Any]) -> pd.DataFrame:
             "class": name,
             "side": name_of_side,
             **{count: figures[count] for count in _COUNTS},
+            "longest_wait_ms": _milliseconds(figures["longest_wait_s"]),
             "ttft_p50_s": figures["ttft_s"]["p50"],
             "ttft_p99_s": figures["ttft_s"]["p99"],
+            "ttft_p99_ms": _milliseconds(figures["ttft_s"]["p99"]),
             "tpot_p99_s": figures["tpot_s"]["p99"],
         }
         for side, name_of_side in SIDES.items()
         for name, figures in result[side]["classes"].items()
     ]
     return pd.DataFrame(rows)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    """Return whole microseconds: a fast model's step times differ from 0 by rounding only."""
+    return None if seconds is None else round(1000 * seconds, 3)
 
 
 def totals_frame(result: Mapping[str, Any]) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -73,7 +74,9 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
     recent = client.get("/usage/minutes", step=60, since=(now - NOW).isoformat())
     hour = client.get("/usage/minutes", since=(now - HOUR).isoformat())
     last, whole = series.totals_of(recent.data["data"]), series.totals_of(hour.data["data"])
-    frame = series.minutes_frame(hour.data["data"], MINUTE, now)
+    history = partial(
+        series.history, series.minutes_frame(hour.data["data"], MINUTE, now), span=HOUR, step=MINUTE, now=now
+    )
     last_s, whole_s = NOW.total_seconds(), HOUR.total_seconds()
     attained, attained_hour = (ratio(sums["num_slo_attained"], sums["num_slo_requests"]) for sums in (last, whole))
     failed, rejected = (ratio(last[how], last["requests"]) for how in ("failed", "rejected"))
@@ -81,7 +84,7 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
         Tile(
             "Goodput, 5 min", f"{short(last['good_tokens'] / last_s)} tok/s",
             f"{short(whole['good_tokens'] / whole_s)} tok/s over 1 h",
-            "Output tokens per second of requests that attained their SLO.", series.history(frame, "good_per_s"),
+            "Output tokens per second of requests that attained their SLO.", history("good_per_s"),
         ),
         Tile(
             "SLO attainment, 5 min", percent(attained), f"{percent(attained_hour)} over 1 h",
@@ -90,12 +93,12 @@ def draw_now(client: AdminClient, engines: Answer | None) -> None:
         ),
         Tile(
             "Requests, 5 min", f"{short(last['requests'] / last_s)} /s", f"{short(whole['requests'])} in 1 h",
-            "Ended requests, whatever their outcome.", series.history(frame, "requests"),
+            "Ended requests, whatever their outcome.", history("requests"),
         ),
         Tile(
             "Output, 5 min", f"{short(last['output_tokens'] / last_s)} tok/s",
             f"{short(whole['output_tokens'])} tokens in 1 h",
-            "All output tokens, whether or not the SLO was attained.", series.history(frame, "tokens_per_s"),
+            "All output tokens, whether or not the SLO was attained.", history("tokens_per_s"),
         ),
         *fleet_tiles(engines),
         Tile(

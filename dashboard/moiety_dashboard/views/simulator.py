@@ -188,8 +188,8 @@ def draw_result(client: AdminClient, one: Mapping[str, Any], known: Answer) -> N
     figures = {
         "SLO attainment": charts.Figure("attainment", "share of requests", ".1%"),
         "Demand share": charts.Figure("demand_share", "share of device time", ".1%"),
-        "TTFT, p99": charts.Figure("ttft_p99_s", "seconds", ",.2~f"),
-        "Longest queue time": charts.Figure("longest_wait_s", "seconds", ",.2~f"),
+        "TTFT, p99": charts.Figure("ttft_p99_ms", "milliseconds"),
+        "Longest queue time": charts.Figure("longest_wait_ms", "milliseconds"),
         "Preemptions": charts.Figure("num_preemptions", "preemptions"),
         "Rejected": charts.Figure("num_rejected", "requests"),
     }
