@@ -19,6 +19,7 @@ from moiety_platform.bench.report import (
     summarise,
     time_per_token_s,
 )
+from moiety_platform.cli.bench import print_figures
 from moiety_wire.class_targets import BadClassTargets, read_classes
 from moiety_wire.classes import CPU_SLOS
 from moiety_workload.request import TraceRequest
@@ -66,6 +67,17 @@ def test_time_per_token_leaves_the_first_out() -> None:
 )
 def test_a_promise_is_kept_or_not(made: BenchAnswer, kept: bool) -> None:
     assert SLO_TARGETS[made.request.service_class].is_attained(made) is kept
+
+
+def test_the_first_message_of_each_error_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = [answer(error="overloaded"), answer(error="overloaded"), answer(error="client_timeout")]
+    for one, message in zip(failed, ("too many requests", "later", ""), strict=True):
+        one.message = message
+    figures = summarise([answer(0.1, 1.0), *failed])
+    assert figures["error_messages"] == {"overloaded": "too many requests", "client_timeout": ""}
+    print_figures(figures)
+    shown = capsys.readouterr().out
+    assert "2 × overloaded: too many requests" in shown and "1 × client_timeout\n" in shown
 
 
 def test_goodput_counts_only_what_came_in_time_and_errors_are_counted_by_code() -> None:

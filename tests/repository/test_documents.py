@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")])
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,6 +38,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def test_links_to_files_are_of_files_that_exist(page: Path) -> None:
     links = re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)", page.read_text(encoding="utf-8"))
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_packages_of_the_chart_are_of_its_version() -> None:
+    chart = yaml.safe_load((ROOT / "helm" / "moiety" / "Chart.yaml").read_text())
+    named = [name for page in PAGES for name in re.findall(r"moiety-[\d.]+\.tgz", page.read_text(encoding="utf-8"))]
+    assert set(named) == {f"moiety-{chart['version']}.tgz"}
 
 
 def anchors_of(page: Path) -> set[str]:

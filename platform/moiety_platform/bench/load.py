@@ -60,6 +60,7 @@ class BenchAnswer:
     output_tokens: int = 0
     input_tokens: int = 0
     error: str | None = None  # a stable code; None if the request succeeded
+    message: str = ""  # of the error, if the gateway gave one
 
 
 async def find_target(
@@ -88,7 +89,8 @@ async def find_target(
         raise TargetError(f"{asked} answered {exc.response.status_code}: {error_code(exc.response)}") from exc
     except httpx.HTTPError as exc:
         raise TargetError(
-            f"{shown_url} does not answer ({type(exc).__name__}); check that the gateway is running"
+            f"{shown_url} does not answer ({type(exc).__name__}); check that the gateway is running, or give its "
+            "address with --url"
         ) from exc
     return BenchTarget(url, keys, shared, chosen, tuple(tokens), timeout_s)
 
@@ -140,7 +142,7 @@ async def send(client: httpx.AsyncClient, request: TraceRequest, body: bytes, ke
                 await read_stream(response, answer, due)
             else:
                 await response.aread()
-                answer.error = error_code(response)
+                answer.error, answer.message = error_code(response), error_message(response)
     except httpx.TimeoutException:
         answer.error = "client_timeout"
     except httpx.HTTPError as exc:
@@ -159,6 +161,7 @@ async def read_stream(response: httpx.Response, answer: BenchAnswer, due: float)
         chunk = json.loads(line[6:])
         if "error" in chunk:
             answer.error = str(chunk["error"].get("code") or "stream_error")
+            answer.message = str(chunk["error"].get("message") or "")
             return
         if usage := chunk.get("usage"):
             answer.output_tokens, answer.input_tokens = usage["completion_tokens"], usage["prompt_tokens"]
@@ -177,3 +180,11 @@ def error_code(response: httpx.Response) -> str:
         return str(response.json()["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return f"http_{response.status_code}"
+
+
+def error_message(response: httpx.Response) -> str:
+    """Return the message in an error's body, or "" if there is none."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -86,6 +86,7 @@ def summarise(answers: Sequence[BenchAnswer], targets: Mapping[str, SloTarget] =
         "completed": len(served),
         "errors": len(answers) - len(served),
         "errors_by_code": dict(Counter(answer.error for answer in answers if answer.error is not None)),
+        "error_messages": {answer.error: answer.message for answer in reversed(answers) if answer.error is not None},
         "requests_per_s": rate(len(served), duration_s),
         "input_tokens_per_s": rate(sum(answer.input_tokens for answer in served), duration_s),
         "output_tokens_per_s": rate(sum(answer.output_tokens for answer in served), duration_s),

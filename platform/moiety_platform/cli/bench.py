@@ -182,7 +182,8 @@ def print_figures(figures: dict[str, Any]) -> None:
         f"end to end {spread(figures['e2e_ms'])} ms"
     )
     for code, count in figures["errors_by_code"].items():
-        console.print(Text(f"  {count} × {printable(code)}"))
+        message = figures["error_messages"][code]
+        console.print(Text(f"  {count} × {printable(code)}{': ' if message else ''}{printable(message)}"))
 
 
 def spread(values: dict[str, float | None]) -> str:

@@ -9,8 +9,8 @@ import typer
 from moiety_platform.cli.admin_client import AdminClient
 from moiety_platform.cli.admin_command import Admin, admin_command
 from moiety_platform.cli.object_names import ObjectNames, find_key, find_project
-from moiety_platform.prices.token_cost import dollars, parse_dollars
-from moiety_platform.quota.admin_resource import QUOTAS
+from moiety_platform.prices.token_cost import parse_dollars
+from moiety_platform.quota.admin_resource import QUOTAS, plain
 
 WINDOWS = ("_per_day", "_per_month")
 
@@ -129,11 +129,5 @@ def _show(admin: Admin, rows: list[dict[str, Any]]) -> None:
     """Show limits; JSON has nano-dollars, tables dollars and names."""
     if not admin.as_json:
         names = ObjectNames(admin.client)
-        rows = [{**_in_dollars(row), "name": names.scope(row["level"], row["scope_id"])} for row in rows]
+        rows = [{**plain(row), "name": names.scope(row["level"], row["scope_id"])} for row in rows]
     admin.show_rows(rows, QUOTAS.columns, QUOTAS.details)
-
-
-def _in_dollars(row: dict[str, Any]) -> dict[str, Any]:
-    if not row["kind"].startswith("money"):
-        return row
-    return {**row, **{name: f"$ {dollars(row[name])}" for name in ("cap", "used", "reserved")}}

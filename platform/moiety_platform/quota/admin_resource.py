@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moiety_platform.access.actions import MANAGED_BY_TENANTS, OPERATORS, AdminAction
+from moiety_platform.prices.token_cost import dollars
 from moiety_platform.resources.commands import Command, CustomCommand, Parameter
 from moiety_platform.resources.declaration import Resource
 
 WRITE_TENANT_QUOTAS = AdminAction("tenant_quotas.write", OPERATORS)
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a limit for people: money in dollars instead of nano-dollars."""
+    if not row["kind"].startswith("money"):
+        return row
+    return {**row, **{name: f"$ {dollars(row[name])}" for name in ("cap", "used", "reserved")}}
+
 
 QUOTAS = Resource(
     name="quota",
@@ -35,5 +46,6 @@ QUOTAS = Resource(
         ),
     ),
     more=(WRITE_TENANT_QUOTAS,),
+    plain=plain,
     apply_kind="moiety_platform.quota.declared:LIMIT",
 )

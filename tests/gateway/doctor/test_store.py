@@ -59,6 +59,11 @@ async def no_tables(world: World) -> AsyncIterator[Any]:
     yield replace(world.patient, admin_key=None)
 
 
+async def another_folder(world: World) -> AsyncIterator[Any]:
+    yield world.changed(data_dir=world.patient.settings.data_dir / "elsewhere")
+    yield world.patient
+
+
 async def schema_of_an_older_release(world: World) -> AsyncIterator[Any]:
     downgrade(world.patient.settings.store_url, "0015")
     advice: Any = yield world.patient
@@ -266,6 +271,7 @@ async def record(world: World, database: Database, row: UsageRow) -> None:
     {
         "store": {
             no_tables: "database_behind",
+            another_folder: "data_dir_missing",
             schema_of_an_older_release: "database_behind",
             schema_of_a_newer_release: "database_newer",
             database_at_another_port: "database_away",

@@ -21,7 +21,7 @@ from moiety_platform.cli.doctor.peppers import check_pepper
 from moiety_platform.clock import Clock
 from moiety_platform.db.now import now_ms
 from moiety_platform.db.session import Database
-from moiety_platform.db.url import redact
+from moiety_platform.db.url import redact, sqlite_path
 from moiety_platform.prices.models import PriceRecord
 from moiety_platform.quota.kinds import LimitKind, Unit
 from moiety_platform.quota.models import Quota
@@ -39,6 +39,11 @@ MIGRATE_TIMEOUT_S = 30
 
 async def check_store(settings: GatewaySettings, admin_key: str | None, clock: Clock) -> AsyncIterator[Finding]:
     """Run the checks of the store; those that need the tables only run if the revision is right."""
+    file = sqlite_path(settings.store_url)
+    if file is not None and not file.parent.exists():
+        advice = "name the server's data directory with --data-dir; if there is no server yet, start moiety serve"
+        yield fail(AREA, "data_dir_missing", f"there is no folder {file.parent} with a database", advice)
+        return
     revision = check_revision(settings.store_url)
     yield revision
     for finding in check_journal(settings.usage_journal_dir):
