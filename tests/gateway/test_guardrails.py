@@ -256,3 +256,19 @@ async def test_an_input_guardrail_reads_the_tools_that_the_model_reads(
         status, _, answer = await gateway.post(CHAT, body)
         assert (status, json.loads(answer)["error"]["code"]) == (400, "guardrail_blocked")
         assert engine.submits == []
+
+
+@pytest.mark.parametrize("arguments", [{"card": 4111111111111111}, {KEY: 1}, {"a": [{"b": 4111111111111111}]}])
+async def test_an_input_guardrail_reads_names_and_numbers_of_a_call(
+    start_gateway: StartGateway, tool_card: ToolCard, arguments: dict[str, Any]
+) -> None:
+    engine = FakeEngineClient(tool_card("hermes"))
+    async with start_gateway([engine]) as gateway:
+        await set_guardrail(gateway, "input", detectors=["secrets", "card_numbers"])
+        function = {"name": "f", "arguments": json.dumps(arguments)}
+        call = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+        result = {"role": "tool", "tool_call_id": "c", "content": "x"}
+        messages = [{"role": "user", "content": "x"}, call, result]
+        status, _, answer = await gateway.post(CHAT, {"model": "hermes", "messages": messages, "max_tokens": 4})
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "guardrail_blocked")
+        assert engine.submits == []

@@ -169,7 +169,7 @@ async def input_text(generation: Generation, text: ModelText) -> str:
                 texts += _texts_in(message)
             for tool in () if prompt.tools is None else prompt.tools.tools:  # templates show all of it to the model
                 texts.append(json.dumps(tool.for_template(), ensure_ascii=False))
-            texts += _texts_in(prompt.template_options)
+            texts += _texts_in({"arguments": prompt.template_options} if prompt.template_options else {})
             texts.append(prompt.prefill)
         else:
             texts.append(await text.decode(prompt))
@@ -177,11 +177,16 @@ async def input_text(generation: Generation, text: ModelText) -> str:
 
 
 def _texts_in(value: Any) -> Iterable[str]:
-    """Yield the texts in a message, also those in the arguments of its tool calls."""
+    """Yield the texts in a message, and the arguments of its tool calls as JSON, as templates show them to the model.
+
+    The JSON has also their names and numbers.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
+        for name, one in value.items():
+            if name == "arguments" and not isinstance(one, str):
+                yield json.dumps(one, ensure_ascii=False)
             yield from _texts_in(one)
     elif isinstance(value, list | tuple):
         for one in value:
