@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from moiety_wire.thought_budget import MIN_THOUGHT_BUDGET, ThoughtBudget
 
-MAX_SPACE_TOKENS = 8  # of white space before the reasoning
+MAX_SPACE_TOKENS = 16  # of white space before the reasoning, as many characters as a grammar permits there
 _FEW_LEFT = 32  # tokens of a budget, not fewer than a draft usually has
 
 

@@ -9,7 +9,7 @@ belongs neither to it nor to the answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,13 +114,17 @@ def _probe(template: ChatTemplate, extra: Mapping[str, Any]) -> str | None:
         return None
 
 
-def num_thought_tokens(token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool) -> int:
-    """Return the number of an answer's tokens that are reasoning, markers included.
+def num_thought_tokens(
+    token_ids: list[int], opener_id: int | None, closer_id: int, *, is_open: bool, space_ids: Container[int] = ()
+) -> int:
+    """Return the number of an answer's tokens that are reasoning, with markers and the white space before it.
 
-    Reasoning that is never closed extends to the end.
+    Reasoning that is never closed extends to the end. `space_ids`: tokens of white space only.
     """
-    if not token_ids or not (is_open or token_ids[0] == opener_id):
-        return 0
+    if not is_open:
+        begin = next((token for token in token_ids if token not in space_ids), None)
+        if begin is None or begin != opener_id:
+            return 0
     return token_ids.index(closer_id) + 1 if closer_id in token_ids else len(token_ids)
 
 

@@ -97,7 +97,17 @@ def test_a_template_shows_whether_its_model_thinks() -> None:
 
 @pytest.mark.parametrize(
     ("token_ids", "is_open", "count"),
-    [([1, 5, 6, 2, 7], False, 4), ([5, 2, 7], True, 2), ([5, 6], True, 2), ([5, 2, 7], False, 0), ([], True, 0)],
+    [
+        ([1, 5, 6, 2, 7], False, 4),
+        ([5, 2, 7], True, 2),
+        ([5, 6], True, 2),
+        ([5, 2, 7], False, 0),
+        ([], True, 0),
+        ([9, 8, 1, 5, 2, 7], False, 5),
+        ([9, 8], False, 0),
+        ([9, 8], True, 2),
+        ([9, 5, 1, 2], False, 0),
+    ],
 )
 def test_tokens_of_thoughts_are_counted_with_their_markers(token_ids: list[int], is_open: bool, count: int) -> None:
-    assert num_thought_tokens(token_ids, 1, 2, is_open=is_open) == count
+    assert num_thought_tokens(token_ids, 1, 2, is_open=is_open, space_ids={8, 9}) == count

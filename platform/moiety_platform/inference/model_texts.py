@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from moiety_platform.errors import BadRequest, prompt_too_long
+from moiety_platform.inference import thought_limits
 from moiety_platform.inference.answer_format import AnswerFormat
 from moiety_platform.inference.call_grammars import CallGrammars
 from moiety_platform.inference.custom_tools import text_format_of
@@ -21,7 +22,6 @@ from moiety_platform.inference.harmony_answers import HarmonyAnswers
 from moiety_platform.inference.prompt_images import images_not_supported, with_placeholders
 from moiety_platform.inference.system_messages import as_user_messages, takes_late_system
 from moiety_platform.inference.template_options import TemplateOptions
-from moiety_platform.inference.thought_limits import budget_of_markers, closing_text, grammar_after_thought
 from moiety_platform.inference.token_ids import UNKNOWN_TOKEN, check_decodable, check_ids, runs_of_words
 from moiety_platform.inference.tool_result_images import shows_result_images, with_images_after_results
 from moiety_platform.inference.truncated_inputs import truncated_inputs
@@ -82,9 +82,10 @@ class ModelText:
         ids = {token.content: token_id for token_id, token in self._tokenizer.added_tokens.items()}
         marks = THINK if self._thoughts is None else self._thoughts.markers
         self._opener_id, self._closer_id = ids.get(marks.opener_token or marks.opener), ids.get(marks.closer)
+        self._space_ids = frozenset() if self._thoughts is None else thought_limits.space_tokens(self._tokenizer)
         self._thought_ids = tuple(ids[token] for token in marks.tokens if token in ids)
         shown = (self._opener_id, self._closer_id) if self._thoughts is not None else ()
-        self._thought_closing = "" if template is None else closing_text(template, marks.closer)
+        self._thought_closing = "" if template is None else thought_limits.closing_text(template, marks.closer)
         self._special_thoughts = tuple(
             token_id for token_id in shown if token_id is not None and self._tokenizer.added_tokens[token_id].special
         )
@@ -222,7 +223,8 @@ class ModelText:
         if self._thoughts is None or self._closer_id is None or not self._may_think(prompt, generation.grammar):
             return None
         is_open = self._thoughts.is_open_after(self._end_of(prompts[0]))
-        return sum(num_thought_tokens(ids, self._opener_id, self._closer_id, is_open=is_open) for ids in answers)
+        opener, closer, spaces = self._opener_id, self._closer_id, self._space_ids
+        return sum(num_thought_tokens(ids, opener, closer, is_open=is_open, space_ids=spaces) for ids in answers)
 
     def _new_reader(self, prompt: Prompt, token_ids: Sequence[int], grammar: GrammarSpec | None) -> AnswerReader | None:
         if not isinstance(prompt, Conversation):
@@ -272,13 +274,15 @@ class ModelText:
             return grammar
         if self._end_of(prompt_ids).endswith(marks.closer):  # the prompt has ended the reasoning
             return grammar
-        return grammar_after_thought(grammar, marks, self._tokenizer, self._end_ids)
+        return thought_limits.grammar_after_thought(grammar, marks, self._tokenizer, self._end_ids)
 
     def _thought_budget(self, prompt: Conversation, marks: ThoughtMarks | None) -> ThoughtBudget | None:
         """Return the budget of the answer's reasoning; None where there is none or it cannot be enforced."""
         if marks is None or prompt.thought_budget is None or not self._keeps_budgets:
             return None
-        return budget_of_markers(prompt.thought_budget, marks, self._thought_closing, self._tokenizer)
+        return thought_limits.budget_of_markers(
+            prompt.thought_budget, marks, self._thought_closing, self._tokenizer, self._space_ids
+        )
 
     def _thought_marks(self, generation: Generation, number: int, prompt_ids: Sequence[int]) -> ThoughtMarks | None:
         """Return the markers of the reasoning that answers to the generation's prompt `number` may begin with."""
