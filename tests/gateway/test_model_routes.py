@@ -74,11 +74,35 @@ async def test_all_apis_and_batches_follow_a_route(start_gateway: StartGateway, 
         assert [one["model"] for one in answers] == ["small"] * 3
         counted = json.loads((await gateway.post("/v1/messages/count_tokens", {"model": "best", "messages": HELLO}))[2])
         assert counted["input_tokens"] == gateway.prompt_tokens("hello")
+        given = {"model": "best", "input": "hello"}
+        counted = json.loads((await gateway.post("/v1/responses/input_tokens", given))[2])
+        assert counted["input_tokens"] == gateway.prompt_tokens("hello")
         line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": asked}
         batch = await gateway.run_batch(json.dumps(line).encode())
         assert batch.output_file_id is not None
         (output,) = (await gateway.client.files.content(batch.output_file_id)).text.splitlines()
         assert json.loads(output)["response"]["body"]["model"] == "small"
+
+
+async def test_a_key_sees_what_it_has_asked_of_a_route(start_gateway: StartGateway, new_card: NewCard) -> None:
+    async with start_gateway(engines(new_card, "small", "large")) as gateway:
+        await set_route(gateway, "best", "small")
+        await set_route(gateway, "other", "large")
+        project = (await gateway.admin("GET", "/projects"))["data"][0]["id"]
+        fields = {"name": "narrow", "project_id": project, "allowed_models": ["small"]}
+        narrow = (await gateway.admin("POST", "/keys", fields, expect=201))["secret"]
+        conversation = json.loads((await gateway.post("/v1/conversations", {}))[2])["id"]
+        given = {"model": "best", "input": "a", "conversation": conversation, "max_output_tokens": 2, "store": True}
+        for _ in range(2):
+            status, _, answer = await gateway.post("/v1/responses", given, key=narrow)
+            assert status == 200, answer
+        mine = json.loads(answer)["id"]
+        theirs = json.loads((await gateway.post("/v1/responses", {"model": "other", "input": "a", "store": True}))[2])[
+            "id"
+        ]
+        assert (await gateway.request("GET", f"/v1/responses/{mine}", key=narrow))[0] == 200
+        assert (await gateway.request("GET", f"/v1/responses/{theirs}", key=narrow))[0] == 404
+        assert (await gateway.request("DELETE", f"/v1/responses/{mine}", key=narrow))[0] == 200
 
 
 async def test_a_tenant_keeps_its_target_and_other_requests_follow_the_weights(

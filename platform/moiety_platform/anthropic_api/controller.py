@@ -34,6 +34,7 @@ from moiety_platform.inference.context_editing import edit_conversation
 from moiety_platform.inference.document_preparation import DocumentPreparation
 from moiety_platform.inference.endpoint import Endpoint, EndpointDocs, Serve, route
 from moiety_platform.inference.image_preparation import ImagePreparation
+from moiety_platform.inference.model_routing import counted_model
 from moiety_platform.inference.model_text_cache import ModelTexts
 from moiety_platform.inference.request_body import BodyReader
 from moiety_platform.inference.request_record import RequestRecord
@@ -74,16 +75,6 @@ class MessageServices:
     rules: RequestRulesCache
     token_counts: TokenCountLimits
     adapters: AdapterCache | None = None
-
-
-async def _counted_model(messages: MessageServices, principal: Principal, name: str) -> str:
-    """Return the model by which tokens are counted: of a route, the first that is served and that the key may use."""
-    route = (await messages.rules.current()).routes.get(name)
-    if route is None:
-        return name
-    models, served, allowed = route.models(), messages.replicas.cards(), principal.allowed_models
-    usable = (one for one in models if one in served and (allowed is None or one in allowed))
-    return next(usable, models[0])
 
 
 async def _prepare(body: MessagesBody, record: RequestRecord) -> MessagesBody:
@@ -180,7 +171,7 @@ class TokenCountController(Controller):
 
 
 async def _count(messages: MessageServices, principal: Principal, body: ConversationBody) -> TokenCount:
-    adapter, model = None, await _counted_model(messages, principal, body.model)
+    adapter, model = None, await counted_model(messages.rules, messages.replicas, principal, body.model)
     if messages.adapters is not None:
         adapter = await messages.adapters.find(principal.tenant_id, model)
     base = model if adapter is None else adapter.model

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from moiety_platform.auth.principal import Principal
 from moiety_platform.errors import (
     EngineFailed,
     EngineRefused,
@@ -25,8 +26,9 @@ from moiety_platform.inference.request_record import RequestRecord
 from moiety_platform.inference.run import InferenceRun
 from moiety_platform.model_routes.terms import ModelRoute, Stickiness, models_in_order
 from moiety_platform.quotes.quoted_request import refuse_route
-from moiety_platform.request_rules.cache import RequestRules
+from moiety_platform.request_rules.cache import RequestRules, RequestRulesCache
 from moiety_platform.routing.choose import MODEL_NOT_FOUND
+from moiety_platform.routing.replicas import Replicas
 from moiety_wire.trace_events import Reason
 
 MAX_STICKY_CHARS = 4096  # of a conversation's beginning that choose its target
@@ -191,3 +193,13 @@ def _may_fall_back(error: PlatformError, record: RequestRecord) -> bool:
     if isinstance(error, Overloaded):  # the bound of the tenant's requests is the same for all models
         return error.reason is not Reason.TENANT_QUEUE_FULL or record.reached_engine
     return isinstance(error, EngineFailed | Unavailable | NonFiniteOutput)
+
+
+async def counted_model(rules: RequestRulesCache, replicas: Replicas, principal: Principal, name: str) -> str:
+    """Return the model by which tokens are counted: of a route, the first that is served and that the key may use."""
+    route = (await rules.current()).routes.get(name)
+    if route is None:
+        return name
+    models, served, allowed = route.models(), replicas.cards(), principal.allowed_models
+    usable = (one for one in models if one in served and (allowed is None or one in allowed))
+    return next(usable, models[0])

@@ -19,6 +19,7 @@ from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.keyset import ListRequest
 from moiety_platform.db.now import now_ms
 from moiety_platform.errors import BadRequest
+from moiety_platform.responses_api.askable_names import askable_names
 from moiety_platform.responses_api.items import Item
 from moiety_platform.responses_api.models import MAX_ITEM_ID_LENGTH, ConversationItem, StoredConversation
 
@@ -49,8 +50,8 @@ class ConversationStore:
         found = await self.find_in_project(session, whose.project_id, conversation_id, locks=locks)
         if found is None or found.tenant_id != whose.tenant_id:
             return None
-        allowed = whose.allowed_models
-        return found if allowed is None or set(msgspec.json.decode(found.models)) <= set(allowed) else None
+        names = await askable_names(session, whose)
+        return found if all(map(names.has, msgspec.json.decode(found.models))) else None
 
     async def find_in_project(
         self, session: AsyncSession, project_id: str, conversation_id: str, *, locks: bool = False

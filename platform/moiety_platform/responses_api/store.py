@@ -18,6 +18,7 @@ from moiety_platform.auth.principal import Principal
 from moiety_platform.db.dialect import insert_into
 from moiety_platform.db.expired import oldest_expired
 from moiety_platform.db.now import now_ms
+from moiety_platform.responses_api.askable_names import askable_names
 from moiety_platform.responses_api.event_log import EventChunk, statements_of
 from moiety_platform.responses_api.models import StoredEvents, StoredResponse
 from moiety_platform.responses_api.storage_limit import StorageLimit, has_capacity
@@ -74,20 +75,24 @@ class ResponseStore:
 
     async def find(self, session: AsyncSession, whose: Principal, response_id: str) -> StoredResponse | None:
         """Return the response if it is visible to the key."""
-        statement = select(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        statement = select(StoredResponse).where(
+            StoredResponse.id == _possible(response_id), *await self._visible(session, whose)
+        )
         return (await session.scalars(statement)).first()
 
     async def find_all(
         self, session: AsyncSession, whose: Principal, response_ids: Collection[str]
     ) -> Sequence[StoredResponse]:
         """Return those of the responses that are visible to the key."""
-        statement = select(StoredResponse).where(StoredResponse.id.in_(response_ids), *self._visible(whose))
+        statement = select(StoredResponse).where(
+            StoredResponse.id.in_(response_ids), *await self._visible(session, whose)
+        )
         return (await session.scalars(statement)).all()
 
     async def total_bytes(self, session: AsyncSession, whose: Principal, response_ids: Collection[str]) -> int:
         """Return the size of those of the responses that are visible to the key."""
         total = select(func.sum(StoredResponse.num_bytes)).where(
-            StoredResponse.id.in_(response_ids), *self._visible(whose)
+            StoredResponse.id.in_(response_ids), *await self._visible(session, whose)
         )
         return int(await session.scalar(total) or 0)
 
@@ -104,7 +109,7 @@ class ResponseStore:
         earlier = earlier.union_all(
             select(StoredResponse.id, StoredResponse.previous_id, earlier.c.distance + 1)
             .join(earlier, StoredResponse.id == earlier.c.previous_id)
-            .where(*self._visible(whose))
+            .where(*await self._visible(session, whose))
         )
         statement = select(StoredResponse).join(earlier, StoredResponse.id == earlier.c.id)
         found = (await session.scalars(statement.order_by(earlier.c.distance.desc()))).all()
@@ -112,7 +117,9 @@ class ResponseStore:
 
     async def delete(self, session: AsyncSession, whose: Principal, response_id: str) -> bool:
         """Delete the response and return whether it existed for the key."""
-        gone = delete(StoredResponse).where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+        gone = delete(StoredResponse).where(
+            StoredResponse.id == _possible(response_id), *await self._visible(session, whose)
+        )
         return await session.scalar(gone.returning(StoredResponse.id)) is not None
 
     async def is_abandoned(self, session: AsyncSession, response: StoredResponse) -> bool:
@@ -169,7 +176,7 @@ class ResponseStore:
         until, now = StoredResponse.running_until_ms, self.now()
         statement = select(until.is_not(None), until < now, StoredResponse.num_events, StoredResponse.num_bytes)
         found = await session.execute(
-            statement.where(StoredResponse.id == _possible(response_id), *self._visible(whose))
+            statement.where(StoredResponse.id == _possible(response_id), *await self._visible(session, whose))
         )
         row = found.first()
         return None if row is None else RunState(bool(row[0]), bool(row[1]), row[2], row[3])
@@ -234,13 +241,13 @@ class ResponseStore:
         await session.execute(delete(StoredResponse).where(StoredResponse.id.in_(gone)))
         return len(gone)
 
-    def _visible(self, whose: Principal) -> tuple[ColumnElement[bool], ...]:
-        models = whose.allowed_models
+    async def _visible(self, session: AsyncSession, whose: Principal) -> tuple[ColumnElement[bool], ...]:
+        names = await askable_names(session, whose)
         return (
             StoredResponse.tenant_id == whose.tenant_id,
             StoredResponse.project_id == whose.project_id,
             StoredResponse.expires_ms > self.now(),
-            *(() if models is None else (StoredResponse.model.in_(sorted(models)),)),
+            *(() if names.names is None else (names.condition(StoredResponse.model),)),
         )
 
 

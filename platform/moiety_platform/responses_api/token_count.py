@@ -11,6 +11,7 @@ from litestar.params import SkipValidation
 from moiety_platform.adapters.naming import allowed_of
 from moiety_platform.inference.field_support import ignored, mapped
 from moiety_platform.inference.generation import Conversation
+from moiety_platform.inference.model_routing import counted_model
 from moiety_platform.inference.model_services import ModelServices
 from moiety_platform.known_parameters import IGNORED, SENT_BY_BETA_CLIENTS
 from moiety_platform.openapi.described import JSON, Described, describes
@@ -71,8 +72,9 @@ class ResponseTokensController(Controller):
         given = await models.bodies.read(InputTokensBody, request.receive, fields, whose.tenant_id)
         async with models.token_counts.counted(whose):
             body, _ = await reader.resolve(given, whose)
-            adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, body.model)
-            base = body.model if adapter is None else adapter.model
+            model = await counted_model(models.rules, models.replicas, whose, body.model)
+            adapter = None if models.adapters is None else await models.adapters.find(whose.tenant_id, model)
+            base = model if adapter is None else adapter.model
             asked, _ = await models.documents.prepare_conversation(body.counted(), whose)
             allowed = allowed_of(whose.allowed_models, adapter)
             card = models.replicas.card(base, allowed, has_images=bool(asked.images))
